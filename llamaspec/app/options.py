@@ -1,0 +1,154 @@
+"""Options that several commands share, and how they become values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from llamaspec.app.pair import DEFAULT_DRAFT_LENGTH, DEFAULT_RULE, demo_draft, demo_target
+from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, MAX_GUESSES, ModelOptions
+from llamaspec.rules.verify import RULES
+from llamaspec.values import Sampling
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_CACHE = click.Choice(list(CACHE_TYPES))
+
+_MODEL_OPTIONS = (
+    click.option("--target", metavar="PATH", envvar="LLAMASPEC_TARGET", help="The model that decides what is said."),
+    click.option("--draft", metavar="PATH", envvar="LLAMASPEC_DRAFT", help="The small model that guesses."),
+    click.option("--n-ctx", type=int, help="Context of the target in tokens; default 4096, or the model's if less."),
+    click.option("--draft-ctx", type=int, help="Context of the draft in tokens; default as the target's."),
+    click.option("--gpu-layers", "-ngl", type=int, help="Layers of the target on the GPU; default: all it takes."),
+    click.option("--draft-gpu-layers", type=int, help="Layers of the draft on the GPU; default: all it takes."),
+    click.option("--threads", type=int, help="Threads for the target; default: physical cores."),
+    click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
+    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto", show_default=True,
+                 help="Flash attention."),
+    click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True, help="Keys in the target's memory."),
+    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True, help="Values in the target's memory."),
+    click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
+                 help="Keys in the draft's memory; below q8_0 acceptance suffers."),
+    click.option("--draft-cache-type-v", type=_CACHE, default="f16", show_default=True,
+                 help="Values in the draft's memory; below q8_0 acceptance suffers."),
+    click.option("--verbose", is_flag=True, help="Show llama.cpp's own log on stderr."),
+)  # fmt: skip
+
+_SAMPLING_OPTIONS = (
+    click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
+                 help="Stop after this many tokens."),
+    click.option("--temperature", "-t", type=float, default=0.8, show_default=True, help="0 = always the best token."),
+    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k best tokens; 0 = all."),
+    click.option("--top-p", type=float, default=0.95, show_default=True,
+                 help="Keep the best tokens with this much probability together; 1 = all."),
+    click.option("--min-p", type=float, default=0.05, show_default=True,
+                 help="Keep tokens at least this probable relative to the best; 0 = all."),
+    click.option("--repeat-penalty", type=float, help="Divide the scores of tokens seen lately; 1 = off."),
+    click.option("--presence-penalty", type=float, help="Lower the scores of tokens seen lately."),
+    click.option("--frequency-penalty", type=float, help="Lower the scores of tokens by how often they came lately."),
+    click.option("--seed", type=int, help="For the same text again; default: drawn at random and reported."),
+    click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
+                 help="How guesses are judged; only coupled gives the same text for a seed without a draft."),
+    click.option("--draft-length", "-k", type=click.IntRange(0, MAX_GUESSES), default=DEFAULT_DRAFT_LENGTH,
+                 show_default=True, help="Guesses in each round; 0 = plain decoding."),
+)  # fmt: skip
+
+
+def model_options(command: Command) -> Command:
+    """Options that say which models to load, and how."""
+    return _with(_MODEL_OPTIONS, command)
+
+
+def sampling_options(command: Command) -> Command:
+    """Options that say how tokens are drawn and guessed."""
+    return _with(_SAMPLING_OPTIONS, command)
+
+
+def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The models that a command was asked to load, as given on the command line."""
+
+    target: str | None
+    draft: str | None
+    n_ctx: int | None
+    draft_ctx: int | None
+    gpu_layers: int | None
+    draft_gpu_layers: int | None
+    threads: int | None
+    draft_threads: int | None
+    flash_attn: str
+    cache_type_k: str
+    cache_type_v: str
+    draft_cache_type_k: str
+    draft_cache_type_v: str
+    verbose: bool
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> ModelChoice:
+        """Pick this value's fields out of a command's options."""
+        return cls(**{field.name: options[field.name] for field in fields(cls)})
+
+    @property
+    def embedded(self) -> bool:
+        """Whether no model was named, so that the embedded pair serves."""
+        return self.target is None
+
+    @property
+    def target_path(self) -> Path:
+        """The target's file."""
+        return demo_target() if self.target is None else Path(self.target)
+
+    @property
+    def draft_path(self) -> Path | None:
+        """The draft's file; None where a target was named without one."""
+        if self.draft is not None:
+            return Path(self.draft)
+        return demo_draft() if self.embedded else None
+
+    @property
+    def target_options(self) -> ModelOptions:
+        """How to load the target."""
+        return ModelOptions(
+            n_ctx=self.n_ctx,
+            gpu_layers=self.gpu_layers,
+            threads=self.threads,
+            flash_attention=self.flash_attn,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+        )
+
+    @property
+    def draft_options(self) -> ModelOptions:
+        """How to load the draft: one guess at a time is all that it is asked for."""
+        return ModelOptions(
+            n_ctx=self.draft_ctx or self.n_ctx,
+            gpu_layers=self.draft_gpu_layers,
+            threads=self.draft_threads or self.threads,
+            flash_attention=self.flash_attn,
+            cache_type_k=self.draft_cache_type_k,
+            cache_type_v=self.draft_cache_type_v,
+            max_scored=1,
+        )
+
+
+def sampling_from(options: dict[str, Any]) -> Sampling:
+    """The sampling chain that a command was asked for, with "off" values as None."""
+    return Sampling(
+        temperature=options["temperature"],
+        top_k=options["top_k"] or None,
+        top_p=None if options["top_p"] == 1 else options["top_p"],
+        min_p=options["min_p"] or None,
+        repeat_penalty=None if options["repeat_penalty"] == 1 else options["repeat_penalty"],
+        presence_penalty=options["presence_penalty"] or None,
+        frequency_penalty=options["frequency_penalty"] or None,
+    )

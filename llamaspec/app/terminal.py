@@ -1,0 +1,51 @@
+"""What people see while they wait: messages and progress bars on stderr, never on stdout."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+PATIENCE_SECONDS = 2.0  # what is faster needs no bar
+
+
+def stderr_console() -> Console:
+    """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class SlowProgress:
+    """A progress bar that appears only when the work takes longer than two seconds.
+
+    Use as a context manager; call it with the finished fraction, 0 to 1.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._start = time.monotonic()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def __call__(self, fraction: float) -> None:
+        if self._progress is None and time.monotonic() - self._start > PATIENCE_SECONDS and fraction < 1:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=stderr_console(), transient=True)
+            self._task = self._progress.add_task(self._label, total=1.0)
+            self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=fraction)
+
+    def part(self, done: int, total: int) -> None:
+        """The same, told as parts done of a total."""
+        self(done / total)
+
+    def __enter__(self) -> SlowProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,82 @@
+"""From tokens to text that is certain: whole UTF-8 characters, and nothing that may be a stop string.
+
+Knows tokens only by their bytes. Hand-made tables of splits are in tests/engine/test_text.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of text and whether it came from an accepted guess."""
+
+    text: str
+    drafted: bool
+
+
+class TextAssembler:
+    """Joins the bytes of tokens to text, holding back what is not certain yet.
+
+    Parameters
+    ----------
+    stops : sequence of str
+        The text ends before the first of these; none may be empty.
+
+    Raises
+    ------
+    ValueError
+        A stop string is empty.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held: deque[Span] = deque()  # text that may be the beginning of a stop string
+        self.stopped = False  # a stop string came
+
+    def add(self, piece: bytes, drafted: bool) -> list[Span]:
+        """The text that has become certain through one more token."""
+        return self._release(self._decoder.decode(piece), drafted)
+
+    def finish(self) -> list[Span]:
+        """What was held back, when no token follows; an incomplete character becomes U+FFFD."""
+        spans = self._release(self._decoder.decode(b"", final=True), drafted=False)
+        return spans if self.stopped else spans + self._take(sum(len(span.text) for span in self._held))
+
+    def _release(self, text: str, drafted: bool) -> list[Span]:
+        if self.stopped or not text:
+            return []
+        self._held.append(Span(text, drafted))
+        held = "".join(span.text for span in self._held)
+        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._take(min(found))
+        return self._take(len(held) - self._possible_beginning(held))
+
+    def _possible_beginning(self, held: str) -> int:
+        """Length of the longest end of `held` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        for n in range(min(longest, len(held)), 0, -1):
+            if any(stop.startswith(held[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+    def _take(self, n_characters: int) -> list[Span]:
+        """Move the first characters out of what is held back."""
+        taken: list[Span] = []
+        while n_characters > 0:
+            span = self._held.popleft()
+            if len(span.text) > n_characters:
+                self._held.appendleft(Span(span.text[n_characters:], span.drafted))
+                span = Span(span.text[:n_characters], span.drafted)
+            taken.append(span)
+            n_characters -= len(span.text)
+        return taken

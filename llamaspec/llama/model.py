@@ -1,0 +1,248 @@
+"""A GGUF model as a pure function of token sequences, computed by llama.cpp.
+
+The one idea: nobody says "go back". A question names a whole sequence; the memory keeps what it shares
+with earlier questions, and only the rest is evaluated, every distinct position once. The proof is
+tests/llama/test_model.py: over random calls, cached answers equal those of a fresh model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.errors import EvaluationError, MemoryFullError, ModelFileError
+from llamaspec.llama import runtime
+from llamaspec.llama.batch import Batch
+from llamaspec.llama.files import check_gguf
+from llamaspec.llama.memory import LaneMemory
+from llamaspec.llama.options import BATCH, CACHE_BYTES, CACHE_TYPES, DEFAULT_CONTEXT, FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.trie import Node, merge
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.values import Ask, Logits
+
+LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
+
+
+class LlamaModel:
+    """A loaded model. Close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file.
+    options : ModelOptions
+    on_load : callable, optional
+        Told the fraction that is loaded.
+
+    Raises
+    ------
+    ModelFileError
+        The file is missing, damaged, or cannot generate text.
+    MemoryFullError
+        The machine has no room for the weights or the context.
+    """
+
+    def __init__(
+        self, path: Path, options: ModelOptions | None = None, on_load: LoadProgress | None = None
+    ) -> None:
+        self.path = path
+        self.options = options or ModelOptions()
+        self._model: Any = None
+        self._context: Any = None
+        runtime.start()
+        check_gguf(path)
+        try:
+            self._model = self._load_weights(on_load)
+            self._check_kind()
+            self.vocabulary = LlamaVocabulary(self._model)
+            self.trained_context_size: int = lib.llama_model_n_ctx_train(self._model)
+            self._context = self._open_context()
+            self.context_size: int = lib.llama_n_ctx(self._context)
+            self._memory = LaneMemory(self._context, self.options.n_lanes)
+            self._batch = Batch(BATCH, self.options.n_lanes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, the number of scores for each position."""
+        return self.vocabulary.size
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation, as llama.cpp names them."""
+        buffer = ctypes.create_string_buffer(128)
+        lib.llama_model_desc(self._model, buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace")
+
+    def metadata(self, key: str) -> str | None:
+        """One metadata entry of the file as text; None where there is none."""
+        buffer = ctypes.create_string_buffer(1 << 16)
+        n = lib.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace") if n >= 0 else None
+
+    def logits(self, asks: Sequence[Ask]) -> list[Logits]:
+        """Scores after each of the last `n` tokens of every asked sequence: views [n, V] float32.
+
+        Raises
+        ------
+        ValueError
+            An ask is not possible: llama.cpp would abort the process.
+        MemoryFullError
+            The memory has no room for the sequences together.
+        EvaluationError
+            llama.cpp failed, or a number is not finite.
+        """
+        self._check(asks)
+        trie = merge(asks, self._memory.keep(asks))
+        scores = self._evaluate(trie.nodes)
+        self._memory.remember(asks)
+        n_wanted_before = np.cumsum([0] + [node.wanted for node in trie.nodes])
+        return [_rows(scores, n_wanted_before[path]) for path in trie.paths]
+
+    def forget(self) -> None:
+        """Empty the memory, as if nothing had been asked."""
+        self._memory.clear()
+
+    def close(self) -> None:
+        """Free everything, in reverse order of making; more than once is allowed."""
+        if self._context is not None:
+            lib.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            lib.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, asks: Sequence[Ask]) -> None:
+        if self._context is None:
+            raise ValueError("the model is closed")
+        lanes = [ask.lane for ask in asks]
+        if len(set(lanes)) != len(lanes) or not set(lanes) <= set(range(self.options.n_lanes)):
+            raise ValueError(f"asks need distinct lanes below {self.options.n_lanes}, got {lanes}")
+        if not asks or sum(ask.n for ask in asks) > self.options.max_scored:
+            raise ValueError(f"one call scores from 1 to {self.options.max_scored} positions")
+        for ask in asks:
+            if not 1 <= ask.n <= len(ask.tokens) <= self.context_size:
+                raise ValueError(
+                    f"cannot score {ask.n} of {len(ask.tokens)} tokens in a context of {self.context_size}"
+                )
+            if ask.tokens.min() < 0 or ask.tokens.max() >= self.vocabulary.size:
+                raise ValueError(f"token ids must be below {self.vocabulary.size}")
+
+    def _evaluate(self, nodes: Sequence[Node]) -> Logits:
+        """Scores of the wanted positions, in order: float32 [wanted, V]."""
+        parts = []
+        for start in range(0, len(nodes), BATCH):
+            part = nodes[start : start + BATCH]
+            status = lib.llama_decode(self._context, self._batch.fill(part))
+            if status:
+                self._fail(status)
+            n_wanted = sum(node.wanted for node in part)
+            if n_wanted:
+                pointer = lib.llama_get_logits(self._context)
+                view = np.ctypeslib.as_array(pointer, shape=(n_wanted, self.vocabulary.size))
+                # The next part would overwrite the buffer.
+                parts.append(view if start + BATCH >= len(nodes) else view.copy())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _fail(self, status: int) -> None:
+        """Raise what a return code of llama_decode means, with the memory in a known state."""
+        self._memory.clear()
+        if status == 1:
+            raise MemoryFullError(f"the context of {self.context_size} tokens is full; pass a larger --n-ctx")
+        if status == 2:
+            raise EvaluationError("the evaluation was aborted")
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
+
+    def _load_weights(self, on_load: LoadProgress | None) -> Any:
+        parameters = lib.llama_model_default_params()
+        if self.options.gpu_layers is not None:
+            parameters.n_gpu_layers = self.options.gpu_layers
+        parameters.use_extra_bufts = self.options.repack
+
+        def report(fraction: float, _user_data: object) -> bool:
+            if on_load is not None:
+                on_load(fraction)
+            return True
+
+        parameters.progress_callback = callback = lib.llama_progress_callback(report)
+        runtime.clear_errors()
+        model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        del callback  # it had to live until here
+        if not model:
+            reason = runtime.last_error()
+            if "alloc" in reason or "memory" in reason:
+                raise MemoryFullError(f"no room for {self.path}: {reason}; close programs or lower --gpu-layers")
+            raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}")
+        return model
+
+    def _check_kind(self) -> None:
+        remedy = "give a decoder-only text model"
+        if lib.llama_model_has_encoder(self._model):
+            raise ModelFileError(f"{self.path} has an encoder; {remedy}")
+        if lib.llama_model_is_diffusion(self._model):
+            raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
+
+    def _open_context(self) -> Any:
+        options, parameters = self.options, lib.llama_context_default_params()
+        parameters.n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, self.trained_context_size)
+        parameters.n_batch = parameters.n_ubatch = BATCH
+        parameters.n_seq_max = options.n_lanes
+        parameters.n_outputs_max = options.max_scored
+        parameters.kv_unified = True
+        parameters.swa_full = True
+        parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+        parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+        parameters.type_k = CACHE_TYPES[options.cache_type_k]
+        parameters.type_v = CACHE_TYPES[options.cache_type_v]
+        self._check_room(parameters.n_ctx)
+        runtime.clear_errors()
+        context = lib.llama_init_from_model(self._model, parameters)
+        if not context:
+            raise MemoryFullError(
+                f"llama.cpp cannot make a context of {parameters.n_ctx} tokens for {self.path}: "
+                f"{runtime.last_error()}; pass a smaller --n-ctx"
+            )
+        if not lib.llama_get_memory(context):
+            lib.llama_free(context)
+            raise ModelFileError(f"{self.path} is an embedding model; give a model that generates text")
+        return context
+
+    def _check_room(self, n_ctx: int) -> None:
+        """Refuse a memory larger than the machine: the system would end the process, not the call."""
+        if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+            return
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        n_heads = max(1, lib.llama_model_n_head(self._model))
+        row = lib.llama_model_n_embd(self._model) * lib.llama_model_n_head_kv(self._model) / n_heads
+        per_element = CACHE_BYTES[self.options.cache_type_k] + CACHE_BYTES[self.options.cache_type_v]
+        needed = lib.llama_model_n_layer(self._model) * row * per_element * n_ctx
+        if needed > room:
+            raise MemoryFullError(
+                f"a context of {n_ctx} tokens needs {needed / 2**30:.1f} GiB, this machine has "
+                f"{room / 2**30:.1f} GiB; pass a smaller --n-ctx"
+            )
+
+
+def _rows(scores: Logits, rows: np.ndarray) -> Logits:  # type: ignore[type-arg]
+    """Some rows, as a view where they lie side by side."""
+    first, n = int(rows[0]), len(rows)
+    if int(rows[-1]) - first == n - 1:
+        return scores[first : first + n]
+    return scores[rows]

@@ -1,0 +1,74 @@
+"""How a model is loaded: the choices that change cost and memory, not the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_cpp import llama_cpp as lib
+
+MAX_GUESSES = 64  # in one round
+DEFAULT_CONTEXT = 4096  # tokens; a model trained on less gets what it was trained on
+BATCH = 512  # positions that llama.cpp takes at once
+
+FLASH_ATTENTION = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+CACHE_TYPES = {
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": 30,  # GGML_TYPE_BF16, which the bindings do not name
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+}
+CACHE_BYTES = {  # per element, from the block sizes of ggml's formats
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How one model is loaded.
+
+    Raises
+    ------
+    ValueError
+        A field is outside its range.
+    """
+
+    n_ctx: int | None = None  # tokens; None = 4096, or the model's own if that is less
+    gpu_layers: int | None = None  # None = all that the backend takes
+    threads: int | None = None  # None = the machine's full-speed physical cores
+    flash_attention: str = "auto"  # auto, on or off
+    cache_type_k: str = "f16"  # of the keys in memory
+    cache_type_v: str = "f16"  # of the values in memory
+    n_lanes: int = 1  # sequences that the memory can hold side by side
+    max_scored: int = MAX_GUESSES + 1  # positions that can be scored by one evaluation
+    repack: bool = True  # let llama.cpp rearrange weights for faster kernels
+
+    def __post_init__(self) -> None:
+        if self.n_ctx is not None and self.n_ctx < 2:
+            raise ValueError(f"n-ctx must be >= 2, got {self.n_ctx}")
+        if self.gpu_layers is not None and self.gpu_layers < 0:
+            raise ValueError(f"gpu-layers must be >= 0, got {self.gpu_layers}")
+        if self.threads is not None and not 1 <= self.threads <= 512:
+            raise ValueError(f"threads must be from 1 to 512, got {self.threads}")
+        if self.flash_attention not in FLASH_ATTENTION:
+            raise ValueError(f"flash-attn must be one of {', '.join(FLASH_ATTENTION)}")
+        if not {self.cache_type_k, self.cache_type_v} <= CACHE_TYPES.keys():
+            raise ValueError(f"cache types must be among {', '.join(CACHE_TYPES)}")
+        if self.flash_attention == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
+            raise ValueError(f"cache-type-v {self.cache_type_v} needs flash attention; drop --flash-attn off")
+        if not 1 <= self.n_lanes <= 64 or self.max_scored < self.n_lanes:
+            raise ValueError("n_lanes must be from 1 to 64, and at most max_scored")

@@ -1,0 +1,89 @@
+"""What llama.cpp needs once for a process: its start, its log, the threads worth using.
+
+llama.cpp explains failures only in its log; the last errors are kept here, so that an exception can say
+what went wrong while the log itself stays silent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from llama_cpp import llama_cpp as lib
+
+_LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
+
+
+class _Log:
+    """Receives llama.cpp's log lines."""
+
+    def __init__(self) -> None:
+        self.verbose = False
+        self.errors: deque[str] = deque(maxlen=8)
+        self._level = 0
+        # llama.cpp keeps only a pointer: the callback must live as long as the process.
+        self.callback = lib.llama_log_callback(self._receive)
+
+    def _receive(self, level: int, text: bytes, _user_data: object) -> None:
+        self._level = level if level != _LEVEL_CONTINUED else self._level
+        line = text.decode("utf-8", errors="replace")
+        if self._level >= _LEVEL_ERROR:
+            self.errors.append(line.strip())
+        if self.verbose:
+            sys.stderr.write(line)
+
+
+_log = _Log()
+
+
+@functools.cache
+def start() -> None:
+    """Start llama.cpp; later calls do nothing."""
+    lib.llama_log_set(_log.callback, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+
+
+def set_verbose(verbose: bool) -> None:
+    """Show llama.cpp's own log on stderr, or keep it silent."""
+    _log.verbose = verbose
+
+
+def clear_errors() -> None:
+    """Forget earlier errors, before an attempt whose failure is to be explained."""
+    _log.errors.clear()
+
+
+def last_error() -> str:
+    """What llama.cpp said about the latest failure, in one line."""
+    return next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+
+
+def can_offload() -> bool:
+    """Whether this build of llama.cpp computes on a GPU."""
+    return bool(lib.llama_supports_gpu_offload())
+
+
+@functools.cache
+def default_threads() -> int:
+    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores."""
+    if sys.platform == "darwin":
+        for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
+            answer = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
+            if answer.stdout.strip().isdigit():
+                return int(answer.stdout)
+    if hasattr(os, "sched_getaffinity"):
+        return len({_siblings(core) for core in os.sched_getaffinity(0)})
+    return max(1, (os.cpu_count() or 2) // 2)
+
+
+def _siblings(core: int) -> str:
+    """A name shared by the hardware threads of one physical core."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings").read_text()
+    except OSError:
+        return str(core)

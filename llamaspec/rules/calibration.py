@@ -1,0 +1,156 @@
+"""How likely a guess stands: from the draft's confidence, and before the guess is drawn.
+
+Two estimates. *Sighted*: log-odds as a curve over the confidence, a Gaussian belief on a few knots, plus a
+mood that comes and goes with easy and hard stretches. *Blind*: averages of different memory, for guesses
+not drawn yet. Both are mixtures whose members gain weight by predicting well. Guesses behind a rejection
+are not judged and teach nothing. Knows no costs. tests/rules/test_calibration.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+
+import numpy as np
+
+KNOTS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.92, 0.985)  # confidences at which the curve is kept
+MOOD_TOKENS = (0.0, 80.0, 14.0)  # how long a mood lasts; 0 = there are no moods
+MOOD_SPREAD = (0.0, 1.0, 1.4)  # its standard deviation, log-odds
+FORGET = 0.97  # of the record by which members are weighed
+
+
+def _logit(p: float) -> float:
+    return log(p / (1.0 - p))
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + exp(-x)) if x > -30 else 0.0
+
+
+_KNOT_LOGITS = [_logit(k) for k in KNOTS]
+
+
+class Sighted:
+    """Chance that a guess of a given confidence stands."""
+
+    def __init__(self) -> None:
+        x = np.array(_KNOT_LOGITS)
+        self._mean = 0.2 + 0.6 * x
+        self._covariance = 0.8**2 + 0.25**2 * np.outer(x, x) + 0.3**2 * np.minimum.outer(x - x[0], x - x[0])
+        self._covariance += 0.1**2 * np.eye(len(x))
+        self._drift = 0.02**2 + 0.01**2 * np.eye(len(x))
+        self._curve: list[float] = self._mean.tolist()
+        self._moods = [0.0] * len(MOOD_TOKENS)
+        self._doubts = [spread**2 for spread in MOOD_SPREAD]
+        self._record = [0.5, 0.0, 0.0]
+        self._weights = [1 / 3] * 3
+        self._weigh()
+
+    def chance(self, confidence: float) -> float:
+        """Calibrated chance, mood included."""
+        level = self._level(confidence)
+        return sum(w * _sigmoid(level + mood) for w, mood in zip(self._weights, self._moods, strict=True))
+
+    def _place(self, confidence: float) -> tuple[int, float]:
+        """The knot below a confidence, and how far towards the next one."""
+        x = _logit(min(max(confidence, KNOTS[0]), KNOTS[-1]))
+        i = 0
+        while i < len(KNOTS) - 2 and x > _KNOT_LOGITS[i + 1]:
+            i += 1
+        return i, (x - _KNOT_LOGITS[i]) / (_KNOT_LOGITS[i + 1] - _KNOT_LOGITS[i])
+
+    def _level(self, confidence: float) -> float:
+        i, part = self._place(confidence)
+        return (1 - part) * self._curve[i] + part * self._curve[i + 1]
+
+    def judge(self, confidence: float, stood: bool) -> None:
+        """Learn from one judged guess."""
+        i, part = self._place(confidence)
+        level = (1 - part) * self._curve[i] + part * self._curve[i + 1]
+        for e, mood in enumerate(self._moods):
+            p = _sigmoid(level + mood)
+            self._record[e] = FORGET * self._record[e] + log(max(p if stood else 1 - p, 1e-6))
+            doubt = self._doubts[e]
+            gain = doubt / (1 + p * (1 - p) * doubt)
+            self._moods[e] += gain * (stood - p)
+            self._doubts[e] = gain
+        p = _sigmoid(level)
+        self._covariance += self._drift
+        column = (1 - part) * self._covariance[:, i] + part * self._covariance[:, i + 1]
+        variance = (1 - part) * float(column[i]) + part * float(column[i + 1])
+        curvature = max(p * (1 - p), 0.02)
+        gain = 1 / (1 + curvature * variance)
+        self._mean = self._mean + column * (gain * (stood - p))
+        self._covariance -= np.outer(column, column * (curvature * gain))
+        self._curve = self._mean.tolist()
+
+    def pass_tokens(self, n: int) -> None:
+        """Text went by: moods fade."""
+        for e, tokens in enumerate(MOOD_TOKENS):
+            if tokens:
+                keep = exp(-n / tokens)
+                self._moods[e] *= keep
+                self._doubts[e] = keep**2 * self._doubts[e] + (1 - keep**2) * MOOD_SPREAD[e] ** 2
+        self._weigh()
+
+    def _weigh(self) -> None:
+        top = max(self._record)
+        raw = [exp(r - top) for r in self._record]
+        total = sum(raw)
+        self._weights = [r / total for r in raw]
+
+
+class Blind:
+    """Chance that a guess not yet drawn stands."""
+
+    MEMORY = (150.0, 24.0, 6.0, 24.0, 6.0)  # guesses remembered by each member
+    SOFT = (False, False, False, True, True)  # learns from calibrated chances instead of outcomes
+    PRIOR = (6.0, 3.0, 1.5, 3.0, 1.5)  # guesses that the slow average counts for
+
+    def __init__(self, start: float = 0.6) -> None:
+        self._start = start
+        self._hits = [0.0] * 5
+        self._counts = [0.0] * 5
+        self._record = [0.3, 0.0, 0.0, 0.0, 0.0]
+        self._chances = [start] * 5
+        self.chance = start
+
+    def see(self, chances: Sequence[float]) -> None:
+        """Learn from the calibrated chances of the guesses drawn in a round."""
+        for chance in chances:
+            self._add(chance, soft=True)
+
+    def judge(self, stood: bool) -> None:
+        """Learn from one judged guess."""
+        for e, p in enumerate(self._chances):
+            self._record[e] = FORGET * self._record[e] + log(max(p if stood else 1 - p, 1e-6))
+        self._add(float(stood), soft=False)
+
+    def _add(self, y: float, soft: bool) -> None:
+        for e, memory in enumerate(self.MEMORY):
+            if self.SOFT[e] is soft:
+                keep = 1 - 1 / memory
+                self._hits[e] = keep * self._hits[e] + y
+                self._counts[e] = keep * self._counts[e] + 1
+        self.refresh()
+
+    def pass_tokens(self, n: int) -> None:
+        """Text went by: short memories fade towards the long one."""
+        for e, memory in enumerate(self.MEMORY):
+            keep = exp(-n / (3 * memory))
+            self._hits[e] *= keep
+            self._counts[e] *= keep
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Mix the members."""
+        slow = (self._hits[0] + 3 * self._start) / (self._counts[0] + 3)
+        self._chances = [
+            (h + prior * slow) / (c + prior)
+            for h, c, prior in zip(self._hits, self._counts, self.PRIOR, strict=True)
+        ]
+        self._chances[0] = slow
+        self.slow_chance = slow
+        top = max(self._record)
+        raw = [exp(r - top) for r in self._record]
+        self.chance = sum(r * p for r, p in zip(raw, self._chances, strict=True)) / sum(raw)

@@ -1,0 +1,149 @@
+"""What evaluating costs: seconds for every width of the target, for a step of the draft, for the rest.
+
+The one idea: a Gaussian belief over the *logarithms* of all these times at once. Its covariance says what
+one measurement tells about the others: all times share a scale (the machine, the length of the context),
+neighbouring widths share a slope, and every width has a step or a dip of its own. One timing of width 1
+then corrects a foreign prior at every width, and a width never met is interpolated.
+
+Knows no model and no clock: seconds come with the rounds. tests/rules/test_costs.py feeds it curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.values import CostCurve
+
+Array = npt.NDArray[np.float64]
+
+NOISE = 0.07  # standard deviation of the logarithm of one timing
+CLIP = 2.5  # a timing further off than this many standard deviations counts as this far
+UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
+EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
+STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
+
+
+class CostModel:
+    """Times of one pair on one machine, refined by every round.
+
+    Parameters
+    ----------
+    prior : CostCurve, optional
+        What a probe measured, perhaps on another day or another machine.
+    n_widths : int
+        Widths 1 .. n_widths are modelled.
+    allowed : collection of int, optional
+        The only widths that may be evaluated.
+    """
+
+    def __init__(self, prior: CostCurve | None, n_widths: int, allowed: Collection[int] | None = None) -> None:
+        self.n_widths = n_widths
+        self._allowed = [w for w in range(1, n_widths + 1) if allowed is None or w in allowed]
+        self._mean, self._covariance = _blank(n_widths) if prior is None else _informed(prior, n_widths)
+        self._drift = _drift(n_widths)
+        self._catch_up = [0.4, 0.35]  # parts of a step for each unread token: for one token, for many
+        self.rest_seconds = 0.0
+        self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
+        self._refresh()
+
+    def _refresh(self) -> None:
+        times = np.exp(self._mean).tolist()
+        self.verify_seconds: list[float] = times[:-1]  # [w - 1] of width w
+        self.draft_step_seconds: float = times[-1]
+        self._padded = [0] * self.n_widths  # [n - 1] the cheapest width of at least n
+        best = 0
+        for width in range(self.n_widths, 0, -1):
+            if width in self._allowed and (not best or times[width - 1] <= times[best - 1]):
+                best = width
+            self._padded[width - 1] = best
+        self.batch_seconds = [times[w - 1] if w else float("inf") for w in self._padded]  # [n - 1], padded
+
+    def cheapest_width(self, n: int) -> int:
+        """The width, n or wider, that costs least; `n` itself where no wider one is known."""
+        return (self._padded[n - 1] or n) if n <= self.n_widths else n
+
+    def hopeful_batch_seconds(self, z: float) -> list[float]:
+        """Times of batches if every width were `z` standard deviations cheaper than believed. [n - 1]."""
+        spread = np.sqrt(np.diag(self._relative_covariance()))
+        times = (np.exp(self._mean[:-1] - z * spread)).tolist()
+        return [min((times[w - 1] for w in self._allowed if w >= n), default=float("inf")) for n in range(1, self.n_widths + 1)]
+
+    def _relative_covariance(self) -> Array:
+        """Covariance of log t(w) - log t(1)."""
+        c = self._covariance[:-1, :-1]
+        return np.maximum(c - c[:1, :] - c[:, :1] + c[0, 0], 0.0)
+
+    def catch_up_seconds(self, n_unread: int) -> float:
+        """What reading tokens that the draft has missed adds to its next step."""
+        return self.draft_step_seconds * n_unread * self._catch_up[n_unread > 1]
+
+    def observe_verify(self, width: int, seconds: float) -> None:
+        """Learn from one evaluation of the target."""
+        self._covariance += self._drift
+        if 1 <= width <= self.n_widths and seconds > 0:
+            self._learn(width - 1, log(seconds), NOISE**2)
+        self._refresh()
+
+    def observe_draft(self, n_guesses: int, n_unread: int, seconds: float) -> None:
+        """Learn from drawing guesses, the first of which had to read `n_unread` tokens more than one."""
+        steps = n_guesses + n_unread * self._catch_up[n_unread > 1]
+        if seconds <= 0 or n_guesses < 1:
+            return
+        if n_unread and self.n_observed[-1] >= 2:
+            part = (seconds / self.draft_step_seconds - n_guesses) / n_unread
+            old = self._catch_up[n_unread > 1]
+            self._catch_up[n_unread > 1] = old + 0.2 * (min(max(part, 0.0), 2.0) - old)
+        trust = n_guesses / steps
+        self._learn(self.n_widths, log(seconds / steps), (NOISE / trust) ** 2)
+
+    def observe_rest(self, seconds: float) -> None:
+        """Learn what a round costs besides the models."""
+        if not self.rest_seconds:
+            self.rest_seconds = seconds
+        self.rest_seconds += 0.1 * (min(seconds, 3 * self.rest_seconds) - self.rest_seconds)
+
+    def _learn(self, i: int, value: float, noise: float) -> None:
+        """Condition the belief on a measurement of entry `i`, clipped where it is too surprising."""
+        self.n_observed[i] += 1
+        column = self._covariance[:, i]
+        variance = float(column[i]) + noise
+        limit = CLIP * sqrt(variance)
+        surprise = min(max(value - float(self._mean[i]), -limit), limit)
+        self._mean = self._mean + column * (surprise / variance)
+        self._covariance = self._covariance - np.outer(column, column / variance)
+
+
+def _kernel(n: int, scale: float, exponent: float, bend: float, step: float, draft: float) -> Array:
+    """Covariance of [log t(1) .. log t(n), log t_draft] from five standard deviations."""
+    logs = np.log(np.arange(1, n + 1))
+    covariance = np.full((n + 1, n + 1), scale**2)
+    covariance[:n, :n] += exponent**2 * np.outer(logs, logs)
+    covariance[:n, :n] += bend**2 * np.minimum.outer(logs, logs)
+    covariance[:n, :n] += np.diag(np.where(logs > 0, step**2, 0.0))
+    covariance[n, n] += draft**2
+    return covariance
+
+
+def _blank(n: int) -> tuple[Array, Array]:
+    """The belief where nothing was measured: a power of the width."""
+    mean = np.append(EXPONENT * np.log(np.arange(1, n + 1)), log(STEP_RATIO)) + log(UNSEEN_SECONDS)
+    return mean, _kernel(n, 3.0, EXPONENT_SPREAD, 0.12, 0.12, STEP_SPREAD)
+
+
+def _informed(prior: CostCurve, n: int) -> tuple[Array, Array]:
+    """The belief after a probe: its curve, with doubts about scale, slope and every step."""
+    widths = np.arange(1, n + 1)
+    times = np.interp(widths, prior.widths, prior.verify_seconds)
+    last = prior.widths[-1]
+    times = np.where(widths > last, prior.verify_seconds[-1] * widths / last, times)
+    mean = np.log(np.append(times, max(prior.draft_step_seconds, 1e-7)))
+    return mean, _kernel(n, 0.5, 0.15, 0.08, 0.06, 0.4)
+
+
+def _drift(n: int) -> Array:
+    """What a round adds to the covariance: times wander, mostly together."""
+    return _kernel(n, 0.006, 0.002, 0.001, 0.002, 0.003)

@@ -1,0 +1,156 @@
+"""From a model's scores to the distribution that a token is drawn from.
+
+The one idea: top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they
+keep the shortest of three prefixes, and only the few tokens that can be in it are ever sorted. Knows
+neither models nor chance. Hand-computed tables in tests/rules/test_sampling.py prove each filter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.values import NO_TOKENS, Distribution, Logits, Sampling, TokenArray
+
+Floats = npt.NDArray[np.float64]
+Scores = npt.NDArray[np.float32]  # [V] one row of logits
+
+
+def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS) -> Distribution:
+    """The distribution of the next token.
+
+    Parameters
+    ----------
+    scores : [V] float32
+        Logits of one position; not changed.
+    sampling : Sampling
+        The chain: penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
+    seen : [n] int32
+        The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
+
+    Raises
+    ------
+    ValueError
+        The scores are not numbers.
+
+    Examples
+    --------
+    >>> row = np.log(np.array([0.1, 0.6, 0.3], dtype=np.float32))
+    >>> distribution(row, Sampling(temperature=1.0, top_k=2, top_p=None, min_p=None)).tokens
+    array([1, 2], dtype=int32)
+    """
+    if sampling.penalises:
+        scores = penalised(scores, sampling, seen[-sampling.penalty_window :])
+    best = int(np.argmax(scores))
+    highest = float(scores[best])
+    if not np.isfinite(highest):
+        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return Distribution.certain(best)
+
+    tokens = _candidates(scores, sampling, highest)
+    relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
+    order = np.argsort(-relative, kind="stable")  # ties stay in order of id
+    if sampling.top_k is not None:
+        order = order[: sampling.top_k]
+    sorted_scores = relative[order]
+    n_kept = len(order)
+    if sampling.min_p is not None:
+        n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
+    if sampling.top_p is not None:
+        mass = None if sampling.top_k is not None else _sum_exp(scores, highest)
+        n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
+    kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
+    return _tempered(tokens[kept], relative[kept], sampling.temperature)
+
+
+def confidence(scores: Scores, guess: int, drawn_from: Distribution) -> float:
+    """The drafter's own probability of its guess: after the chain, or of the plain scores when greedy."""
+    if len(drawn_from.tokens) > 1:
+        return drawn_from.probability(guess)
+    highest = float(scores[guess])
+    return min(1.0, 1.0 / _sum_exp(scores, highest))
+
+
+def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
+    """A copy of the scores with llama.cpp's three penalties for the tokens in `seen`: float32 [V]."""
+    scores = scores.copy()
+    tokens, counts = np.unique(seen, return_counts=True)
+    if sampling.repeat_penalty is not None:
+        values = scores[tokens]
+        factor = np.float32(sampling.repeat_penalty)
+        scores[tokens] = np.where(values > 0, values / factor, values * factor)
+    if sampling.presence_penalty is not None:
+        scores[tokens] -= np.float32(sampling.presence_penalty)
+    if sampling.frequency_penalty is not None:
+        scores[tokens] -= (counts * sampling.frequency_penalty).astype(np.float32)
+    return scores
+
+
+def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
+    """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
+    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
+
+
+def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
+    """Length of the shortest prefix that holds `top_p` of the probability, at least 1.
+
+    `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
+    """
+    cumulative = np.cumsum(np.exp(sorted_scores))
+    total = float(cumulative[-1]) if mass is None else mass
+    return int(np.searchsorted(cumulative, top_p * total)) + 1
+
+
+def _tempered(tokens: TokenArray, relative: Floats, temperature: float) -> Distribution:
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp(relative / temperature)
+    possible = weights > 0
+    if not possible.all():
+        tokens, weights = tokens[possible], weights[possible]
+    return Distribution(tokens, weights / weights.sum())
+
+
+def _sum_exp(scores: Scores, highest: float) -> float:
+    return float(np.exp(scores - np.float32(highest)).sum(dtype=np.float64))
+
+
+def _candidates(scores: Scores, sampling: Sampling, highest: float) -> TokenArray:
+    """Every token that may survive truncation, and few others: int32 [C], ascending."""
+    threshold = -np.inf
+    if sampling.top_k is not None:
+        threshold = _floor_of_best(scores, sampling.top_k)
+    if sampling.min_p is not None:
+        # A little slack: the exact cut is made later in double precision.
+        threshold = max(threshold, highest + float(np.log(sampling.min_p)) - 1e-3)
+    return np.flatnonzero(scores >= np.float32(threshold)).astype(np.int32)
+
+
+def _floor_of_best(scores: Scores, k: int) -> float:
+    """A score that at least `k` tokens reach, and not many more.
+
+    The k-th best of the maxima of disjoint groups can be no higher than the k-th best of all, and costs
+    one pass over the scores instead of a selection among them.
+    """
+    n_groups = len(scores) // min(64, max(1, len(scores) // (4 * k)))
+    if n_groups < k:
+        return -np.inf
+    group_size = len(scores) // n_groups
+    maxima = scores[: n_groups * group_size].reshape(group_size, n_groups).max(axis=0)
+    return float(np.partition(maxima, n_groups - k)[n_groups - k])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPath:
+    """The target's distributions along a path of guesses, computed only where a rule looks."""
+
+    scores: Logits  # [K + 1, V]
+    path: TokenArray  # [n_context + K] the context and the guesses
+    n_context: int
+    sampling: Sampling
+
+    def distribution(self, i: int) -> Distribution:
+        """p after the context and the first `i` guesses."""
+        return distribution(self.scores[i], self.sampling, self.path[: self.n_context + i])
