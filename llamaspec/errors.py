@@ -1,11 +1,11 @@
 """The exceptions that llamaspec raises on purpose. Each message names the fault, the value and the remedy.
 
-    LlamaspecError
-    ├── ModelFileError    the file is missing, damaged or of a kind that cannot generate text
-    ├── PairError         target and draft do not speak the same tokens
-    ├── PromptError       the prompt is empty, too long or not readable
-    ├── MemoryFullError   the context or the machine has no room
-    └── EvaluationError   llama.cpp failed while it computed
+LlamaspecError
+├── ModelFileError    the file is missing, damaged or of a kind that cannot generate text
+├── PairError         target and draft do not speak the same tokens
+├── PromptError       the prompt is empty, too long or not readable
+├── MemoryFullError   the context or the machine has no room
+└── EvaluationError   llama.cpp failed while it computed
 """
 
 from __future__ import annotations

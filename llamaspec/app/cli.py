@@ -25,8 +25,8 @@ class _Commands(click.Group):
             click.echo("llamaspec: no memory left; use a smaller --n-ctx or a smaller model", err=True)
         except KeyboardInterrupt:
             click.echo("", err=True)
-            ctx.exit(EXIT_INTERRUPTED)
-        ctx.exit(EXIT_ERROR)
+            sys.exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_ERROR)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -27,7 +27,9 @@ from llamaspec.engine.generate import Completion, TextStream
 from llamaspec.errors import PairError
 from llamaspec.rules.lengths import FixedLength
 
-PREDICTABLE_PROMPT = "".join(f"Line {n} of the list says that {n} comes after {n - 1}.\n" for n in range(1, 9))
+PREDICTABLE_PROMPT = "".join(
+    f"Line {n} of the list says that {n} comes after {n - 1}.\n" for n in range(1, 9)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ Examples:
 )
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt; default: a very predictable list.")
 @click.option("--file", "-f", metavar="PATH", help="Read the prompt from a file, byte for byte; - is stdin.")
-@click.option("--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each arm.")
+@click.option(
+    "--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each arm."
+)
 @model_options
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout, with every run.")
@@ -134,8 +138,8 @@ def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[st
                 if run >= 0:
                     runs[name].append(completion)
                 progress.part((run + 1) * len(starts) + i + 1, (num_runs + 1) * len(starts))
-    arms = (Arm(name, tuple(completions)) for name, completions in runs.items())
-    return Comparison(*arms, same_file=pair.target.path.samefile(pair.draft.path))
+    target, draft, speculative = (Arm(name, tuple(completions)) for name, completions in runs.items())
+    return Comparison(target, draft, speculative, pair.target.path.samefile(pair.draft.path))
 
 
 def _show(comparison: Comparison, rule: str) -> None:
@@ -157,11 +161,15 @@ def _show(comparison: Comparison, rule: str) -> None:
     click.echo("no guesses were made" if rate is None else f"acceptance: {rate:.1%} of the verified guesses")
     notes = stderr_console()
     if comparison.same_file:
-        notes.print("target and draft are the same file: this is the sanity check, no guess should be rejected")
+        notes.print(
+            "target and draft are the same file: this is the sanity check, no guess should be rejected"
+        )
     if comparison.same_text:
         notes.print("the text is the target's own in every run")
     elif rule == "coupled":
-        notes.print("the text differs from the target's own in some run: on this machine a wider batch rounds differently")
+        notes.print(
+            "in some run the text differs from the target's own: here a wider batch rounds differently"
+        )
 
 
 def _as_json(comparison: Comparison, seed: int, rule: str) -> dict[str, Any]:

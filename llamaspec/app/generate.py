@@ -39,7 +39,9 @@ Examples:
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--show-drafts", is_flag=True, help="Colour the accepted guesses in the text.")
-@click.option("--stats/--no-stats", default=True, show_default=True, help="A few lines of statistics on stderr.")
+@click.option(
+    "--stats/--no-stats", default=True, show_default=True, help="A few lines of statistics on stderr."
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text.")
 def generate(prompt: str | None, prompt_option: str | None, file: str | None, **options: Any) -> None:
     """Continue PROMPT. Without --target the small embedded pair answers."""

@@ -36,8 +36,8 @@ def _warn(pair: Pair, choice: ModelChoice) -> None:
     for name, model in (("target", pair.target), ("draft", pair.draft)):
         if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
             click.echo(
-                f"llamaspec: warning: the {name} was trained on {model.trained_context_size} tokens of context, "
-                f"{model.options.n_ctx} were asked for; its text may break down beyond that",
+                f"llamaspec: warning: the {name} was trained on {model.trained_context_size} tokens, "
+                f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that",
                 err=True,
             )
     if pair.draft is not None and {choice.draft_cache_type_k, choice.draft_cache_type_v} & set(_LOSSY_CACHES):

@@ -29,6 +29,7 @@ class SlowProgress:
         self._task = TaskID(0)
 
     def __call__(self, fraction: float) -> None:
+        """Show how much is done; the bar goes away when all is."""
         if self._progress is None and time.monotonic() - self._start > PATIENCE_SECONDS and fraction < 1:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=stderr_console(), transient=True)
@@ -36,6 +37,8 @@ class SlowProgress:
             self._progress.start()
         if self._progress is not None:
             self._progress.update(self._task, completed=fraction)
+            if fraction >= 1:
+                self._stop()
 
     def part(self, done: int, total: int) -> None:
         """The same, told as parts done of a total."""
@@ -47,5 +50,9 @@ class SlowProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+            self._progress = None

@@ -6,7 +6,7 @@ through the protocols.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -101,7 +101,9 @@ class TextStream:
             raise ValueError(f"max tokens must be >= 1, got {max_tokens}")
         self._prompt = prompt
         self._limit = min(len(prompt) + max_tokens, context_size)
-        self._reason_at_limit = StopReason.LIMIT if self._limit == len(prompt) + max_tokens else StopReason.CONTEXT
+        self._reason_at_limit = (
+            StopReason.LIMIT if self._limit == len(prompt) + max_tokens else StopReason.CONTEXT
+        )
         self._vocabulary = vocabulary
         self._speculation = speculation
         self._on_prefill = on_prefill
@@ -143,7 +145,7 @@ class TextStream:
             prefill_seconds=self._prefill_seconds,
         )
 
-    def _generate(self) -> Iterator[Piece]:
+    def _generate(self) -> Generator[Piece, None, None]:
         clock = self._speculation.clock
         start = clock()
         prefill(self._prompt, self._speculation.target, self._speculation.drafter, self._on_prefill)

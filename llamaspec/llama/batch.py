@@ -45,5 +45,5 @@ class Batch:
         )
 
 
-def _pointer(array: np.ndarray, kind: type) -> object:  # type: ignore[type-arg]
+def _pointer(array: np.ndarray, kind: type) -> object:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))

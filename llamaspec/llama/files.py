@@ -31,11 +31,15 @@ def check_gguf(path: Path) -> None:
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
     if header[:4] != b"GGUF":
-        raise ModelFileError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
+        raise ModelFileError(
+            f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py"
+        )
     if len(header) < _HEADER.size:
         raise ModelFileError(f"{path} is cut short; download it again")
     _, version, n_tensors, n_entries = _HEADER.unpack(header)
     if version not in (2, 3) or n_entries < 0 or n_tensors < 0:
-        raise ModelFileError(f"{path} has GGUF version {version}, which llama.cpp does not read; convert it anew")
+        raise ModelFileError(
+            f"{path} has GGUF version {version}, which llama.cpp does not read; convert it anew"
+        )
     if n_tensors == 0:
         raise ModelFileError(f"{path} holds only a vocabulary and no weights; give the model itself")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.values import NO_TOKENS, Ask, TokenArray

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import EvaluationError, MemoryFullError, ModelFileError
@@ -22,7 +23,14 @@ from llamaspec.llama import runtime
 from llamaspec.llama.batch import Batch
 from llamaspec.llama.files import check_gguf
 from llamaspec.llama.memory import LaneMemory
-from llamaspec.llama.options import BATCH, CACHE_BYTES, CACHE_TYPES, DEFAULT_CONTEXT, FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.options import (
+    BATCH,
+    CACHE_BYTES,
+    CACHE_TYPES,
+    DEFAULT_CONTEXT,
+    FLASH_ATTENTION,
+    ModelOptions,
+)
 from llamaspec.llama.trie import Node, merge
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import Ask, Logits
@@ -188,7 +196,9 @@ class LlamaModel:
         if not model:
             reason = runtime.last_error()
             if "alloc" in reason or "memory" in reason:
-                raise MemoryFullError(f"no room for {self.path}: {reason}; close programs or lower --gpu-layers")
+                raise MemoryFullError(
+                    f"no room for {self.path}: {reason}; close programs or lower --gpu-layers"
+                )
             raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}")
         return model
 
@@ -240,9 +250,10 @@ class LlamaModel:
             )
 
 
-def _rows(scores: Logits, rows: np.ndarray) -> Logits:  # type: ignore[type-arg]
+def _rows(scores: Logits, rows: npt.NDArray[np.int64]) -> Logits:
     """Some rows, as a view where they lie side by side."""
     first, n = int(rows[0]), len(rows)
     if int(rows[-1]) - first == n - 1:
         return scores[first : first + n]
-    return scores[rows]
+    picked: Logits = scores[rows]
+    return picked

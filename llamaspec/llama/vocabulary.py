@@ -44,7 +44,7 @@ class LlamaVocabulary:
             text.decode("utf-8")
         except UnicodeDecodeError as error:
             raise PromptError(
-                f"the prompt is not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}; convert it first"
+                f"the prompt is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}; convert it first"
             ) from error
         tokens = np.empty(len(text) + 8, dtype=np.int32)
         n = lib.llama_tokenize(

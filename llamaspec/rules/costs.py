@@ -40,7 +40,9 @@ class CostModel:
         The only widths that may be evaluated.
     """
 
-    def __init__(self, prior: CostCurve | None, n_widths: int, allowed: Collection[int] | None = None) -> None:
+    def __init__(
+        self, prior: CostCurve | None, n_widths: int, allowed: Collection[int] | None = None
+    ) -> None:
         self.n_widths = n_widths
         self._allowed = [w for w in range(1, n_widths + 1) if allowed is None or w in allowed]
         self._mean, self._covariance = _blank(n_widths) if prior is None else _informed(prior, n_widths)
@@ -70,7 +72,10 @@ class CostModel:
         """Times of batches if every width were `z` standard deviations cheaper than believed. [n - 1]."""
         spread = np.sqrt(np.diag(self._relative_covariance()))
         times = (np.exp(self._mean[:-1] - z * spread)).tolist()
-        return [min((times[w - 1] for w in self._allowed if w >= n), default=float("inf")) for n in range(1, self.n_widths + 1)]
+        return [
+            min((times[w - 1] for w in self._allowed if w >= n), default=float("inf"))
+            for n in range(1, self.n_widths + 1)
+        ]
 
     def _relative_covariance(self) -> Array:
         """Covariance of log t(w) - log t(1)."""

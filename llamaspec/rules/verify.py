@@ -40,7 +40,9 @@ class Coupled:
             token = dice.choose(target.distribution(i), Use.TOKEN, start + i)
             if token != x:
                 return Verdict(i, token)
-        return Verdict(len(draft), dice.choose(target.distribution(len(draft)), Use.TOKEN, start + len(draft)))
+        return Verdict(
+            len(draft), dice.choose(target.distribution(len(draft)), Use.TOKEN, start + len(draft))
+        )
 
 
 class Rejection:
@@ -93,7 +95,9 @@ class Block:
             weight = 1.0 if weight * p_x >= q_x else weight * p_x / q_x
             if weight == 0:
                 break
-            if dice.chance(_stop_probability(draft, target, i + 1, weight), Use.ACCEPT, start + i, attempt=start):
+            if dice.chance(
+                _stop_probability(draft, target, i + 1, weight), Use.ACCEPT, start + i, attempt=start
+            ):
                 n_accepted, kept_weight = i + 1, weight
         if n_accepted == len(draft):
             return _all_accepted(draft, target, dice, start)
@@ -117,7 +121,9 @@ def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribut
     return Distribution(p.tokens[positive], uncovered[positive] / total)
 
 
-def _uncovered(p: Distribution, q: Distribution, weight: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _uncovered(
+    p: Distribution, q: Distribution, weight: float
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """max(weight · p - q, 0) on the tokens of p: float64 [S]."""
     q_on_p = np.zeros(len(p.tokens))
     _, in_p, in_q = np.intersect1d(p.tokens, q.tokens, assume_unique=True, return_indices=True)
