@@ -50,8 +50,13 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     if sampling.temperature == 0 or sampling.top_k == 1:
         return Distribution.certain(best)
 
-    tokens = _candidates(scores, sampling, highest)
+    mass = None
+    if sampling.top_p is not None and sampling.top_k is None:
+        mass = _sum_exp(scores, highest)
+    tokens = _candidates(scores, sampling, highest, mass)
     relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
+    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
+        return _tempered(tokens, relative, sampling.temperature)
     order = np.argsort(-relative, kind="stable")  # ties stay in order of id
     if sampling.top_k is not None:
         order = order[: sampling.top_k]
@@ -60,7 +65,6 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     if sampling.min_p is not None:
         n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
     if sampling.top_p is not None:
-        mass = None if sampling.top_k is not None else _sum_exp(scores, highest)
         n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
     kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
     return _tempered(tokens[kept], relative[kept], sampling.temperature)
@@ -117,14 +121,20 @@ def _sum_exp(scores: Scores, highest: float) -> float:
     return float(np.exp(scores - np.float32(highest)).sum(dtype=np.float64))
 
 
-def _candidates(scores: Scores, sampling: Sampling, highest: float) -> TokenArray:
-    """Every token that may survive truncation, and few others: int32 [C], ascending."""
+def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float | None) -> TokenArray:
+    """Every token that may survive truncation, and few others: int32 [C], ascending.
+
+    `mass` is the sum of exp(score - highest) over all tokens, where top-p is taken of all.
+    """
     threshold = -np.inf
     if sampling.top_k is not None:
         threshold = _floor_of_best(scores, sampling.top_k)
+    # Below, a little slack: the exact cuts are made later in double precision.
     if sampling.min_p is not None:
-        # A little slack: the exact cut is made later in double precision.
         threshold = max(threshold, highest + float(np.log(sampling.min_p)) - 1e-3)
+    if mass is not None and sampling.top_p is not None and sampling.top_p < 1:
+        # V tokens this improbable hold less than what top-p leaves out.
+        threshold = max(threshold, highest + float(np.log((1 - sampling.top_p) * mass / len(scores))) - 1e-3)
     return np.flatnonzero(scores >= np.float32(threshold)).astype(np.int32)
 
 
