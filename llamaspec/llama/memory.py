@@ -29,6 +29,7 @@ class LaneMemory:
     def __init__(self, context: Any, n_lanes: int) -> None:
         self._memory = lib.llama_get_memory(context)
         self._held: list[TokenArray] = [NO_TOKENS] * n_lanes
+        self._settled = True  # no evaluation was interrupted, so nothing lies behind what is held
 
     def keep(self, asks: Sequence[Ask]) -> list[int]:
         """Cut every asked lane back to a beginning of its sequence, as long as it can stay.
@@ -43,18 +44,23 @@ class LaneMemory:
         kept = _levelled(asks, kept)
         for ask, n in zip(asks, kept, strict=True):
             self._take_over(ask, n)
-        kept = _levelled(asks, [self._forget_behind(ask.lane, n) for ask, n in zip(asks, kept, strict=True)])
-        return [self._forget_behind(ask.lane, n) for ask, n in zip(asks, kept, strict=True)]
+        kept = [self._forget_behind(ask.lane, n) for ask, n in zip(asks, kept, strict=True)]
+        # A memory that could not forget a part holds nothing now; the asks that share with it follow.
+        kept = [self._forget_behind(ask.lane, n) for ask, n in zip(asks, _levelled(asks, kept), strict=True)]
+        self._settled = False
+        return kept
 
     def remember(self, asks: Sequence[Ask]) -> None:
         """Note that the asked sequences have been evaluated."""
         for ask in asks:
             self._held[ask.lane] = ask.tokens
+        self._settled = True
 
     def clear(self) -> None:
         """Forget everything."""
         lib.llama_memory_clear(self._memory, True)
         self._held = [NO_TOKENS] * len(self._held)
+        self._settled = True
 
     def _best_lane(self, ask: Ask) -> tuple[int, int]:
         """The lane that knows most of a sequence, its own if equal, and how much of it."""
@@ -76,7 +82,8 @@ class LaneMemory:
     def _forget_behind(self, lane: int, n: int) -> int:
         """Forget what a lane holds from position `n` on; answers how much it holds then."""
         n = min(n, len(self._held[lane]))
-        # Also where nothing seems to lie behind: an interrupted evaluation leaves positions unnoted.
+        if n == len(self._held[lane]) and self._settled:
+            return n
         self._held[lane] = self._held[lane][:n]
         if n == 0 or not lib.llama_memory_seq_rm(self._memory, lane, n, -1):
             lib.llama_memory_seq_rm(self._memory, lane, -1, -1)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import EvaluationError, MemoryFullError, ModelFileError
@@ -113,8 +113,8 @@ class LlamaModel:
         trie = merge(asks, self._memory.keep(asks))
         scores = self._evaluate(trie.nodes)
         self._memory.remember(asks)
-        n_wanted_before = np.cumsum([0] + [node.wanted for node in trie.nodes])
-        return [_rows(scores, n_wanted_before[path]) for path in trie.paths]
+        n_wanted_before = list(accumulate((node.wanted for node in trie.nodes), initial=0))
+        return [_rows(scores, [n_wanted_before[node] for node in path]) for path in trie.paths]
 
     def forget(self) -> None:
         """Empty the memory, as if nothing had been asked."""
@@ -163,11 +163,16 @@ class LlamaModel:
                 self._fail(status)
             n_wanted = sum(node.wanted for node in part)
             if n_wanted:
-                pointer = lib.llama_get_logits(self._context)
-                view = np.ctypeslib.as_array(pointer, shape=(n_wanted, self.vocabulary.size))
+                view = self._scores(n_wanted)
                 # The next part would overwrite the buffer.
                 parts.append(view if start + BATCH >= len(nodes) else view.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _scores(self, n: int) -> Logits:
+        """The first `n` rows of llama.cpp's own buffer."""
+        address = ctypes.addressof(lib.llama_get_logits(self._context).contents)
+        memory = (ctypes.c_float * (n * self.vocabulary.size)).from_address(address)
+        return np.ndarray((n, self.vocabulary.size), np.float32, buffer=memoryview(memory))
 
     def _fail(self, status: int) -> None:
         """Raise what a return code of llama_decode means, with the memory in a known state."""
@@ -250,10 +255,10 @@ class LlamaModel:
             )
 
 
-def _rows(scores: Logits, rows: npt.NDArray[np.int64]) -> Logits:
+def _rows(scores: Logits, rows: list[int]) -> Logits:
     """Some rows, as a view where they lie side by side."""
-    first, n = int(rows[0]), len(rows)
-    if int(rows[-1]) - first == n - 1:
+    first, n = rows[0], len(rows)
+    if rows[-1] - first == n - 1:
         return scores[first : first + n]
     picked: Logits = scores[rows]
     return picked

@@ -153,4 +153,12 @@ class Blind:
         self.slow_chance = slow
         top = max(self._record)
         raw = [exp(r - top) for r in self._record]
-        self.chance = sum(r * p for r, p in zip(raw, self._chances, strict=True)) / sum(raw)
+        total = sum(raw)
+        self.chance = sum(r * p for r, p in zip(raw, self._chances, strict=True)) / total
+        self.n_effective = sum(r * (c + n) for r, c, n in zip(raw, self._counts, self.PRIOR, strict=True)) / total
+
+    def bound(self, z: float) -> float:
+        """The chance, `z` standard deviations of its log-odds further up."""
+        p = min(max(self.chance, 0.01), 0.99)
+        spread = 1 / (min(self.n_effective, 40.0) * p * (1 - p)) ** 0.5
+        return _sigmoid(_logit(p) + z * min(spread, 2.0))

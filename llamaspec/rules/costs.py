@@ -50,6 +50,8 @@ class CostModel:
         self._catch_up = [0.4, 0.35]  # parts of a step for each unread token: for one token, for many
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
+        self._doubted = prior is not None  # the prior has not been dropped
+        self._timings: list[tuple[int, float, float]] = []
         self._refresh()
 
     def _refresh(self) -> None:
@@ -114,6 +116,18 @@ class CostModel:
     def _learn(self, i: int, value: float, noise: float) -> None:
         """Condition the belief on a measurement of entry `i`, clipped where it is too surprising."""
         self.n_observed[i] += 1
+        if self._doubted:
+            self._timings.append((i, value, noise))
+            variance = float(self._covariance[i, i]) + noise
+            if abs(value - float(self._mean[i])) > 4 * sqrt(variance):
+                self._doubted = False
+                self._mean, self._covariance = _blank(self.n_widths)
+                for timing in self._timings:
+                    self._condition(*timing)
+                return
+        self._condition(i, value, noise)
+
+    def _condition(self, i: int, value: float, noise: float) -> None:
         column = self._covariance[:, i]
         variance = float(column[i]) + noise
         limit = CLIP * sqrt(variance)
@@ -146,7 +160,7 @@ def _informed(prior: CostCurve, n: int) -> tuple[Array, Array]:
     last = prior.widths[-1]
     times = np.where(widths > last, prior.verify_seconds[-1] * widths / last, times)
     mean = np.log(np.append(times, max(prior.draft_step_seconds, 1e-7)))
-    return mean, _kernel(n, 0.5, 0.15, 0.08, 0.06, 0.4)
+    return mean, _kernel(n, 3.0, 0.15, 0.08, 0.06, 0.4)
 
 
 def _drift(n: int) -> Array:

@@ -1,0 +1,89 @@
+# One verb per task; each sets up what it needs. `make` alone lists them.
+#
+#   CMAKE_ARGS="-DGGML_CUDA=on" make run      build llama.cpp for another backend (rebuilds if that is new)
+#   make run PYTHON=python3.12                another Python than the system's `python3`
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= def read_lines(path):
+ARGS ?=
+
+# Only the library itself: neither the multimodal one nor the parts of llama.cpp's own programs.
+# What the user asks for comes last, so it wins.
+LIBRARY_ONLY := -DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_library_only.cmake'
+CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
+export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
+
+LLAMA_CPP := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)".*/\1/p' pyproject.toml)
+FROM_SOURCE := --no-binary llama-cpp-python
+
+PYTHON_READY := $(VENV)/.python-ready
+LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
+PROJECT_READY := $(VENV)/.project-ready
+
+.PHONY: help run test check bench docs format clean rebuild
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run     write text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
+	@echo "make test    run the tests                      (ARGS='-k name')"
+	@echo "make check   style, types, floors, docs in step with the commands"
+	@echo "make bench   measure                            (ARGS='--help')"
+	@echo "make docs    write docs/commands.md anew"
+	@echo "make format  lay the code out as make check wants it"
+	@echo "make clean   remove the virtual environment and all caches"
+
+run: $(PROJECT_READY)
+	$(BIN)/llamaspec generate -p "$$PROMPT" $(ARGS)
+
+test: $(PROJECT_READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(PROJECT_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/write_command_docs.py --check
+
+bench: $(PROJECT_READY)
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+docs: $(PROJECT_READY)
+	$(BIN)/python scripts/write_command_docs.py
+
+format: $(PROJECT_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# pip learnt dependency groups in 25.1.
+$(PYTHON_READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "llamaspec needs Python 3.10 or newer; name one: make run PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@touch $@
+
+# Without the cache, because pip takes a build for one backend for a build for another.
+# The stamp keeps the CMAKE_ARGS of the build; calls without CMAKE_ARGS are content with any build.
+ifneq ($(strip $(CMAKE_ARGS)),)
+ifneq ($(strip $(CMAKE_ARGS)),$(strip $(shell cat $(LLAMA_CPP_READY) 2>/dev/null)))
+$(LLAMA_CPP_READY): rebuild
+endif
+endif
+$(LLAMA_CPP_READY): $(PYTHON_READY)
+	@echo "Building llama.cpp from source: once, some minutes."
+	CMAKE_ARGS="$(LIBRARY_ONLY) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet --no-cache-dir \
+	    $(FROM_SOURCE) --force-reinstall --no-deps "$(LLAMA_CPP)"
+	@printf '%s\n' "$$CMAKE_ARGS" > $@
+
+rebuild:
+
+$(PROJECT_READY): pyproject.toml $(LLAMA_CPP_READY)
+	CMAKE_ARGS="$(LIBRARY_ONLY) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet $(FROM_SOURCE) \
+	    --editable . --group dev
+	@touch $@
