@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 PROMPT ?= def read_lines(path):
 ARGS ?=
 
-# Only the library itself: neither the multimodal one nor the parts of llama.cpp's own programs.
+# Only the library itself, without what crashes; the file says more.
 # What the user asks for comes last, so it wins.
-LIBRARY_ONLY := -DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_library_only.cmake'
+BUILD_OPTIONS := -DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
 
@@ -77,13 +77,13 @@ endif
 endif
 $(LLAMA_CPP_READY): $(PYTHON_READY)
 	@echo "Building llama.cpp from source: once, some minutes."
-	CMAKE_ARGS="$(LIBRARY_ONLY) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet --no-cache-dir \
+	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet --no-cache-dir \
 	    $(FROM_SOURCE) --force-reinstall --no-deps "$(LLAMA_CPP)"
 	@printf '%s\n' "$$CMAKE_ARGS" > $@
 
 rebuild:
 
 $(PROJECT_READY): pyproject.toml $(LLAMA_CPP_READY)
-	CMAKE_ARGS="$(LIBRARY_ONLY) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet $(FROM_SOURCE) \
+	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet $(FROM_SOURCE) \
 	    --editable . --group dev
 	@touch $@

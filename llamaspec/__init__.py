@@ -20,7 +20,7 @@ from llamaspec.errors import (
 )
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.rules.lengths import FixedLength
+from llamaspec.rules.lengths import AutoLength, FixedLength
 from llamaspec.rules.stats import Summary
 from llamaspec.values import Ask, Distribution, Draft, Round, Sampling
 
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Ask",
+    "AutoLength",
     "Completion",
     "Distribution",
     "Draft",

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
+from llamaspec.app.audit import audit
 from llamaspec.app.compare import compare
 from llamaspec.app.generate import generate
 from llamaspec.errors import LlamaspecError
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().main(*args, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            message = error.format_message().replace("\n", " ").rstrip(".")
+            command = (
+                error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llamaspec"
+            )
+            _fail(f"{message}; {command} -h shows what is possible", EXIT_USAGE)
         except (LlamaspecError, ValueError) as error:
-            click.echo(f"llamaspec: {error}", err=True)
+            _fail(str(error))
+        except OSError as error:  # a full disk, a terminal that went away; closed pipes are click's
+            _fail(f"{error.strerror or error}; check where the output goes")
         except MemoryError:
-            click.echo("llamaspec: no memory left; use a smaller --n-ctx or a smaller model", err=True)
-        except KeyboardInterrupt:
-            click.echo("", err=True)
+            _fail("no memory left; use a smaller --n-ctx or a smaller model")
+        except click.Abort:  # what click makes of Ctrl-C, after it has ended the line
             sys.exit(EXIT_INTERRUPTED)
-        sys.exit(EXIT_ERROR)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
+    click.echo(f"llamaspec: {message}", err=True)
+    sys.exit(code)
+
+
+@click.group(cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="llamaspec")
 def main() -> None:
     """Make a large GGUF model answer faster without changing what it says.
@@ -48,3 +61,4 @@ def main() -> None:
 
 main.add_command(generate)
 main.add_command(compare)
+main.add_command(audit)

@@ -20,12 +20,12 @@ from rich.table import Table
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
+from llamaspec.app.policy import make_policy
 from llamaspec.app.prompt import read_prompt
 from llamaspec.app.terminal import SlowProgress, stderr_console
 from llamaspec.drafters.silent import SilentDrafter
 from llamaspec.engine.generate import Completion, TextStream
 from llamaspec.errors import PairError
-from llamaspec.rules.lengths import FixedLength
 
 PREDICTABLE_PROMPT = "".join(
     f"Line {n} of the list says that {n} comes after {n - 1}.\n" for n in range(1, 9)
@@ -125,7 +125,7 @@ def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[st
         "target alone": lambda run: pair.stream(prompt, drafter=SilentDrafter(), seed=seed + run, **settings),
         "draft alone": lambda run: alone.stream(prompt, seed=seed + run, **settings),
         "speculative": lambda run: pair.stream(
-            prompt, policy=FixedLength(options["draft_length"]), seed=seed + run, **settings
+            prompt, policy=make_policy(pair, options), seed=seed + run, **settings
         ),
     }
     runs: dict[str, list[Completion]] = {name: [] for name in starts}

@@ -6,18 +6,22 @@ import json
 import os
 import secrets
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
+from llamaspec.app.explain import explain
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
+from llamaspec.app.policy import make_policy
 from llamaspec.app.prompt import read_prompt
 from llamaspec.app.report import completion_json, statistics_lines
-from llamaspec.app.terminal import SlowProgress
+from llamaspec.app.terminal import SlowProgress, stderr_console
+from llamaspec.app.timeline import write_timeline
 from llamaspec.engine.generate import Piece, StopReason, TextStream
-from llamaspec.rules.lengths import FixedLength
+from llamaspec.rules.lengths import AutoLength
 
 EXIT_INTERRUPTED = 130
 
@@ -42,6 +46,8 @@ Examples:
 @click.option(
     "--stats/--no-stats", default=True, show_default=True, help="A few lines of statistics on stderr."
 )
+@click.option("--explain", is_flag=True, help="Say on stderr why guesses were made, and what they brought.")
+@click.option("--timeline", metavar="FILE", help="Write a page that shows every round, for a browser.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text.")
 def generate(prompt: str | None, prompt_option: str | None, file: str | None, **options: Any) -> None:
     """Continue PROMPT. Without --target the small embedded pair answers."""
@@ -50,6 +56,7 @@ def generate(prompt: str | None, prompt_option: str | None, file: str | None, **
     seed = options["seed"] if options["seed"] is not None else secrets.randbits(32)
     text = read_prompt(prompt, prompt_option, file)
     with open_choice(choice, with_draft=not options["no_draft"]) as pair:
+        policy = make_policy(pair, options)
         with SlowProgress("reading the prompt") as progress:
             stream = pair.stream(
                 text,
@@ -58,11 +65,17 @@ def generate(prompt: str | None, prompt_option: str | None, file: str | None, **
                 max_tokens=options["max_tokens"],
                 stops=options["stop"],
                 rule=options["rule"],
-                policy=FixedLength(options["draft_length"]),
+                policy=policy,
                 on_prefill=progress.part,
             )
             interrupted = _consume(stream, options["as_json"], options["show_drafts"])
         _report(pair, stream, seed, options)
+        if options["explain"] and isinstance(policy, AutoLength):
+            explain(policy.explain(), stderr_console())
+        elif options["explain"]:
+            click.echo(
+                f"llamaspec: the number of guesses was fixed by you: {options['draft_length']}", err=True
+            )
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -85,6 +98,9 @@ def _styled(piece: Piece) -> str:
 
 def _report(pair: Pair, stream: TextStream, seed: int, options: dict[str, Any]) -> None:
     completion = stream.completion
+    if options["timeline"]:
+        summary = statistics_lines(completion, seed)[0]
+        write_timeline(Path(options["timeline"]), completion, pair.target.vocabulary, summary)
     if options["as_json"]:
         click.echo(json.dumps(completion_json(completion, pair, seed, options["rule"])))
         return

@@ -33,6 +33,12 @@ def open_choice(choice: ModelChoice, *, with_draft: bool = True) -> Pair:
 
 
 def _warn(pair: Pair, choice: ModelChoice) -> None:
+    if not runtime.repacking_is_safe():
+        click.echo(
+            "llamaspec: warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
+            "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`",
+            err=True,
+        )
     for name, model in (("target", pair.target), ("draft", pair.draft)):
         if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
             click.echo(

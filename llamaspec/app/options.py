@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from llamaspec.app.pair import DEFAULT_DRAFT_LENGTH, DEFAULT_RULE, demo_draft, demo_target
+from llamaspec.app.pair import DEFAULT_RULE, demo_draft, demo_target
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, MAX_GUESSES, ModelOptions
 from llamaspec.rules.verify import RULES
 from llamaspec.values import Sampling
@@ -17,6 +17,25 @@ from llamaspec.values import Sampling
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _CACHE = click.Choice(list(CACHE_TYPES))
+
+
+class DraftLength(click.ParamType):
+    """A number of guesses, or "auto", which becomes None."""
+
+    name = f"auto|0-{MAX_GUESSES}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """From the command line."""
+        if value == "auto":
+            return None
+        try:
+            length = int(value)
+        except ValueError:
+            length = -1
+        if not 0 <= length <= MAX_GUESSES:
+            self.fail(f"{value} is neither auto nor a number from 0 to {MAX_GUESSES}", param, ctx)
+        return length
+
 
 _MODEL_OPTIONS = (
     click.option("--target", metavar="PATH", envvar="LLAMASPEC_TARGET",
@@ -57,8 +76,10 @@ _SAMPLING_OPTIONS = (
     click.option("--seed", type=int, help="For the same text again; default: drawn at random and reported."),
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
                  help="How guesses are judged; only coupled gives the same text for a seed without a draft."),
-    click.option("--draft-length", "-k", type=click.IntRange(0, MAX_GUESSES), default=DEFAULT_DRAFT_LENGTH,
-                 show_default=True, help="Guesses in each round; 0 = plain decoding."),
+    click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
+                 help="Guesses in each round; 0 = plain decoding, auto = as many as pay."),
+    click.option("--exact", is_flag=True,
+                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
 )  # fmt: skip
 
 

@@ -19,11 +19,10 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.pairing import check_pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.rules.dice import SeededDice
-from llamaspec.rules.lengths import FixedLength
+from llamaspec.rules.lengths import AutoLength
 from llamaspec.rules.verify import RULES
 from llamaspec.values import Sampling, TokenArray
 
-DEFAULT_DRAFT_LENGTH = 4
 DEFAULT_RULE = "coupled"
 _DRAFT_OPTIONS = ModelOptions(max_scored=1)
 
@@ -80,7 +79,7 @@ class Pair:
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to guess; default 4.
+            How many tokens to guess; default: as many as pay, learnt afresh.
         drafter : Drafter, optional
             Who guesses; default the draft model. `SilentDrafter()` is plain decoding.
         on_prefill : callable, optional
@@ -98,7 +97,7 @@ class Pair:
         speculation = Speculation(
             target=self.target,
             drafter=drafter or self._model_drafter(sampling, rule, dice),
-            policy=policy or FixedLength(DEFAULT_DRAFT_LENGTH),
+            policy=policy or AutoLength(),
             rule=RULES[rule],
             sampling=sampling,
             dice=dice,

@@ -28,7 +28,6 @@ def _statistics_json(completion: Completion, load_seconds: float) -> dict[str, A
     return {
         "rounds": summary.n_rounds,
         "rounds_without_guesses": summary.n_rounds_without_guesses,
-        "rounds_cut": summary.n_rounds_cut,
         "drafted": summary.n_drafted,
         "verified": summary.n_verified,
         "accepted": summary.n_accepted,

@@ -60,7 +60,9 @@ class SuffixAutomaton:
         known = self._next[place][token]
         if self._length[known] == self._length[place] + 1:
             return known
-        copy = self._add(self._length[place] + 1, dict(self._next[known]), self._link[known], self._end[known])
+        copy = self._add(
+            self._length[place] + 1, dict(self._next[known]), self._link[known], self._end[known]
+        )
         self._link[known] = copy
         while place >= 0 and self._next[place].get(token) == known:
             self._next[place][token] = copy

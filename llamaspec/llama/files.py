@@ -21,15 +21,17 @@ def check_gguf(path: Path) -> None:
     ModelFileError
         With the reason and the remedy.
     """
-    if not path.exists():
-        raise ModelFileError(f"no such model file: {path}")
-    if path.is_dir():
-        raise ModelFileError(f"{path} is a directory; name the .gguf file inside it")
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
+    except FileNotFoundError:
+        raise ModelFileError(f"no such model file: {path}; check the path") from None
+    except IsADirectoryError:
+        raise ModelFileError(f"{path} is a directory; name the .gguf file inside it") from None
     except OSError as error:
-        raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelFileError(
+            f"cannot read {path}: {error.strerror or error}; name a readable file"
+        ) from error
     if header[:4] != b"GGUF":
         raise ModelFileError(
             f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py"

@@ -24,10 +24,17 @@ class LaneMemory:
         Of a model with a memory.
     n_lanes : int
         Lanes are numbered 0 to n_lanes - 1.
+    shares : bool
+        Whether a position may belong to several lanes. llama.cpp's recurrent states get that wrong.
+    window : int, optional
+        How many positions some layers look back, if not all. llama.cpp may give away the places of
+        positions that lie outside, and then a lane cannot go back there.
     """
 
-    def __init__(self, context: Any, n_lanes: int) -> None:
+    def __init__(self, context: Any, n_lanes: int, *, shares: bool = True, window: int | None = None) -> None:
         self._memory = lib.llama_get_memory(context)
+        self._shares = shares
+        self._window = window
         self._held: list[TokenArray] = [NO_TOKENS] * n_lanes
         self._settled = True  # no evaluation was interrupted, so nothing lies behind what is held
 
@@ -40,27 +47,29 @@ class LaneMemory:
             For each ask, how many tokens the lane still holds; at most len(tokens) - n, since the last n
             must be evaluated for their scores. Asks that go on alike from there keep equally many.
         """
-        kept = [self._best_lane(ask)[1] for ask in asks]
-        kept = _levelled(asks, kept)
+        kept = self._levelled(asks, [self._best_lane(ask)[1] for ask in asks])
         for ask, n in zip(asks, kept, strict=True):
             self._take_over(ask, n)
-        kept = [self._forget_behind(ask.lane, n) for ask, n in zip(asks, kept, strict=True)]
-        # A memory that could not forget a part holds nothing now; the asks that share with it follow.
-        kept = [self._forget_behind(ask.lane, n) for ask, n in zip(asks, _levelled(asks, kept), strict=True)]
-        self._settled = False
-        return kept
+        # llama.cpp evaluates a position for several lanes only if their memories begin at the same place.
+        window = self._window if len(asks) == 1 else None
+        while True:
+            held = [self._forget_behind(ask, n, window) for ask, n in zip(asks, kept, strict=True)]
+            kept = self._levelled(asks, held)
+            if kept == held:
+                return kept
 
     def remember(self, asks: Sequence[Ask]) -> None:
         """Note that the asked sequences have been evaluated."""
         for ask in asks:
-            self._held[ask.lane] = ask.tokens
-        self._settled = True
+            self._held[ask.lane] = ask.tokens.copy()  # the asker may reuse its array
 
     def clear(self) -> None:
         """Forget everything."""
-        lib.llama_memory_clear(self._memory, True)
         self._held = [NO_TOKENS] * len(self._held)
-        self._settled = True
+        lib.llama_memory_clear(self._memory, True)
+
+    def _levelled(self, asks: Sequence[Ask], kept: list[int]) -> list[int]:
+        return levelled(asks, kept) if self._shares else kept
 
     def _best_lane(self, ask: Ask) -> tuple[int, int]:
         """The lane that knows most of a sequence, its own if equal, and how much of it."""
@@ -75,20 +84,31 @@ class LaneMemory:
         source, n_known = self._best_lane(ask)
         if source == ask.lane or n <= shared(self._held[ask.lane], ask.tokens) or n > n_known:
             return
+        self._held[ask.lane] = NO_TOKENS  # first, so that an interruption in between does no harm
         lib.llama_memory_seq_rm(self._memory, ask.lane, -1, -1)
         lib.llama_memory_seq_cp(self._memory, source, ask.lane, 0, n)
-        self._held[ask.lane] = ask.tokens[:n]
+        self._held[ask.lane] = ask.tokens[:n].copy()
 
-    def _forget_behind(self, lane: int, n: int) -> int:
-        """Forget what a lane holds from position `n` on; answers how much it holds then."""
-        n = min(n, len(self._held[lane]))
-        if n == len(self._held[lane]) and self._settled:
-            return n
-        self._held[lane] = self._held[lane][:n]
-        if n == 0 or not lib.llama_memory_seq_rm(self._memory, lane, n, -1):
-            lib.llama_memory_seq_rm(self._memory, lane, -1, -1)
-            self._held[lane] = NO_TOKENS
-        return len(self._held[lane])
+    def _forget_behind(self, ask: Ask, n: int, window: int | None) -> int:
+        """Forget what a lane holds besides the first `n` tokens of an ask; answers how many it holds then."""
+        held = self._held[ask.lane]
+        n = min(n, shared(held, ask.tokens))  # another lane may have taken over the place it counted on
+        self._held[ask.lane] = NO_TOKENS
+        # Also where nothing seems to lie behind: an interrupted evaluation leaves positions unnoted.
+        if n == 0 or not self._cut(ask.lane, n, window):
+            lib.llama_memory_seq_rm(self._memory, ask.lane, -1, -1)
+            return 0
+        self._held[ask.lane] = held[:n]
+        return n
+
+    def _cut(self, lane: int, n: int, window: int | None) -> bool:
+        """Cut a lane to `n` positions; answers whether all are there that the next position looks at."""
+        if not lib.llama_memory_seq_rm(self._memory, lane, n, -1):
+            return False
+        if self._window is None:
+            return True
+        first_seen = 0 if window is None else max(0, n + 1 - window)
+        return 0 <= lib.llama_memory_seq_pos_min(self._memory, lane) <= first_seen
 
 
 def shared(a: TokenArray, b: TokenArray) -> int:
@@ -99,7 +119,7 @@ def shared(a: TokenArray, b: TokenArray) -> int:
     return first if n and differs[first] else n
 
 
-def _levelled(asks: Sequence[Ask], kept: list[int]) -> list[int]:
+def levelled(asks: Sequence[Ask], kept: list[int]) -> list[int]:
     """Lower what is kept until asks that share a token beyond the lower of two keep equally many.
 
     llama.cpp evaluates a position once for several lanes only if their memories end at the same place.

@@ -67,14 +67,19 @@ class LlamaModel:
         runtime.start()
         check_gguf(path)
         try:
-            self._model = self._load_weights(on_load)
+            self._load_weights(on_load)
             self._check_kind()
             self.vocabulary = LlamaVocabulary(self._model)
             self.trained_context_size: int = lib.llama_model_n_ctx_train(self._model)
-            self._context = self._open_context()
+            self._open_context()
             self.context_size: int = lib.llama_n_ctx(self._context)
-            self._memory = LaneMemory(self._context, self.options.n_lanes)
-            self._batch = Batch(BATCH, self.options.n_lanes)
+            self._shares = not self._keeps_states()
+            window = lib.llama_model_n_swa(self._model) if self._shares else 0
+            self._memory = LaneMemory(
+                self._context, self.options.n_lanes, shares=self._shares, window=window or None
+            )
+            self._batch_size: int = lib.llama_n_batch(self._context)  # no more than the context
+            self._batch = Batch(self._batch_size, self.options.n_lanes)
         except BaseException:
             self.close()
             raise
@@ -87,12 +92,14 @@ class LlamaModel:
     @property
     def description(self) -> str:
         """Architecture, size and quantisation, as llama.cpp names them."""
+        self._check_open()
         buffer = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self._model, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
 
     def metadata(self, key: str) -> str | None:
         """One metadata entry of the file as text; None where there is none."""
+        self._check_open()
         buffer = ctypes.create_string_buffer(1 << 16)
         n = lib.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace") if n >= 0 else None
@@ -107,10 +114,10 @@ class LlamaModel:
         MemoryFullError
             The memory has no room for the sequences together.
         EvaluationError
-            llama.cpp failed, or a number is not finite.
+            llama.cpp failed.
         """
         self._check(asks)
-        trie = merge(asks, self._memory.keep(asks))
+        trie = merge(asks, self._memory.keep(asks), shares=self._shares)
         scores = self._evaluate(trie.nodes)
         self._memory.remember(asks)
         n_wanted_before = list(accumulate((node.wanted for node in trie.nodes), initial=0))
@@ -118,6 +125,7 @@ class LlamaModel:
 
     def forget(self) -> None:
         """Empty the memory, as if nothing had been asked."""
+        self._check_open()
         self._memory.clear()
 
     def close(self) -> None:
@@ -126,6 +134,8 @@ class LlamaModel:
             lib.llama_free(self._context)
             self._context = None
         if self._model is not None:
+            if hasattr(self, "vocabulary"):
+                self.vocabulary.close()
             lib.llama_model_free(self._model)
             self._model = None
 
@@ -137,9 +147,12 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def _check(self, asks: Sequence[Ask]) -> None:
+    def _check_open(self) -> None:
         if self._context is None:
             raise ValueError("the model is closed")
+
+    def _check(self, asks: Sequence[Ask]) -> None:
+        self._check_open()
         lanes = [ask.lane for ask in asks]
         if len(set(lanes)) != len(lanes) or not set(lanes) <= set(range(self.options.n_lanes)):
             raise ValueError(f"asks need distinct lanes below {self.options.n_lanes}, got {lanes}")
@@ -156,8 +169,8 @@ class LlamaModel:
     def _evaluate(self, nodes: Sequence[Node]) -> Logits:
         """Scores of the wanted positions, in order: float32 [wanted, V]."""
         parts = []
-        for start in range(0, len(nodes), BATCH):
-            part = nodes[start : start + BATCH]
+        for start in range(0, len(nodes), self._batch_size):
+            part = nodes[start : start + self._batch_size]
             status = lib.llama_decode(self._context, self._batch.fill(part))
             if status:
                 self._fail(status)
@@ -165,7 +178,7 @@ class LlamaModel:
             if n_wanted:
                 view = self._scores(n_wanted)
                 # The next part would overwrite the buffer.
-                parts.append(view if start + BATCH >= len(nodes) else view.copy())
+                parts.append(view if start + len(part) >= len(nodes) else view.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _scores(self, n: int) -> Logits:
@@ -183,11 +196,11 @@ class LlamaModel:
             raise EvaluationError("the evaluation was aborted")
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
 
-    def _load_weights(self, on_load: LoadProgress | None) -> Any:
+    def _load_weights(self, on_load: LoadProgress | None) -> None:
         parameters = lib.llama_model_default_params()
         if self.options.gpu_layers is not None:
             parameters.n_gpu_layers = self.options.gpu_layers
-        parameters.use_extra_bufts = self.options.repack
+        parameters.use_extra_bufts = self.options.repack and runtime.repacking_is_safe()
 
         def report(fraction: float, _user_data: object) -> bool:
             if on_load is not None:
@@ -196,16 +209,17 @@ class LlamaModel:
 
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         runtime.clear_errors()
-        model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        with runtime.raising_callbacks():
+            self._model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
         del callback  # it had to live until here
-        if not model:
+        if not self._model:
+            self._model = None
             reason = runtime.last_error()
             if "alloc" in reason or "memory" in reason:
                 raise MemoryFullError(
                     f"no room for {self.path}: {reason}; close programs or lower --gpu-layers"
                 )
-            raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}")
-        return model
+            raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
 
     def _check_kind(self) -> None:
         remedy = "give a decoder-only text model"
@@ -214,9 +228,15 @@ class LlamaModel:
         if lib.llama_model_is_diffusion(self._model):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
 
-    def _open_context(self) -> Any:
+    def _keeps_states(self) -> bool:
+        """Whether some layers remember a state instead of positions."""
+        return bool(lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    def _open_context(self) -> None:
         options, parameters = self.options, lib.llama_context_default_params()
-        parameters.n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, self.trained_context_size)
+        n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, self.trained_context_size)
+        self._check_room(n_ctx)
+        parameters.n_ctx = n_ctx
         parameters.n_batch = parameters.n_ubatch = BATCH
         parameters.n_seq_max = options.n_lanes
         parameters.n_outputs_max = options.max_scored
@@ -226,32 +246,35 @@ class LlamaModel:
         parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         parameters.type_k = CACHE_TYPES[options.cache_type_k]
         parameters.type_v = CACHE_TYPES[options.cache_type_v]
-        self._check_room(parameters.n_ctx)
         runtime.clear_errors()
-        context = lib.llama_init_from_model(self._model, parameters)
-        if not context:
+        with runtime.raising_callbacks():
+            self._context = lib.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            self._context = None
             raise MemoryFullError(
-                f"llama.cpp cannot make a context of {parameters.n_ctx} tokens for {self.path}: "
+                f"llama.cpp cannot make a context of {n_ctx} tokens for {self.path}: "
                 f"{runtime.last_error()}; pass a smaller --n-ctx"
             )
-        if not lib.llama_get_memory(context):
-            lib.llama_free(context)
+        if not lib.llama_get_memory(self._context):
             raise ModelFileError(f"{self.path} is an embedding model; give a model that generates text")
-        return context
 
     def _check_room(self, n_ctx: int) -> None:
         """Refuse a memory larger than the machine: the system would end the process, not the call."""
-        if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        room = runtime.available_bytes()
+        if room is None or (runtime.can_offload() and self.options.gpu_layers != 0):
             return
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        n_heads = max(1, lib.llama_model_n_head(self._model))
-        row = lib.llama_model_n_embd(self._model) * lib.llama_model_n_head_kv(self._model) / n_heads
+        if lib.llama_model_is_recurrent(self._model):
+            return  # a state has one size, whatever the context
+        n_layers, n_heads_kv = lib.llama_model_n_layer(self._model), lib.llama_model_n_head_kv(self._model)
+        if n_heads_kv == 0:  # the first layer keeps a state; some other keeps at least one head's positions
+            n_layers, n_heads_kv = max(1, n_layers // 8), 1
+        row = n_heads_kv * lib.llama_model_n_embd(self._model) / max(1, lib.llama_model_n_head(self._model))
         per_element = CACHE_BYTES[self.options.cache_type_k] + CACHE_BYTES[self.options.cache_type_v]
-        needed = lib.llama_model_n_layer(self._model) * row * per_element * n_ctx
+        needed = n_layers * row * per_element * n_ctx
         if needed > room:
             raise MemoryFullError(
                 f"a context of {n_ctx} tokens needs {needed / 2**30:.1f} GiB, this machine has "
-                f"{room / 2**30:.1f} GiB; pass a smaller --n-ctx"
+                f"{room / 2**30:.1f} GiB to give; pass a smaller --n-ctx"
             )
 
 

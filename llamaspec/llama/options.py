@@ -58,10 +58,10 @@ class ModelOptions:
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
 
     def __post_init__(self) -> None:
-        if self.n_ctx is not None and self.n_ctx < 2:
-            raise ValueError(f"n-ctx must be >= 2, got {self.n_ctx}")
-        if self.gpu_layers is not None and self.gpu_layers < 0:
-            raise ValueError(f"gpu-layers must be >= 0, got {self.gpu_layers}")
+        if self.n_ctx is not None and not 2 <= self.n_ctx < 2**31:
+            raise ValueError(f"n-ctx must be from 2 to {2**31 - 1}, got {self.n_ctx}")
+        if self.gpu_layers is not None and not 0 <= self.gpu_layers < 2**31:
+            raise ValueError(f"gpu-layers must be >= 0 and below 2^31, got {self.gpu_layers}")
         if self.threads is not None and not 1 <= self.threads <= 512:
             raise ValueError(f"threads must be from 1 to 512, got {self.threads}")
         if self.flash_attention not in FLASH_ATTENTION:

@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
@@ -61,6 +63,53 @@ def clear_errors() -> None:
 def last_error() -> str:
     """What llama.cpp said about the latest failure, in one line."""
     return next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+
+
+@contextmanager
+def raising_callbacks() -> Iterator[None]:
+    """Raise what Python callbacks raise during a call of llama.cpp, once the call is over.
+
+    ctypes would print it and go on; Ctrl-C is met in a callback more often than not.
+    """
+    raised: list[BaseException] = []
+    usual = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_value is not None and "ctypes" in (unraisable.err_msg or ""):
+            raised.append(unraisable.exc_value)
+        else:
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+    if raised:
+        raise raised[0]
+
+
+def available_bytes() -> int | None:
+    """Memory that the machine can still give; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def repacking_is_safe() -> bool:
+    """Whether llama.cpp may rearrange weights.
+
+    Builds with AMX by GCC end the process at the first evaluation of rearranged weights
+    (ggml-org/llama.cpp#20824); without AMX they are sound.
+    """
+    return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
 
 
 def can_offload() -> bool:

@@ -29,7 +29,7 @@ class Trie:
     paths: list[list[int]]  # for each ask, the indices of the nodes whose scores it wants: n of them
 
 
-def merge(asks: Sequence[Ask], kept: Sequence[int]) -> Trie:
+def merge(asks: Sequence[Ask], kept: Sequence[int], *, shares: bool = True) -> Trie:
     """Merge the parts of the asks that no memory holds.
 
     Parameters
@@ -38,12 +38,14 @@ def merge(asks: Sequence[Ask], kept: Sequence[int]) -> Trie:
     kept : sequence of int
         For each ask, how many of its first tokens the memory holds. Asks that share the token after it
         keep equally many.
+    shares : bool
+        False where a position must not belong to several lanes: then nothing is merged.
     """
     nodes: list[Node] = []
     children: dict[tuple[int, int], int] = {}  # (parent node, or -1 - root; token) -> node
     paths = []
     for i, (ask, n_kept) in enumerate(zip(asks, kept, strict=True)):
-        parent = -1 - _root(asks, kept, i)
+        parent = -1 - (_root(asks, kept, i) if shares else i)
         path = []
         for position, token in enumerate(ask.tokens[n_kept:].tolist(), n_kept):
             node = children.get((parent, token))

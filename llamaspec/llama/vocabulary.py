@@ -27,6 +27,7 @@ class LlamaVocabulary:
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 where the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
+        self._is_open = True
         self.piece = functools.lru_cache(maxsize=None)(self._piece)
         self.is_end = functools.lru_cache(maxsize=None)(self._is_end)
 
@@ -40,6 +41,7 @@ class LlamaVocabulary:
         PromptError
             The text is not UTF-8: llama.cpp would replace or refuse it.
         """
+        self._check_open()
         try:
             text.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -56,10 +58,22 @@ class LlamaVocabulary:
 
     def text(self, token: int) -> bytes:
         """How the vocabulary itself spells a token."""
+        self._check_open()
         return bytes(lib.llama_vocab_get_text(self._vocab, token) or b"")
+
+    def close(self) -> None:
+        """Answer no more: the model is about to be freed, and the vocabulary with it."""
+        self._is_open = False
+        self.piece.cache_clear()
+        self.is_end.cache_clear()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("the model is closed")
 
     def _piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text; none for control tokens."""
+        self._check_open()
         buffer = ctypes.create_string_buffer(64)
         n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         if n < 0:
@@ -69,4 +83,5 @@ class LlamaVocabulary:
 
     def _is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
+        self._check_open()
         return bool(lib.llama_vocab_is_eog(self._vocab, token))

@@ -16,7 +16,8 @@ import numpy as np
 KNOTS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.92, 0.985)  # confidences at which the curve is kept
 MOOD_TOKENS = (0.0, 80.0, 14.0)  # how long a mood lasts; 0 = there are no moods
 MOOD_SPREAD = (0.0, 1.0, 1.4)  # its standard deviation, log-odds
-FORGET = 0.97  # of the record by which members are weighed
+START_COUNT = 3.0  # guesses that the first belief counts for
+FORGET = 0.985  # of the record by which members are weighed
 
 
 def _logit(p: float) -> float:
@@ -103,7 +104,7 @@ class Sighted:
 class Blind:
     """Chance that a guess not yet drawn stands."""
 
-    MEMORY = (150.0, 24.0, 6.0, 24.0, 6.0)  # guesses remembered by each member
+    MEMORY = (200.0, 40.0, 9.0, 30.0, 8.0)  # guesses remembered by each member
     SOFT = (False, False, False, True, True)  # learns from calibrated chances instead of outcomes
     PRIOR = (6.0, 3.0, 1.5, 3.0, 1.5)  # guesses that the slow average counts for
 
@@ -119,12 +120,14 @@ class Blind:
         """Learn from the calibrated chances of the guesses drawn in a round."""
         for chance in chances:
             self._add(chance, soft=True)
+        self.refresh()
 
     def judge(self, stood: bool) -> None:
         """Learn from one judged guess."""
         for e, p in enumerate(self._chances):
             self._record[e] = FORGET * self._record[e] + log(max(p if stood else 1 - p, 1e-6))
         self._add(float(stood), soft=False)
+        self.refresh()
 
     def _add(self, y: float, soft: bool) -> None:
         for e, memory in enumerate(self.MEMORY):
@@ -132,7 +135,6 @@ class Blind:
                 keep = 1 - 1 / memory
                 self._hits[e] = keep * self._hits[e] + y
                 self._counts[e] = keep * self._counts[e] + 1
-        self.refresh()
 
     def pass_tokens(self, n: int) -> None:
         """Text went by: short memories fade towards the long one."""
@@ -144,7 +146,7 @@ class Blind:
 
     def refresh(self) -> None:
         """Mix the members."""
-        slow = (self._hits[0] + 3 * self._start) / (self._counts[0] + 3)
+        slow = (self._hits[0] + START_COUNT * self._start) / (self._counts[0] + START_COUNT)
         self._chances = [
             (h + prior * slow) / (c + prior)
             for h, c, prior in zip(self._hits, self._counts, self.PRIOR, strict=True)
@@ -155,10 +157,61 @@ class Blind:
         raw = [exp(r - top) for r in self._record]
         total = sum(raw)
         self.chance = sum(r * p for r, p in zip(raw, self._chances, strict=True)) / total
-        self.n_effective = sum(r * (c + n) for r, c, n in zip(raw, self._counts, self.PRIOR, strict=True)) / total
+        self.n_effective = (
+            sum(r * (c + n) for r, c, n in zip(raw, self._counts, self.PRIOR, strict=True)) / total
+        )
 
     def bound(self, z: float) -> float:
         """The chance, `z` standard deviations of its log-odds further up."""
         p = min(max(self.chance, 0.01), 0.99)
         spread = 1 / (min(self.n_effective, 40.0) * p * (1 - p)) ** 0.5
         return _sigmoid(_logit(p) + z * min(spread, 2.0))
+
+
+class Calibration:
+    """Both estimates, taught together."""
+
+    def __init__(self) -> None:
+        self._sighted = Sighted()
+        self._blind = Blind()
+        self._seen: tuple[float, ...] = ()  # confidences whose product is remembered
+        self._standing = 1.0
+
+    @property
+    def ahead(self) -> float:
+        """Chance that a guess stands which is not drawn yet."""
+        return self._blind.chance
+
+    def bound(self, z: float) -> float:
+        """`ahead`, with `z` standard deviations of luck."""
+        return self._blind.bound(z)
+
+    def chance(self, confidence: float) -> float:
+        """Chance that a guess of this confidence stands."""
+        return self._sighted.chance(confidence)
+
+    def all_stand(self, confidences: tuple[float, ...]) -> float:
+        """Chance that all guesses of a draft stand. Asked with one guess more each time, it multiplies once."""
+        if confidences != self._seen:
+            known = len(self._seen)
+            if confidences[:known] != self._seen:
+                known, self._standing = 0, 1.0
+            for confidence in confidences[known:]:
+                self._standing *= self._sighted.chance(confidence)
+            self._seen = confidences
+        return self._standing
+
+    def learn(self, confidences: Sequence[float], n_judged: int, n_accepted: int) -> None:
+        """Learn from a draft whose first `n_judged` guesses were judged, and the first `n_accepted` stood."""
+        chances = [self._sighted.chance(confidence) for confidence in confidences]
+        for i in range(n_judged):
+            self._blind.judge(i < n_accepted)
+            self._sighted.judge(confidences[i], i < n_accepted)
+        self._blind.see(chances)
+        self._seen, self._standing = (), 1.0
+
+    def pass_tokens(self, n: int) -> None:
+        """Text went by."""
+        self._sighted.pass_tokens(n)
+        self._blind.pass_tokens(n)
+        self._seen, self._standing = (), 1.0

@@ -21,8 +21,9 @@ from llamaspec.values import CostCurve
 Array = npt.NDArray[np.float64]
 
 NOISE = 0.07  # standard deviation of the logarithm of one timing
-CLIP = 2.5  # a timing further off than this many standard deviations counts as this far
+OUTLIER = 2.5  # a timing further off than this many standard deviations is doubted
 UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
+PAD = 0.96  # padding must save this much: a saving within the noise is none
 EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
 STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
 
@@ -50,6 +51,7 @@ class CostModel:
         self._catch_up = [0.4, 0.35]  # parts of a step for each unread token: for one token, for many
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
+        self._strange = 0  # outliers in a row
         self._doubted = prior is not None  # the prior has not been dropped
         self._timings: list[tuple[int, float, float]] = []
         self._refresh()
@@ -61,7 +63,7 @@ class CostModel:
         self._padded = [0] * self.n_widths  # [n - 1] the cheapest width of at least n
         best = 0
         for width in range(self.n_widths, 0, -1):
-            if width in self._allowed and (not best or times[width - 1] <= times[best - 1]):
+            if width in self._allowed and (not best or times[best - 1] > PAD * times[width - 1]):
                 best = width
             self._padded[width - 1] = best
         self.batch_seconds = [times[w - 1] if w else float("inf") for w in self._padded]  # [n - 1], padded
@@ -70,19 +72,17 @@ class CostModel:
         """The width, n or wider, that costs least; `n` itself where no wider one is known."""
         return (self._padded[n - 1] or n) if n <= self.n_widths else n
 
-    def hopeful_batch_seconds(self, z: float) -> list[float]:
-        """Times of batches if every width were `z` standard deviations cheaper than believed. [n - 1]."""
-        spread = np.sqrt(np.diag(self._relative_covariance()))
-        times = (np.exp(self._mean[:-1] - z * spread)).tolist()
-        return [
-            min((times[w - 1] for w in self._allowed if w >= n), default=float("inf"))
-            for n in range(1, self.n_widths + 1)
-        ]
-
-    def _relative_covariance(self) -> Array:
-        """Covariance of log t(w) - log t(1)."""
-        c = self._covariance[:-1, :-1]
-        return np.maximum(c - c[:1, :] - c[:, :1] + c[0, 0], 0.0)
+    def batch_seconds_with(self, z: float) -> list[float]:
+        """`batch_seconds` if every width cost `z` standard deviations more than believed, next to width 1."""
+        c = self._covariance
+        spread = np.sqrt(np.maximum(np.diag(c)[:-1] + c[0, 0] - 2 * c[0, :-1], 0.0))
+        times: list[float] = np.exp(self._mean[:-1] + z * spread).tolist()
+        best, batches = float("inf"), [0.0] * self.n_widths
+        for width in range(self.n_widths, 0, -1):
+            if width in self._allowed:
+                best = min(best, times[width - 1])
+            batches[width - 1] = best
+        return batches
 
     def catch_up_seconds(self, n_unread: int) -> float:
         """What reading tokens that the draft has missed adds to its next step."""
@@ -97,9 +97,9 @@ class CostModel:
 
     def observe_draft(self, n_guesses: int, n_unread: int, seconds: float) -> None:
         """Learn from drawing guesses, the first of which had to read `n_unread` tokens more than one."""
-        steps = n_guesses + n_unread * self._catch_up[n_unread > 1]
         if seconds <= 0 or n_guesses < 1:
             return
+        steps = n_guesses + n_unread * self._catch_up[n_unread > 1]
         if n_unread and self.n_observed[-1] >= 2:
             part = (seconds / self.draft_step_seconds - n_guesses) / n_unread
             old = self._catch_up[n_unread > 1]
@@ -116,10 +116,10 @@ class CostModel:
     def _learn(self, i: int, value: float, noise: float) -> None:
         """Condition the belief on a measurement of entry `i`, clipped where it is too surprising."""
         self.n_observed[i] += 1
-        if self._doubted:
+        if self._doubted and len(self._timings) < 200:
             self._timings.append((i, value, noise))
             variance = float(self._covariance[i, i]) + noise
-            if abs(value - float(self._mean[i])) > 4 * sqrt(variance):
+            if self.n_observed[i] == 1 and abs(value - float(self._mean[i])) > 4 * sqrt(variance):
                 self._doubted = False
                 self._mean, self._covariance = _blank(self.n_widths)
                 for timing in self._timings:
@@ -128,10 +128,16 @@ class CostModel:
         self._condition(i, value, noise)
 
     def _condition(self, i: int, value: float, noise: float) -> None:
+        """Learn entry `i`; a single outlier is hardly believed, the third in a row is."""
         column = self._covariance[:, i]
+        surprise = value - float(self._mean[i])
+        doubt = surprise**2 / ((float(column[i]) + noise) * OUTLIER**2)
+        self._strange = self._strange + 1 if doubt > 1 else 0
+        if doubt > 1 and self._strange < 3:
+            noise *= doubt
         variance = float(column[i]) + noise
-        limit = CLIP * sqrt(variance)
-        surprise = min(max(value - float(self._mean[i]), -limit), limit)
+        limit = OUTLIER * sqrt(variance)
+        surprise = min(max(surprise, -limit), limit)
         self._mean = self._mean + column * (surprise / variance)
         self._covariance = self._covariance - np.outer(column, column / variance)
 

@@ -1,0 +1,71 @@
+"""Why the automatic length guessed as it did, told in plain words and small tables on stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from llamaspec.rules.reasons import Reasons
+
+
+def verdict(reasons: Reasons) -> str:
+    """One sentence: does guessing pay here?"""
+    if reasons.break_even_acceptance is None:
+        return "guessing does not pay on this machine for this pair, at any acceptance"
+    pays = reasons.acceptance > reasons.break_even_acceptance
+    return (
+        f"guessing {'pays' if pays else 'does not pay'} here now: it needs an acceptance of "
+        f"{reasons.break_even_acceptance:.2f}, the next guess has {reasons.acceptance:.2f}"
+    )
+
+
+def explain(reasons: Reasons, console: Console, exact_widths: frozenset[int] | None = None) -> None:
+    """Print the choices, the costs, the chances, the prediction and the verdict."""
+    n_rounds = sum(count.n_rounds for count in reasons.lengths) or 1
+    console.print("guesses per round: " + ", ".join(
+        f"{count.n_guesses} in {count.n_rounds / n_rounds:.0%}" for count in reasons.lengths
+    ))  # fmt: skip
+    if exact_widths is not None:
+        console.print("bit-identical widths: " + ", ".join(str(width) for width in sorted(exact_widths)))
+    console.print(_cost_table(reasons))
+    console.print(
+        f"a guess costs {1e3 * reasons.draft_step_seconds:.2f} ms, "
+        f"a round besides {1e3 * reasons.rest_seconds:.2f} ms"
+    )
+    console.print(_confidence_table(reasons))
+    predicted, measured = reasons.predicted_tokens_per_second, reasons.measured_tokens_per_second
+    if predicted is not None and measured is not None:
+        console.print(
+            f"speed: predicted {predicted:.1f} tokens/s for the rounds that happened, measured {measured:.1f}"
+        )
+    gained = reasons.gained_seconds
+    console.print(
+        f"against plain decoding: {abs(gained):.2f} s {'won' if gained >= 0 else 'lost'}; "
+        f"{reasons.explored_seconds:.2f} s lost in {reasons.n_tries} rounds that guessed only to learn"
+    )
+    console.print(verdict(reasons))
+
+
+def _cost_table(reasons: Reasons) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("positions at once", "ms", "rounds timed", "evaluated as"):
+        table.add_column(title, justify="right")
+    for cost in reasons.widths:
+        padded = "" if cost.padded_to == cost.width else str(cost.padded_to)
+        table.add_row(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed), padded)
+    return table
+
+
+def _confidence_table(reasons: Reasons) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("confidence", "guesses judged", "accepted", "believed"):
+        table.add_column(title, justify="right")
+    for group in reasons.bins:
+        rate = group.acceptance_rate
+        table.add_row(
+            f"{group.low:.1f}-{group.high:.1f}",
+            str(group.n_judged),
+            "" if rate is None else f"{rate:.0%}",
+            f"{group.believed:.0%}",
+        )
+    return table
