@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 
-class DraftLength(click.ParamType):
+class DraftLength(click.ParamType):  # type: ignore[type-arg]
     """A number of guesses, or "auto", which becomes None."""
 
     name = f"auto|0-{MAX_GUESSES}"

@@ -7,8 +7,6 @@ such guesses cost nothing. Knows no probabilities. tests/drafters/test_ngram.py 
 
 from __future__ import annotations
 
-import numpy as np
-
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import NO_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
 

@@ -18,6 +18,7 @@ HOPE = 1.0  # standard deviations of luck for which a try is made
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
 BET = 0.6  # largest part of the room that one of the first rounds may stake
 HORIZON = 32  # tokens over which catching up must pay back
+NARROW, CHECK_EVERY = 1.08, 5  # a gain below NARROW is checked against a plain round every so many rounds
 WORTH_A_LOOK = 1.04  # a length is tried when it could be better than the best known by this factor
 
 
@@ -43,6 +44,7 @@ class Situation:
     room: float  # plain tokens that the round may lose
     room_to_explore: float  # plain tokens that a try may lose
     n_unread: int  # tokens that the draft must read first
+    n_since_plain: int  # rounds since the last one without guesses
     bonus: float  # what stopping early brings over a fixed length, as a factor
     is_early: bool  # one of the first rounds with guesses
     is_first: bool  # no guess has been made yet
@@ -64,6 +66,8 @@ def decide(now: Situation) -> Plan:
     hoped = best_plan(prices, chances.bound(BOLDNESS), limit).tokens_per_second * now.bonus * plain
     if (hoped - 1.0) * HORIZON <= (catch_up / plain if now.n_unread > 1 else 0.0):
         return _try(now, stakes, limit, catch_up) if now.may_try else Plan()
+    if hoped < NARROW and now.n_since_plain >= CHECK_EVERY:
+        return Plan()
     best = best_plan(prices, chances.ahead, prices.longest)
     rate = max(best.tokens_per_second * now.bonus, 1.0 / plain)
     n_look, loss = _look(now, best, rate, limit) if now.may_look else (0, 0.0)

@@ -114,7 +114,7 @@ class AutoLength:
         self._chances = Calibration()
         self._ledger = Ledger()
         self._tally = Tally()
-        self._n_tokens = self._n_guessed_rounds = self._n_rounds = 0
+        self._n_tokens = self._n_guessed_rounds = self._n_rounds = self._n_since_plain = 0
         self._n_unread = 0  # tokens that the draft has not read, besides the last
         self._unbooked: Round | None = None  # a first round, from before the cost of a plain one is known
         self._wait, self._n_since_try = 0.0, 0  # tokens
@@ -160,6 +160,7 @@ class AutoLength:
         self._n_tokens += n_made
         self._n_rounds += 1
         self._n_guessed_rounds += n > 0
+        self._n_since_plain = self._n_since_plain + 1 if n else 0
         self._tally.lengths[n] += 1
         self._plan = self._decide() if costs.n_observed[0] else Plan()
 
@@ -200,6 +201,7 @@ class AutoLength:
                 room=ledger.room(n_tokens),
                 room_to_explore=ledger.room_to_explore(n_tokens),
                 n_unread=self._n_unread,
+                n_since_plain=self._n_since_plain,
                 bonus=bonus,
                 is_early=self._n_guessed_rounds < EARLY_ROUNDS,
                 is_first=self._n_guessed_rounds == 0,
