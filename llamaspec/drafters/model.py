@@ -44,13 +44,13 @@ class ModelDrafter:
 
     def prepare(self, context: TokenArray) -> None:
         """Read all but the last token, so that the first guess costs no more than the next."""
-        read = self._readable(context)[:-1]
+        read = self._readable(self._known(context))[:-1]
         if len(read):
             self.model.logits([Ask(self.lane, read, 1)])
 
     def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
         """Guess until the policy has enough or the model's context is full."""
-        draft = NO_DRAFT
+        context, draft = self._known(context), NO_DRAFT
         while policy.wants_more(draft):
             path = np.concatenate([context, draft.tokens])
             readable = self._readable(path)
@@ -59,6 +59,12 @@ class ModelDrafter:
             guess = self.rule.guess(q, self.dice, len(context), len(draft))
             draft = draft.plus(guess, q, confidence(scores, guess, q))
         return draft
+
+    def _known(self, context: TokenArray) -> TokenArray:
+        """The context, with token 0 in place of tokens that only the target knows."""
+        if self.n_tokens is None or self.n_tokens <= self.model.vocabulary_size:
+            return context
+        return np.where(context < self.model.vocabulary_size, context, np.int32(0))
 
     def _readable(self, path: TokenArray) -> TokenArray:
         """The end of the path that fits the model's context.

@@ -108,7 +108,7 @@ class LaneMemory:
         if self._window is None:
             return True
         first_seen = 0 if window is None else max(0, n + 1 - window)
-        return 0 <= lib.llama_memory_seq_pos_min(self._memory, lane) <= first_seen
+        return bool(0 <= lib.llama_memory_seq_pos_min(self._memory, lane) <= first_seen)
 
 
 def shared(a: TokenArray, b: TokenArray) -> int:

@@ -13,7 +13,7 @@ from llamaspec.rules.calibration import Calibration
 from llamaspec.rules.costs import CostModel
 from llamaspec.rules.planning import FixedPlan, Prices, best_plan, expected_accepted, stopping_thresholds
 
-CAUTION = 1.0  # standard deviations by which a bet must be safe
+CAUTION = 1.6  # standard deviations by which a bet must be safe
 HOPE = 1.0  # standard deviations of luck for which a try is made
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
 BET = 0.6  # largest part of the room that one of the first rounds may stake
