@@ -7,6 +7,7 @@ chooses another token, a wider batch was rounded differently: a fork, with how c
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def audit(prompt: str | None, file: str | None, as_json: bool, **options: Any) -
     else:
         _show(found)
     if found.first_difference is not None or found.forks:
-        raise click.exceptions.Exit(1)
+        sys.exit(1)
 
 
 def run_audit(

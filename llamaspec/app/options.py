@@ -156,9 +156,9 @@ class ModelChoice:
     def draft_options(self) -> ModelOptions:
         """How to load the draft: one guess at a time is all that it is asked for."""
         return ModelOptions(
-            n_ctx=self.draft_ctx or self.n_ctx,
+            n_ctx=self.n_ctx if self.draft_ctx is None else self.draft_ctx,
             gpu_layers=self.draft_gpu_layers,
-            threads=self.draft_threads or self.threads,
+            threads=self.threads if self.draft_threads is None else self.draft_threads,
             flash_attention=self.flash_attn,
             cache_type_k=self.draft_cache_type_k,
             cache_type_v=self.draft_cache_type_v,

@@ -32,7 +32,9 @@ def _read(text: str | None, file: str | None) -> bytes:
         try:
             return Path(file).read_bytes()
         except OSError as error:
-            raise PromptError(f"cannot read the prompt file {file}: {error.strerror or error}") from error
+            raise PromptError(
+                f"cannot read the prompt file {file}: {error.strerror or error}; name a readable file"
+            ) from error
     if text is not None and text != "-":
         return text.encode("utf-8", errors="surrogateescape")
     if file is None and text is None and sys.stdin is not None and sys.stdin.isatty():

@@ -1,0 +1,249 @@
+"""Measure plain decoding, fixed draft lengths and automatic length on the same prompts, arms taking turns.
+
+    python scripts/bench.py                                   # the embedded pair
+    python scripts/bench.py --target big.gguf --draft small.gguf --llama-cpp path/to/build/bin
+
+The physics: a memory-bound target costs about the same for one position as for a few, so guesses that
+are accepted are nearly free tokens. Arms are interleaved in one process, prompt by prompt, because machines
+drift; every figure is a ratio to plain decoding in the same turn. Texts are compared before speeds.
+A table goes to stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+import yaml
+from llama_cpp_arms import LlamaCpp
+from rich.console import Console
+from rich.table import Table
+
+from llamaspec import (
+    Completion,
+    FixedLength,
+    ModelOptions,
+    Pair,
+    Sampling,
+    SilentDrafter,
+    demo_draft,
+    demo_target,
+    open_pair,
+)
+from llamaspec.app.curves import stored_curve
+from llamaspec.app.terminal import SlowProgress
+from llamaspec.protocols import LengthPolicy
+from llamaspec.rules.lengths import AutoLength
+
+PROMPTS = Path(__file__).with_name("prompts.yaml")
+FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One text of one arm."""
+
+    arm: str
+    prompt: int
+    temperature: float
+    turn: int
+    n_tokens: int
+    tokens_per_second: float
+    same_text: bool | None  # as plain decoding in the same turn; None where the arm promises no such thing
+    acceptance_rate: float | None = None
+    rest_share: float | None = None  # controller time / decode time
+    predicted_tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One arm at one temperature, as ratios to plain decoding."""
+
+    arm: str
+    temperature: float
+    geometric_mean: float
+    spread: float  # factor: exp of the standard deviation of log ratios over prompts
+    worst: float
+    worst_prompt: int
+    same_text: bool | None
+    rest_share: float | None
+    per_prompt: dict[int, float] = field(default_factory=dict)
+
+
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
+@click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
+@click.option("--prompts", type=Path, default=PROMPTS, show_default="scripts/prompts.yaml")
+@click.option("--max-prompts", type=int, help="Only the first of them.")
+@click.option("--max-tokens", "-n", type=int, default=128, show_default=True)
+@click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0))
+@click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
+@click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
+@click.option("--threads", type=int)
+@click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
+def main(
+    target: Path,
+    draft: Path,
+    prompts: Path,
+    max_prompts: int | None,
+    max_tokens: int,
+    temperatures: tuple[float, ...],
+    turns: int,
+    lengths: tuple[int, ...],
+    threads: int | None,
+    llama_cpp: Path | None,
+) -> None:
+    """Measure the arms and print how they compare."""
+    texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
+    options = ModelOptions(threads=threads)
+    draft_options = ModelOptions(threads=threads, max_scored=1)
+    peer = LlamaCpp(llama_cpp, target, draft, threads) if llama_cpp else None
+    runs: list[Run] = []
+    with open_pair(target, draft, target_options=options, draft_options=draft_options) as pair:
+        arms = _arms(pair, lengths)
+        cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
+        with SlowProgress("measuring") as progress:
+            _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
+            for done, (temperature, prompt, turn) in enumerate(cases):
+                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens)
+                if peer is not None:
+                    for arm, n_tokens, speed in peer.turn(texts[prompt], temperature, turn, max_tokens):
+                        runs.append(Run(arm, prompt, temperature, turn, n_tokens, speed, None))
+                progress.part(done + 1, len(cases))
+        description = pair.target.description
+    scores = list(_scores(runs))
+    _show(scores, description)
+    print(json.dumps({
+        "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
+        "scores": [asdict(score) for score in scores], "runs": [asdict(run) for run in runs],
+    }))  # fmt: skip
+
+
+def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], LengthPolicy]]:
+    """Every arm with what makes its policy afresh."""
+    arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
+    for k in lengths:
+        arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
+    arms["auto"] = lambda: AutoLength(stored_curve(pair))
+    return arms
+
+
+def _turn(
+    pair: Pair,
+    arms: dict[str, Callable[[], LengthPolicy]],
+    text: str,
+    case: tuple[float, int, int],
+    max_tokens: int,
+) -> Iterator[Run]:
+    """Every arm once, in an order that rotates from turn to turn."""
+    temperature, prompt, turn = case
+    shift = (prompt + turn) % len(arms)
+    order = [*list(arms)[shift:], *list(arms)[:shift]]
+    done: dict[str, tuple[Completion, LengthPolicy]] = {}
+    for name in order:
+        policy = arms[name]()
+        done[name] = (_run(pair, lambda: policy, text, temperature, turn, max_tokens), policy)  # noqa: B023
+    plain = done["plain"][0]
+    for name, (completion, policy) in done.items():
+        summary = completion.summary
+        yield Run(
+            name,
+            prompt,
+            temperature,
+            turn,
+            summary.n_tokens,
+            summary.tokens_per_second or math.nan,
+            completion.tokens == plain.tokens,
+            summary.acceptance_rate,
+            summary.rest_seconds / summary.decode_seconds,
+            policy.explain().predicted_tokens_per_second if isinstance(policy, AutoLength) else None,
+        )
+
+
+def _run(
+    pair: Pair, make_policy: Callable[[], LengthPolicy], text: str, temperature: float, seed: int, n: int
+) -> Completion:
+    pair.target.forget()
+    if pair.draft is not None:
+        pair.draft.forget()
+    policy = make_policy()
+    drafter = SilentDrafter() if isinstance(policy, FixedLength) and policy.n_guesses == 0 else None
+    sampling = Sampling(temperature=temperature)
+    stream = pair.stream(text, sampling=sampling, seed=seed, max_tokens=n, policy=policy, drafter=drafter)
+    return stream.run()
+
+
+def _scores(runs: list[Run]) -> Iterator[Score]:
+    plain = {
+        (run.temperature, run.prompt, run.turn): run.tokens_per_second for run in runs if run.arm == "plain"
+    }
+    keys = sorted({(run.temperature, run.arm) for run in runs}, key=lambda key: key[0])
+    for temperature, arm in keys:
+        own = [run for run in runs if (run.temperature, run.arm) == (temperature, arm)]
+        ratios: dict[int, float] = {}
+        for prompt in sorted({run.prompt for run in own}):
+            ratios[prompt] = statistics.median(
+                run.tokens_per_second / plain[temperature, prompt, run.turn]
+                for run in own
+                if run.prompt == prompt
+            )
+        yield _score(arm, temperature, own, ratios)
+
+
+def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float]) -> Score:
+    logs = [math.log(ratio) for ratio in ratios.values()]
+    worst_prompt = min(ratios, key=lambda prompt: ratios[prompt])
+    rests = [run.rest_share for run in own if run.rest_share is not None]
+    same = [run.same_text for run in own if run.same_text is not None]
+    return Score(
+        arm=arm,
+        temperature=temperature,
+        geometric_mean=math.exp(statistics.mean(logs)),
+        spread=math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0,
+        worst=ratios[worst_prompt],
+        worst_prompt=worst_prompt,
+        same_text=all(same) if same else None,
+        rest_share=statistics.median(rests) if rests else None,
+        per_prompt=ratios,
+    )
+
+
+def _show(scores: list[Score], description: str) -> None:
+    table = Table(box=None, pad_edge=False, title=f"{description}: speed relative to plain decoding")
+    for title in ("temperature", "arm", "geometric mean", "spread", "worst prompt", "same text", "rest"):
+        table.add_column(title, justify="left" if title == "arm" else "right")
+    for score in scores:
+        table.add_row(
+            f"{score.temperature:g}",
+            score.arm,
+            f"{score.geometric_mean:.3f}",
+            f"×/÷ {score.spread:.2f}",
+            f"{score.worst:.2f} (#{score.worst_prompt})",
+            {True: "yes", False: "NO", None: "-"}[score.same_text],
+            f"{score.rest_share:.1%}" if score.rest_share is not None else "-",
+        )
+    for temperature in dict.fromkeys(score.temperature for score in scores):
+        best = _best_in_hindsight(scores, temperature)
+        table.add_row(f"{temperature:g}", "best fixed K per prompt", f"{best:.3f}", "", "", "", "")
+    Console(file=sys.stderr, width=110).print(table)
+
+
+def _best_in_hindsight(scores: list[Score], temperature: float) -> float:
+    """Geometric mean of the best fixed length of each prompt, plain decoding among them."""
+    own = [score for score in scores if score.temperature == temperature]
+    fixed = [score for score in own if score.arm.startswith(("K=", "plain"))]
+    prompts = fixed[0].per_prompt
+    return math.exp(
+        statistics.mean(math.log(max(score.per_prompt[prompt] for score in fixed)) for prompt in prompts)
+    )
+
+
+if __name__ == "__main__":
+    main()

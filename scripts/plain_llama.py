@@ -1,0 +1,133 @@
+"""llama.cpp with as little around it as possible: one sequence, scores of every position.
+
+The reference that faster code is compared with, and the reader of files that scripts write. It remembers
+only what it was last told, it shares no code with llamaspec, and it is slow on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]  # [n, V]
+
+_SILENCE = lib.llama_log_callback(lambda level, text, data: None)  # llama.cpp keeps a pointer to it
+
+
+class PlainLlama:
+    """One model and one context. Close it, or use it in a `with` block.
+
+    Raises
+    ------
+    ValueError
+        llama.cpp refuses the file or the context.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int = 512,
+        n_sequences: int = 1,
+        n_snapshots: int = 0,
+        n_threads: int = 2,
+        full_window: bool = False,
+    ) -> None:
+        lib.llama_backend_init()
+        lib.llama_log_set(_SILENCE, ctypes.c_void_p())
+        self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        if not self.model:
+            raise ValueError(f"llama.cpp cannot load {path}")
+        options = lib.llama_context_default_params()
+        options.n_ctx = options.n_batch = options.n_ubatch = n_ctx
+        options.n_seq_max = n_sequences
+        options.n_rs_seq = n_snapshots
+        options.n_threads = options.n_threads_batch = n_threads
+        options.swa_full = full_window
+        options.kv_unified = True
+        self.context = lib.llama_init_from_model(self.model, options)
+        if not self.context:
+            lib.llama_model_free(self.model)
+            raise ValueError(f"llama.cpp makes no context of {n_ctx} tokens for {path}")
+        self.memory = lib.llama_get_memory(self.context)
+        self.vocabulary = lib.llama_model_get_vocab(self.model)
+        self.n_vocabulary = lib.llama_vocab_n_tokens(self.vocabulary)
+        self.n_filled = 0
+        self._batch = lib.llama_batch_init(n_ctx, 0, 1)
+
+    def __enter__(self) -> PlainLlama:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free everything, in reverse order."""
+        lib.llama_batch_free(self._batch)
+        lib.llama_free(self.context)
+        lib.llama_model_free(self.model)
+
+    def extend(self, tokens: Sequence[int]) -> Logits:
+        """Add tokens behind those that the memory holds: their scores, float32 [n, V]."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self.n_filled + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = 1
+        code = lib.llama_decode(self.context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode answers {code} to {len(tokens)} tokens at {self.n_filled}")
+        self.n_filled += len(tokens)
+        scores = lib.llama_get_logits(self.context)
+        return np.ctypeslib.as_array(scores, shape=(len(tokens), self.n_vocabulary)).copy()
+
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Scores after every one of `tokens`, from an empty memory: float32 [n, V]."""
+        self.clear()
+        return self.extend(tokens)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        if self.memory:
+            lib.llama_memory_clear(self.memory, True)
+        self.n_filled = 0
+
+    def forget_from(self, position: int) -> bool:
+        """Forget the tokens from `position` on; False when this kind of memory cannot."""
+        done = bool(lib.llama_memory_seq_rm(self.memory, 0, position, -1))
+        if done:
+            self.n_filled = min(self.n_filled, position)
+        return done
+
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        """The `n` most probable tokens behind a prompt, one at a time; the end token stops nothing."""
+        scores = self.logits(prompt)[-1]
+        found: list[int] = []
+        for _ in range(n):
+            found.append(int(scores.argmax()))
+            scores = self.extend(found[-1:])[-1]
+        return found
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Token ids of a text, with the special tokens that the model wants around it."""
+        room = len(text) + 8
+        tokens = (lib.llama_token * room)()
+        n = lib.llama_tokenize(self.vocabulary, text, len(text), tokens, room, True, False)
+        return list(tokens[:n])
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text."""
+        buffer = ctypes.create_string_buffer(256)
+        n = lib.llama_token_to_piece(self.vocabulary, token, buffer, 256, 0, False)
+        return buffer.raw[: max(n, 0)]

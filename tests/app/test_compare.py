@@ -1,0 +1,142 @@
+"""`llamaspec compare`: three arms on one prompt, and the sanity check of a model that drafts for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import Answer, invoke, naming, run
+from model_store import ModelStore
+from tiny_models import Recipe
+
+ARMS = ["target alone", "draft alone", "speculative"]
+ARM_KEYS = {"method", "tokens_per_second", "speed_up", "mean_seconds", "std_seconds", "runs"}
+
+
+def compare(models: list[Path], *arguments: str) -> Answer:
+    return invoke("compare", *naming(models), "-n", "24", "-r", "2", *arguments)
+
+
+@pytest.fixture(scope="module")
+def models(target_file: Path, draft_file: Path) -> list[Path]:
+    return [target_file, draft_file]
+
+
+def test_the_table(models: list[Path]) -> None:
+    answer = run("compare", *naming(models), "-n", "24", "-r", "2", "-k", "4", "--seed", "1")
+    assert answer.code == 0
+    lines = answer.stdout.splitlines()
+    assert lines[0].split() == ["method", "runs", "seconds", "tokens/s", "speed-up"]
+    assert [line[:12].strip() for line in lines[1:4]] == ARMS
+    for line in lines[1:4]:
+        assert " 2 " in line
+        assert " ± " in line
+        assert line.endswith("x")
+    assert lines[1].endswith("1.00x")
+    assert lines[4].startswith("acceptance: ")
+    assert "the text is the target's own in every run" in answer.stderr
+    assert "sanity check" not in answer.stderr
+
+
+def test_the_json_line_has_the_raw_runs(models: list[Path]) -> None:
+    found = compare(models, "-k", "4", "--seed", "1", "--json").json
+    assert (found["seed"], found["rule"], found["same_file"], found["same_text"]) == (
+        1,
+        "coupled",
+        False,
+        True,
+    )
+    assert 0.2 < found["acceptance_rate"] < 1
+    assert [arm["method"] for arm in found["arms"]] == ARMS
+    for arm in found["arms"]:
+        assert set(arm) == ARM_KEYS
+        assert len(arm["runs"]) == 2
+        seconds = [run["seconds"] for run in arm["runs"]]
+        assert arm["mean_seconds"] == pytest.approx(sum(seconds) / 2)
+        rates = [run["tokens"] / run["seconds"] for run in arm["runs"]]
+        assert arm["tokens_per_second"] == pytest.approx(sum(rates) / 2)  # the median of two
+        assert arm["speed_up"] == pytest.approx(
+            arm["tokens_per_second"] / found["arms"][0]["tokens_per_second"]
+        )
+        assert [run["tokens"] for run in arm["runs"]] == [24, 24]
+        assert all(run["prefill_seconds"] > 0 for run in arm["runs"])
+    guessed = [[run["acceptance_rate"] is not None for run in arm["runs"]] for arm in found["arms"]]
+    assert guessed == [[False, False], [False, False], [True, True]]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("temperature", ["0", "0.8", "1.5"])
+def test_a_model_that_drafts_for_itself_is_never_rejected(
+    models: list[Path], rule: str, temperature: str
+) -> None:
+    found = compare(
+        [models[0], models[0]], "-k", "5", "--rule", rule, "-t", temperature, "--top-k", "0", "--json"
+    ).json
+    assert found["same_file"] is True
+    assert found["acceptance_rate"] == 1
+    assert all(run["acceptance_rate"] == 1 for run in found["arms"][2]["runs"])
+    if rule == "coupled" or temperature == "0":
+        assert found["same_text"] is True
+
+
+def test_the_sanity_check_is_named(models: list[Path], tmp_path: Path) -> None:
+    link = tmp_path / "other-name.gguf"
+    link.symlink_to(models[0])
+    for draft in (models[0], link):
+        answer = compare([models[0], draft], "-k", "4")
+        assert "sanity check" in answer.stderr
+        assert "acceptance: 100.0% of the verified guesses" in answer.stdout
+
+
+def test_no_guesses(models: list[Path]) -> None:
+    answer = compare(models, "-k", "0")
+    assert "no guesses were made" in answer.stdout
+    assert compare(models, "-k", "0", "--json").json["acceptance_rate"] is None
+
+
+def test_the_default_length_adapts(models: list[Path]) -> None:
+    assert compare(models, "--json").json["same_text"] is True
+
+
+def test_one_run_has_no_spread(models: list[Path]) -> None:
+    found = invoke("compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--json").json
+    assert [arm["std_seconds"] for arm in found["arms"]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [(["-p", "the end"], b""), (["-f", "-"], b"the end"), (["-p", "-"], b"the end")],
+)
+def test_the_prompt(models: list[Path], arguments: list[str], stdin: bytes) -> None:
+    common = ["compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--seed", "1", "--json"]
+    answer = invoke(*common, *arguments, stdin=stdin)
+    assert answer.json["same_text"] is True
+
+
+def test_a_pipe_that_nobody_asked_for_is_not_read(models: list[Path]) -> None:
+    answer = invoke("compare", *naming(models), "-n", "8", "-r", "1", "--json", stdin=b"\xff")
+    assert answer.code == 0
+
+
+def test_a_target_alone_cannot_be_compared(models: list[Path]) -> None:
+    answer = invoke("compare", *naming(models[:1]))
+    assert answer.code == 1
+    assert answer.complaints == ["llamaspec: compare needs a draft; name it with --draft"]
+
+
+def test_texts_that_end_early(store: ModelStore) -> None:
+    """Arms may be of different lengths; a text of which nothing is kept has a speed too."""
+    target = store.path("llama", Recipe(dtype="q8_0", end_score=9.0))
+    found: dict[str, Any] = compare([target, target], "-k", "4", "--seed", "3", "--json").json
+    assert found["same_text"] is True
+    assert min(run["tokens"] for run in found["arms"][0]["runs"]) < 24
+
+
+def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
+    """The very predictable default prompt is what a first look should be at."""
+    answer = invoke("compare", "-n", "48", "-r", "1", "-k", "4", "-t", "0", "--json", "--threads", "1")
+    assert "embedded pair" in answer.stderr
+    assert answer.json["same_text"] is True
+    assert answer.json["acceptance_rate"] > 0.5

@@ -1,0 +1,82 @@
+"""`--explain`, `--timeline`, and the choice of how many tokens to guess."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from command import generate
+from llamaspec import AutoLength, FixedLength, open_pair
+from llamaspec.app.policy import make_policy
+
+
+@pytest.fixture(scope="module")
+def models(target_file: Path, draft_file: Path) -> list[Path]:
+    return [target_file, draft_file]
+
+
+def timeline_data(page: Path) -> dict[str, object]:
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    assert found
+    data: dict[str, object] = json.loads(found[1])
+    return data
+
+
+def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
+    answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
+    assert answer.code == 0
+    for part in (
+        "guesses per round:",
+        "positions at once",
+        "a guess costs",
+        "confidence",
+        "against plain decoding",
+    ):
+        assert part in answer.stderr
+    assert re.search(r"guessing (pays|does not pay)", answer.stderr.splitlines()[-1])
+
+
+def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:
+    answer = generate("-n", "10", "-k", "2", "--explain", "hello", models=models)
+    assert "the number of guesses was fixed by you: 2" in answer.stderr
+
+
+def test_the_timeline_holds_every_round(models: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "timeline.html"
+    answer = generate(
+        "-n", "40", "-k", "3", "--seed", "1", "--timeline", str(page), "--json", "</script>", models=models
+    )
+    rounds = timeline_data(page)["rounds"]
+    assert isinstance(rounds, list)
+    assert len(rounds) == answer.json["statistics"]["rounds"]
+    assert sum(round_["accepted"] + 1 for round_ in rounds) == 40
+    assert all(len(round_["guesses"]) <= 3 for round_ in rounds)
+    assert "http" not in page.read_text().replace("http-equiv", "")
+
+
+def test_a_timeline_that_cannot_be_written_is_one_line(models: list[Path], tmp_path: Path) -> None:
+    answer = generate("-n", "4", "--timeline", str(tmp_path / "no" / "t.html"), "hello", models=models)
+    assert answer.code == 1
+    assert "cannot write the timeline" in answer.stderr
+
+
+def test_the_automatic_length_does_not_change_the_text(models: list[Path]) -> None:
+    texts = [
+        generate("-n", "120", "--seed", "5", "--json", *length, "hello", models=models).json["tokens"]
+        for length in (("--no-draft",), ("-k", "auto"), ("-k", "5"))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_policies(models: list[Path]) -> None:
+    with open_pair(*models) as pair:
+        assert make_policy(pair, {"draft_length": 3, "exact": False}) == FixedLength(3)
+        assert make_policy(pair, {"draft_length": 0, "exact": True}) == FixedLength(0)
+        assert isinstance(make_policy(pair, {"draft_length": None, "exact": False}), AutoLength)
+        with pytest.raises(ValueError, match="drop --draft-length"):
+            make_policy(pair, {"draft_length": 3, "exact": True})

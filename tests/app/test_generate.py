@@ -1,0 +1,513 @@
+"""`llamaspec generate` through its real entry point: what goes in, what comes out, and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from command import ENTRY, Answer, environment, generate, invoke, naming, run
+from llamaspec import Completion, ModelOptions, Sampling, open_pair
+from llamaspec.app.generate import generate as command
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES
+
+PROMPT = "def f(self):\n    return "
+KEYS = {
+    "text", "tokens", "prompt_tokens", "stop_reason", "seed", "rule", "target", "draft", "statistics",
+}  # fmt: skip
+STATISTICS = {
+    "rounds", "rounds_without_guesses", "drafted", "verified", "accepted", "acceptance_rate",
+    "accepted_histogram", "mean_tokens_per_round", "tokens_per_second", "seconds",
+}  # fmt: skip
+SECONDS = {"load", "prefill", "draft", "verify", "rest", "decode"}
+LONG = Recipe(dtype="q8_0", n_context=1 << 15)
+
+
+@pytest.fixture(scope="module")
+def models(target_file: Path, draft_file: Path) -> list[Path]:
+    return [target_file, draft_file]
+
+
+def expected(models: list[Path], seed: int, n: int, prompt: str = PROMPT, **settings: object) -> Completion:
+    """The same text by the Python interface, decoded plainly."""
+    with open_pair(models[0], target_options=ModelOptions(threads=1)) as pair:
+        return pair.stream(prompt, seed=seed, max_tokens=n, **settings).run()  # type: ignore[arg-type]
+
+
+# Where the prompt comes from
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        ([PROMPT], b""),
+        (["-p", PROMPT], b""),
+        (["--prompt", PROMPT], b""),
+        (["-f", "PROMPT_FILE"], b""),
+        (["--file", "PROMPT_FILE"], b""),
+        ([], PROMPT.encode()),
+        (["-"], PROMPT.encode()),
+        (["-f", "-"], PROMPT.encode()),
+        (["-p", "-"], PROMPT.encode()),
+        # A pipe that nobody asked for is not read.
+        ([PROMPT], b"something else"),
+    ],
+)
+def test_places_of_the_prompt(models: list[Path], tmp_path: Path, arguments: list[str], stdin: bytes) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    arguments = [str(file) if part == "PROMPT_FILE" else part for part in arguments]
+    answer = generate(*arguments, "--seed", "3", "-n", "12", "--json", models=models, stdin=stdin)
+    assert answer.code == 0
+    right = expected(models, 3, 12)
+    assert (answer.json["text"], answer.json["prompt_tokens"]) == (right.text, right.n_prompt_tokens)
+
+
+@pytest.mark.parametrize("content", [b"x", b"x\n", b"x\n\n", b"\n", b"x\r\n", "é€\n".encode(), b" x "])
+def test_a_prompt_is_taken_byte_for_byte(models: list[Path], tmp_path: Path, content: bytes) -> None:
+    """Also the newline at its end, from a file and from a pipe."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    right = expected(models, 3, 4, prompt=content.decode())
+    for arguments, stdin in ((["-f", str(file)], b""), (["-"], content)):
+        answer = generate(*arguments, "--seed", "3", "-n", "4", "--json", models=models, stdin=stdin)
+        assert answer.json["prompt_tokens"] == right.n_prompt_tokens
+        assert answer.json["tokens"] == list(right.tokens)
+
+
+def test_a_prompt_that_begins_with_a_dash(models: list[Path]) -> None:
+    answer = generate("-n", "3", "--seed", "3", "--json", "--", "-x", models=models)
+    assert answer.json["tokens"] == list(expected(models, 3, 3, prompt="-x").tokens)
+
+
+def test_a_terminal_is_asked_for_the_prompt(models: list[Path]) -> None:
+    arguments = [*ENTRY[1:], "generate", *map(str, naming(models)), "-n", "8", "--seed", "3", "--no-stats"]
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child.expect("Prompt")
+    child.sendline("the end")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
+    child = pexpect.spawn(
+        ENTRY[0], [*ENTRY[1:], "generate", *map(str, naming(models))], env=environment(), timeout=30
+    )
+    child.expect("Prompt")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert b"Traceback" not in child.before
+
+
+# What comes out
+
+
+def test_only_the_text_on_stdout(models: list[Path]) -> None:
+    answer = run("generate", *naming(models), PROMPT, "--seed", "5", "-n", "40")
+    assert answer.code == 0
+    assert answer.stdout == expected(models, 5, 40).text + "\n"
+    assert "seed 5" in answer.stderr
+    assert "tokens/s" in answer.stderr
+    assert "guesses accepted" in answer.stderr
+    assert "time: draft" in answer.stderr
+
+
+def test_no_stats_is_silent(models: list[Path]) -> None:
+    answer = generate(PROMPT, "--no-stats", "-n", "5", models=models)
+    assert answer.complaints == []
+
+
+@pytest.mark.parametrize("lengths", [["-k", "3"], [], ["--no-draft"], ["-k", "0"]], ids=str)
+def test_the_json_line(models: list[Path], lengths: list[str]) -> None:
+    answer = generate(PROMPT, *lengths, "--seed", "5", "-n", "30", "--json", models=models)
+    assert answer.complaints == []
+    found, statistics = answer.json, answer.json["statistics"]
+    assert set(found) == KEYS
+    assert set(statistics) == STATISTICS
+    assert set(statistics["seconds"]) == SECONDS
+    right = expected(models, 5, 30)
+    assert found["text"] == right.text
+    assert found["tokens"] == list(right.tokens)
+    assert (found["stop_reason"], found["seed"], found["rule"]) == ("limit", 5, "coupled")
+    assert found["target"] == str(models[0])
+    assert found["draft"] == (None if lengths == ["--no-draft"] else str(models[1]))
+
+    assert sum(statistics["accepted_histogram"]) == statistics["rounds"]
+    assert statistics["accepted"] == sum(i * n for i, n in enumerate(statistics["accepted_histogram"]))
+    assert statistics["accepted"] <= statistics["verified"] <= statistics["drafted"]
+    assert statistics["accepted"] + statistics["rounds"] == 30
+    assert statistics["mean_tokens_per_round"] == pytest.approx(30 / statistics["rounds"])
+    seconds = statistics["seconds"]
+    assert all(value >= 0 for value in seconds.values())
+    assert seconds["decode"] == pytest.approx(seconds["draft"] + seconds["verify"] + seconds["rest"])
+    assert statistics["tokens_per_second"] == pytest.approx(30 / seconds["decode"])
+    if lengths in (["--no-draft"], ["-k", "0"]):
+        assert statistics["acceptance_rate"] is None
+        assert statistics["rounds_without_guesses"] == statistics["rounds"] == 30
+    if lengths == ["-k", "3"]:
+        assert statistics["acceptance_rate"] == statistics["accepted"] / statistics["verified"]
+        assert 0.3 < statistics["acceptance_rate"] < 1
+
+
+def test_json_is_one_line_of_ascii_in_a_process(models: list[Path]) -> None:
+    answer = run("generate", *naming(models), PROMPT, "-n", "20", "--seed", "5", "--json")
+    assert answer.stdout.isascii()
+    assert answer.stdout.endswith("}\n")
+    assert answer.json["text"] == expected(models, 5, 20).text
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 2**63, -1])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        [],
+        ["-t", "0"],
+        ["-t", "1.5", "--top-k", "0", "--top-p", "1", "--min-p", "0"],
+        ["--repeat-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2"],
+    ],
+    ids=str,
+)
+def test_no_draft_says_the_same(models: list[Path], seed: int, sampling: list[str]) -> None:
+    common = [PROMPT, "-n", "40", "--seed", str(seed), "--json", *sampling]
+    answers = [
+        generate(*common, *more, models=models).json["tokens"]
+        for more in (["--no-draft"], ["-k", "1"], ["-k", "6"], [])
+    ]
+    assert answers[1:] == answers[:1] * 3
+
+
+def test_sampling_options_reach_the_sampler(models: list[Path]) -> None:
+    penalties = Sampling(
+        temperature=1.1, top_k=7, top_p=0.8, min_p=None, repeat_penalty=1.2, presence_penalty=0.3
+    )
+    answer = generate(
+        PROMPT, "-t", "1.1", "--top-k", "7", "--top-p", "0.8", "--min-p", "0", "--repeat-penalty", "1.2",
+        "--presence-penalty", "0.3", "--seed", "2", "-n", "50", "--json", models=models,
+    )  # fmt: skip
+    assert answer.json["tokens"] == list(expected(models, 2, 50, sampling=penalties).tokens)
+
+
+def test_the_seed_is_reported_and_reproduces(models: list[Path]) -> None:
+    first = generate(PROMPT, "-n", "30", "--json", models=models).json
+    other = generate(PROMPT, "-n", "30", "--json", models=models).json
+    again = generate(PROMPT, "-n", "30", "--json", "--seed", str(first["seed"]), models=models).json
+    assert again["text"] == first["text"]
+    assert other["seed"] != first["seed"]
+    assert other["text"] != first["text"]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_other_rules(models: list[Path], rule: str) -> None:
+    answer = generate(PROMPT, "--rule", rule, "-k", "3", "-n", "40", "--seed", "1", "--json", models=models)
+    assert answer.json["rule"] == rule
+    assert len(answer.json["tokens"]) == 40
+    assert 0 < answer.json["statistics"]["accepted"] < answer.json["statistics"]["verified"]
+
+
+def test_models_from_the_environment(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMASPEC_TARGET", str(models[0]))
+    monkeypatch.setenv("LLAMASPEC_DRAFT", str(models[1]))
+    answer = invoke("generate", PROMPT, "-n", "3", "--json", "--threads", "1")
+    assert (answer.json["target"], answer.json["draft"]) == (str(models[0]), str(models[1]))
+
+
+def test_a_target_without_a_draft(models: list[Path]) -> None:
+    answer = generate(PROMPT, "-n", "5", "--json", models=models[:1])
+    assert answer.json["draft"] is None
+    assert "no --draft given, decoding plainly" in answer.stderr
+
+
+def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
+    answer = run("generate", "import os\n", "-n", "16", "--json")
+    assert answer.code == 0
+    assert "no --target given, using the small embedded pair" in answer.stderr
+    assert (answer.json["target"], answer.json["draft"]) == tuple(map(str, demo_files))
+    assert len(answer.json["tokens"]) == 16
+
+
+# Why a text ends
+
+
+def test_stop_strings(models: list[Path]) -> None:
+    whole = expected(models, 4, 80).text
+    first, second = whole[20:23], whole[40:44]
+    for stops in ([first], [second, first], ["never comes", first]):
+        options = [part for stop in stops for part in ("--stop", stop)]
+        answer = generate(PROMPT, "--seed", "4", "-n", "80", "--json", *options, models=models)
+        assert answer.json["stop_reason"] == "stop"
+        assert answer.json["text"] == whole[: min(whole.index(stop) for stop in stops if stop in whole)]
+
+
+def test_what_may_be_a_stop_string_is_shown_when_it_is_none(models: list[Path]) -> None:
+    whole = expected(models, 4, 40).text
+    answer = generate(PROMPT, "--seed", "4", "-n", "40", "--json", "--stop", whole[-5:] + "!", models=models)
+    assert (answer.json["stop_reason"], answer.json["text"]) == ("limit", whole)
+
+
+def test_the_end_of_text(store: ModelStore) -> None:
+    target = store.path("llama", Recipe(dtype="q8_0", end_score=6.0))
+    answer = generate(PROMPT, "--seed", "1", "-n", "400", "--json", models=[target, target])
+    assert answer.json["stop_reason"] == "end"
+    assert 0 < len(answer.json["tokens"]) < 400
+    assert BYTES.eos not in answer.json["tokens"]
+
+
+def test_a_full_context(models: list[Path]) -> None:
+    arguments = [PROMPT, "--n-ctx", "256", "-n", "1000", "--seed", "1", "-k", "4"]
+    found = generate(*arguments, "--json", models=models).json
+    assert found["stop_reason"] == "context"
+    assert found["prompt_tokens"] + len(found["tokens"]) == 256
+    text = run("generate", *naming(models), *arguments)
+    assert text.code == 0
+    assert text.stdout == found["text"] + "\n"
+    assert "llamaspec: the context is full; pass a larger --n-ctx for more\n" in text.stderr
+
+
+def test_a_small_draft_context_costs_guesses_only(models: list[Path]) -> None:
+    arguments = [PROMPT, "-n", "400", "--seed", "1", "-k", "4", "--json"]
+    small = generate(*arguments, "--draft-ctx", "256", models=models).json
+    assert small["tokens"] == generate(*arguments, models=models).json["tokens"]
+    assert small["statistics"]["acceptance_rate"] > 0.2
+
+
+def test_a_context_beyond_the_trained_one_warns(models: list[Path]) -> None:
+    answer = generate(PROMPT, "-n", "3", "--n-ctx", "1024", "--no-stats", models=models)
+    assert answer.code == 0
+    assert len(answer.complaints) == 2
+    assert (
+        "warning: the target was trained on 512 tokens, a context of 1024 was asked" in answer.complaints[0]
+    )
+    assert "warning: the draft was trained on 512" in answer.complaints[1]
+
+
+def test_a_long_prompt_is_read_in_parts(store: ModelStore, tmp_path: Path) -> None:
+    models = [store.path("llama", LONG), store.path("llama", LONG.draft())]
+    file = tmp_path / "long.txt"
+    file.write_text("the end of it and " * 150)
+    answers = [
+        generate("-f", str(file), "-n", "12", "--seed", "1", "--json", *more, models=models).json
+        for more in ([], ["--no-draft"])
+    ]
+    assert answers[0]["prompt_tokens"] > 1100
+    assert answers[0]["tokens"] == answers[1]["tokens"]
+
+
+# Ctrl-C
+
+INTERRUPTED_AFTER = """
+import signal
+from llamaspec.llama.batch import Batch
+fill, calls = Batch.fill, []
+def counted(self, nodes):
+    calls.append(None)
+    if len(calls) == {calls}:
+        signal.raise_signal(signal.SIGINT)
+    return fill(self, nodes)
+Batch.fill = counted
+from llamaspec.app.cli import main
+main()
+"""
+
+
+def interrupted(calls: int, *arguments: str | Path) -> Answer:
+    """Ctrl-C at the given evaluation."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AFTER.format(calls=calls), "generate", *map(str, arguments)],
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
+    models = [store.path("llama", LONG), store.path("llama", LONG.draft())]
+    arguments = [*naming(models), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "9", "-k", "2"]
+    child = subprocess.Popen(
+        [*ENTRY, "generate", *map(str, arguments)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    head = os.read(child.stdout.fileno(), 1)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    rest, stderr = child.communicate(timeout=30)
+    text, complaints = (head + rest).decode(), stderr.decode()
+    assert child.returncode == 130
+    assert "Traceback" not in complaints
+    assert "stopped by interrupt, seed 9" in complaints
+    assert len(text) > 20
+    whole = expected(models, 9, 200).text
+    n = min(len(whole), len(text) - 1)
+    assert text[:n] == whole[:n]
+
+
+def test_ctrl_c_with_json(models: list[Path]) -> None:
+    answer = interrupted(60, *naming(models), PROMPT, "-n", "400", "--seed", "9", "-k", "2", "--json")
+    assert answer.code == 130
+    assert answer.complaints == []
+    assert answer.json["stop_reason"] == "interrupt"
+    found = answer.json["tokens"]
+    assert 20 < len(found) < 400
+    assert found == list(expected(models, 9, len(found)).tokens)
+    assert answer.json["statistics"]["rounds"] > 0
+
+
+def test_ctrl_c_while_the_prompt_is_read(models: list[Path]) -> None:
+    answer = interrupted(1, *naming(models), PROMPT, "-n", "400", "--json")
+    assert answer.code == 130
+    assert (answer.json["tokens"], answer.json["text"]) == ([], "")
+    assert answer.json["statistics"]["tokens_per_second"] is None
+
+
+def test_ctrl_c_while_loading(models: list[Path]) -> None:
+    code = """
+import signal
+from llamaspec.app import terminal
+terminal.SlowProgress.__call__ = lambda self, fraction: signal.raise_signal(signal.SIGINT)
+from llamaspec.app.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", *map(str, naming(models)), PROMPT],
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert done.stdout == b""
+    assert done.stderr.strip() == b""
+
+
+# Pipes and terminals
+
+
+def test_a_pipe_that_closes_early(models: list[Path]) -> None:
+    child = subprocess.Popen(
+        [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "400", "--seed", "1"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    head = os.read(child.stdout.fileno(), 10)
+    child.stdout.close()
+    child.stdout = None
+    _, stderr = child.communicate(timeout=60)
+    assert head
+    assert child.returncode not in (0, -signal.SIGPIPE)
+    assert b"Traceback" not in stderr
+    assert b"Exception" not in stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(models: list[Path]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "5", "--no-stats"],
+            stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=environment(), check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    answer = Answer(1, "", done.stderr.decode())
+    assert answer.complaints == ["llamaspec: No space left on device; check where the output goes"]
+
+
+def test_a_terminal_that_knows_few_letters(models: list[Path]) -> None:
+    """Text beyond the terminal's encoding is replaced, never a traceback."""
+    latin = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    answer = run(
+        "generate", *naming(models), PROMPT, "-n", "60", "--seed", "5", env=latin, encoding="latin-1"
+    )
+    assert answer.code == 0
+    right = expected(models, 5, 60).text.encode("latin-1", errors="replace").decode("latin-1")
+    assert answer.stdout == right + "\n"
+    assert "?" in right
+
+
+GREEN = b"\x1b[32m"
+
+
+def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
+    arguments = [
+        *ENTRY[1:],
+        "generate",
+        *map(str, naming(models)),
+        PROMPT,
+        "-n",
+        "40",
+        "--seed",
+        "5",
+        "-k",
+        "4",
+    ]
+    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=30)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    output: bytes = child.before
+    return output
+
+
+def test_guesses_are_coloured_on_a_terminal_only(models: list[Path]) -> None:
+    coloured = on_a_terminal(models, "--show-drafts", "--no-stats")
+    assert GREEN in coloured
+    plain = on_a_terminal(models, "--no-stats")
+    assert GREEN not in plain
+    assert coloured.replace(GREEN, b"").replace(b"\x1b[0m", b"") == plain
+    assert GREEN not in on_a_terminal(models, "--show-drafts", NO_COLOR="1")
+    piped = run("generate", *naming(models), PROMPT, "-n", "40", "--seed", "5", "-k", "4", "--show-drafts")
+    assert "\x1b[32m" not in piped.stdout
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["-h"], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        (["generate", "-h"], ["Examples:", "llamaspec generate -f prompt.txt", "[default: 256"]),
+        (["generate", "--help"], ["Examples:"]),
+        (["compare", "-h"], ["Examples:", "sanity check", "--num-runs"]),
+    ],
+)  # fmt: skip
+def test_help_shows_examples(command: list[str], says: list[str]) -> None:
+    answer = invoke(*command)
+    assert answer.code == 0
+    assert answer.stderr == ""
+    for part in says:
+        assert part in answer.stdout
+
+
+def test_names_and_defaults_are_a_contract() -> None:
+    """Scripts depend on them."""
+    found = {
+        name: parameter.default
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    defaults: dict[str, object] = {
+        "--max-tokens": 256, "-n": 256, "--temperature": 0.8, "-t": 0.8, "--top-k": 40, "--top-p": 0.95,
+        "--min-p": 0.05, "--rule": "coupled", "--flash-attn": "auto", "--stats": True, "--no-stats": True,
+    }  # fmt: skip
+    assert {name: found[name] for name in defaults} == defaults
+    assert set(found) >= {
+        "--prompt", "-p", "--file", "-f", "--target", "--draft", "--no-draft", "--repeat-penalty",
+        "--presence-penalty", "--frequency-penalty", "--seed", "--stop", "--draft-length", "-k", "--n-ctx",
+        "--draft-ctx", "--gpu-layers", "-ngl", "--draft-gpu-layers", "--threads", "--draft-threads",
+        "--cache-type-k", "--cache-type-v", "--draft-cache-type-k", "--draft-cache-type-v", "--show-drafts",
+        "--json", "--verbose",
+    }  # fmt: skip
+
+
+def test_llama_cpp_is_silent_unless_asked(models: list[Path]) -> None:
+    common = ["generate", *naming(models), PROMPT, "-n", "3", "--no-stats", "--seed", "1"]
+    assert run(*common).complaints == []
+    verbose = run(*common, "--verbose")
+    assert "llama_model_loader" in verbose.stderr
+    assert verbose.stdout == run(*common).stdout

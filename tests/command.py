@@ -1,0 +1,85 @@
+"""Runs the `llamaspec` command: in a process of its own, as people do, or faster in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from llamaspec.app.cli import main
+
+ENTRY = [sys.executable, "-c", "from llamaspec.app.cli import main; main()"]
+NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one line on stdout."""
+        lines = self.stdout.splitlines()
+        assert len(lines) == 1, self
+        answer: dict[str, Any] = json.loads(lines[0])
+        return answer
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines on stderr, without what is said of every run on some machines."""
+        return [line for line in self.stderr.splitlines() if not line.startswith(NOTICES)]
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, without what would change how llamaspec answers."""
+    unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    return {**kept, "PYTHONUTF8": "1", **(changes or {})}
+
+
+def run(
+    *arguments: str | Path,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+    encoding: str = "utf-8",
+) -> Answer:
+    """Run the command in a process of its own."""
+    done = subprocess.run(
+        [*ENTRY, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        env=environment(env),
+        timeout=60,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding))
+
+
+def invoke(*arguments: str | Path, stdin: bytes = b"") -> Answer:
+    """Run the command in this process; whatever it raises is raised."""
+    result = CliRunner().invoke(main, list(map(str, arguments)), input=stdin, prog_name="llamaspec")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def generate(*arguments: str | Path, models: Sequence[Path], stdin: bytes = b"") -> Answer:
+    """`generate` with a target and perhaps a draft, on one thread."""
+    return invoke("generate", *naming(models), *arguments, stdin=stdin)
+
+
+def naming(models: Sequence[Path]) -> list[str | Path]:
+    """The options that name a target and perhaps a draft."""
+    names = zip(("--target", "--draft"), models, strict=False)
+    return [*(part for name in names for part in name), "--threads", "1"]

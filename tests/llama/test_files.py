@@ -1,0 +1,288 @@
+"""Files that are not whole, generating models: one clear error each, and never the end of the process.
+
+What llama.cpp itself reads of a damaged file is tried in a process of its own, where an abort shows as a
+negative return code.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaspec import Ask, LlamaModel, LlamaspecError, MemoryFullError, ModelFileError, ModelOptions
+from llamaspec.llama.files import check_gguf
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe, truncated, write_bert, write_llama, write_vocabulary_only
+
+LOAD = """
+import sys
+from pathlib import Path
+import numpy as np
+from llamaspec import Ask, LlamaModel, LlamaspecError, ModelOptions
+try:
+    with LlamaModel(Path(sys.argv[1]), ModelOptions(threads=1)) as model:
+        model.logits([Ask(0, np.arange(2, 18, dtype=np.int32), 4)])
+except LlamaspecError as error:
+    print(f"{type(error).__name__}: {error}", end="")
+else:
+    print("loaded", end="")
+"""
+
+
+def loaded_apart(path: Path) -> str:
+    """What came of loading a file in a process of its own."""
+    answer = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, f"ended by {answer.returncode}: {answer.stderr[-2000:]}"
+    assert answer.stderr == ""
+    return answer.stdout
+
+
+def open_files() -> str:
+    """What this process holds open or mapped, in the words of /proc."""
+    links = (str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return "\n".join([*links, Path("/proc/self/maps").read_text()])
+
+
+def with_bytes(source: Path, path: Path, change: Callable[[bytearray], None]) -> Path:
+    content = bytearray(source.read_bytes())
+    change(content)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def damaged(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files by what is wrong with them."""
+    folder, whole = tmp_path_factory.mktemp("damaged"), store.path()
+    size = whole.stat().st_size
+    header = struct.Struct("<4sIqq")
+    magic, version, n_tensors, n_entries = header.unpack(whole.read_bytes()[: header.size])
+
+    def headed(name: str, *fields: object) -> Path:
+        changed = header.pack(*fields)
+        return with_bytes(whole, folder / name, lambda content: content.__setitem__(slice(0, 24), changed))
+
+    (folder / "text").write_text("# not a model\n" * 100)
+    (folder / "empty").write_bytes(b"")
+    at = whole.read_bytes().index(b"general.architecture")
+    return {
+        "text": folder / "text",
+        "empty": folder / "empty",
+        "magic only": truncated(whole, folder / "magic", 4),
+        "half a header": truncated(whole, folder / "header", 15),
+        "header only": truncated(whole, folder / "header-only", 24),
+        "half the metadata": truncated(whole, folder / "metadata", 400),
+        "in the token list": truncated(whole, folder / "tokens", 3000),
+        "no tensor data": truncated(whole, folder / "data", size * 6 // 100),
+        "half the tensor data": truncated(whole, folder / "half", size // 2),
+        "last byte missing": truncated(whole, folder / "last", size - 33),
+        "version 1": headed("version", magic, 1, n_tensors, n_entries),
+        "version 99": headed("version99", magic, 99, n_tensors, n_entries),
+        "other byte order": headed("big", magic, 3 << 24, n_tensors, n_entries),
+        "negative counts": headed("negative", magic, version, -1, n_entries),
+        "too many tensors": headed("tensors", magic, version, 2**40, n_entries),
+        "too many entries": headed("entries", magic, version, n_tensors, 2**40),
+        "more tensors than there are": headed("one-more", magic, version, n_tensors + 1, n_entries),
+        "key of endless length": with_bytes(
+            whole, folder / "key", lambda content: content.__setitem__(slice(24, 32), b"\xff" * 7 + b"\x7f")
+        ),
+        "other architecture": with_bytes(
+            whole, folder / "arch", lambda content: content.__setitem__(slice(at + 32, at + 37), b"lamma")
+        ),
+        "vocabulary only": write_vocabulary_only(folder / "vocabulary"),
+        "embedding model": write_bert(folder / "bert"),
+    }
+
+
+SAYS = {
+    "text": "is not a GGUF file; convert the model",
+    "empty": "is not a GGUF file",
+    "magic only": "is cut short; download it again",
+    "half a header": "is cut short; download it again",
+    "header only": "cannot load",
+    "half the metadata": "cannot load",
+    "in the token list": "cannot load",
+    "no tensor data": "cannot load",
+    "half the tensor data": "cannot load",
+    "last byte missing": "cannot load",
+    "version 1": "has GGUF version 1",
+    "version 99": "has GGUF version 99",
+    "other byte order": "has GGUF version",
+    "negative counts": "has GGUF version",
+    "too many tensors": "cannot load",
+    "too many entries": "cannot load",
+    "more tensors than there are": "cannot load",
+    "key of endless length": "cannot load",
+    "other architecture": "unknown model architecture: 'lamma'",
+    "vocabulary only": "holds only a vocabulary and no weights; give the model itself",
+    "embedding model": "generates text",
+}
+
+
+@pytest.mark.parametrize("fault", SAYS)
+def test_damaged_files_are_refused(damaged: dict[str, Path], fault: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        LlamaModel(damaged[fault], ModelOptions(threads=1))
+    message = str(caught.value)
+    assert SAYS[fault] in message
+    assert str(damaged[fault]) in message
+    assert "\n" not in message
+    assert "; " in message  # what to do about it
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "in the token list",
+        "last byte missing",
+        "too many tensors",
+        "too many entries",
+        "key of endless length",
+        "other architecture",
+        "embedding model",
+    ],
+)
+def test_damaged_files_do_not_end_the_process(damaged: dict[str, Path], fault: str) -> None:
+    assert loaded_apart(damaged[fault]).startswith("ModelFileError: ")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_0"])
+def test_several_positions_at_once_do_not_end_the_process(store: ModelStore, dtype: str) -> None:
+    """llama.cpp's AMX code, compiled by GCC before 11.5, 12.4 or 13.3, crashed where quantised weights met
+    more than one position. Our build leaves AMX out, and a foreign build with AMX does not repack weights.
+    """
+    assert loaded_apart(store.path("llama", Recipe(dtype=dtype))) == "loaded"
+
+
+def test_places_without_a_model(tmp_path: Path) -> None:
+    cases = {
+        tmp_path / "missing.gguf": "no such model file",
+        tmp_path: "is a directory; name the .gguf file inside it",
+        tmp_path / ("x" * 300): "File name too long",
+        Path("/dev/null"): "is not a GGUF file",
+    }
+    for path, says in cases.items():
+        with pytest.raises(ModelFileError, match=says):
+            LlamaModel(path)
+
+
+def test_an_unreadable_file(store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The permission is feigned: tests may run as a user who may read everything."""
+    path = write_llama(tmp_path / "secret.gguf")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ModelFileError, match=r"cannot read .*secret\.gguf: Permission denied; "):
+        check_gguf(path)
+
+
+def test_names_that_are_not_ascii(store: ModelStore, tmp_path: Path) -> None:
+    path = tmp_path / "Modèle – 模型.gguf"
+    path.write_bytes(store.path().read_bytes())
+    with LlamaModel(path, ModelOptions(threads=1)) as model:
+        assert model.vocabulary_size == 288
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("n_ctx", [10**9, 2**31 - 1])
+def test_a_context_larger_than_the_machine(
+    store: ModelStore, opened: OpenModel, kind: str, n_ctx: int
+) -> None:
+    with pytest.raises(MemoryFullError, match=rf"context of {n_ctx} tokens.*; pass a smaller --n-ctx"):
+        opened(kind, n_ctx=n_ctx)
+    assert opened(kind).logits([Ask(0, np.arange(2, 9, dtype=np.int32), 1)])[0].shape == (1, 288)
+
+
+@pytest.mark.parametrize("n_ctx", [-1, 0, 1, 2**31, 2**32 + 512, 10**20])
+def test_a_context_that_cannot_be(n_ctx: int) -> None:
+    """2^32 + 512 became 512 once, without a word."""
+    with pytest.raises(ValueError, match="n-ctx must be from 2 to 2147483647"):
+        ModelOptions(n_ctx=n_ctx)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_no_file_stays_open(store: ModelStore, damaged: dict[str, Path]) -> None:
+    path = store.path()
+    model = LlamaModel(path, ModelOptions(threads=1))
+    model.close()
+    model.close()
+    for fault in ("half the tensor data", "embedding model", "other architecture"):
+        with pytest.raises(ModelFileError):
+            LlamaModel(damaged[fault], ModelOptions(threads=1))
+    with pytest.raises(MemoryFullError):
+        LlamaModel(path, ModelOptions(threads=1, n_ctx=2**31 - 1))
+    still_open = open_files()
+    assert not [name for name in (path, *damaged.values()) if str(name) in still_open]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_an_open_model_holds_its_file(opened: OpenModel) -> None:
+    """Or else the test before this one could not fail."""
+    assert str(opened().path) in open_files()
+
+
+def test_a_failed_model_closes_quietly(damaged: dict[str, Path]) -> None:
+    """What a constructor left behind may be closed again, by hand or by the garbage collector."""
+    model = LlamaModel.__new__(LlamaModel)
+    with pytest.raises(ModelFileError):
+        model.__init__(damaged["half the tensor data"])  # type: ignore[misc]
+    model.close()
+    with pytest.raises(ValueError, match="closed"):
+        model.logits([Ask(0, np.arange(2, 9, dtype=np.int32), 1)])
+
+
+class StoppedError(Exception):
+    """Raised by a callback of the tests."""
+
+
+@pytest.mark.parametrize("error", [StoppedError, KeyboardInterrupt])
+def test_errors_of_the_progress_callback_end_the_loading(
+    store: ModelStore, error: type[BaseException]
+) -> None:
+    """ctypes would print them and go on."""
+
+    def on_load(_fraction: float) -> None:
+        raise error
+
+    with pytest.raises(error):
+        LlamaModel(store.path(), ModelOptions(threads=1), on_load)
+
+
+def test_ctrl_c_while_loading(store: ModelStore, capfd: pytest.CaptureFixture[str]) -> None:
+    """The signal comes while llama.cpp works; Python meets it in the callback."""
+    with pytest.raises(KeyboardInterrupt):
+        LlamaModel(
+            store.path(), ModelOptions(threads=1), lambda _fraction: signal.raise_signal(signal.SIGINT)
+        )
+    assert capfd.readouterr().err == ""
+    with LlamaModel(store.path(), ModelOptions(threads=1)) as model:
+        assert model.context_size == 512
+
+
+def test_progress_is_told(store: ModelStore) -> None:
+    told: list[float] = []
+    with LlamaModel(store.path(), ModelOptions(threads=1), told.append):
+        pass
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_errors_are_explained_by_llama_cpp(damaged: dict[str, Path]) -> None:
+    """The reason is that of this file, not of an earlier one."""
+    reasons = set()
+    for fault in ("half the tensor data", "other architecture", "half the metadata"):
+        with pytest.raises(LlamaspecError) as caught:
+            LlamaModel(damaged[fault])
+        reasons.add(str(caught.value).partition("gguf")[2] or str(caught.value))
+    assert len(reasons) == 3

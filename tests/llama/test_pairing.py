@@ -1,0 +1,85 @@
+"""A draft of another vocabulary is refused, and the message says where the two first differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaspec import Completion, FixedLength, LlamaModel, ModelOptions, PairError, open_pair
+from llamaspec.llama.pairing import MAX_SIZE_DIFFERENCE
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES, Vocabulary, sentencepiece_vocabulary
+
+
+def model(store: ModelStore, vocabulary: Vocabulary) -> Path:
+    return store.path("llama", Recipe(vocabulary=vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        (BYTES.renamed(70, "other"), "token 70 is 'D' in the target and 'other' in the draft"),
+        (BYTES.renamed(0, "<bos>"), "token 0 is '<s>' in the target and '<bos>' in the draft"),
+        # The first of several.
+        (BYTES.renamed(287, "zzz").renamed(280, "yyy"), "token 280 is 'Ġself' in the target and 'yyy'"),
+        # Spellings beyond ASCII are shown, not escaped.
+        (BYTES.renamed(70, "über"), "'über' in the draft"),
+        (sentencepiece_vocabulary(), "token 0 is '<s>' in the target and '<unk>' in the draft"),
+        (
+            BYTES.longer(MAX_SIZE_DIFFERENCE + 1),
+            "288 and 417 tokens; token 288 is '<extra_0>' in the draft only",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(store: ModelStore, draft: Vocabulary, says: str) -> None:
+    with pytest.raises(PairError) as caught, open_pair(model(store, BYTES), model(store, draft)):
+        pass
+    assert says in str(caught.value)
+    assert "same model family" in str(caught.value)
+
+
+def test_a_larger_target_is_named_as_such(store: ModelStore) -> None:
+    longer = BYTES.longer(MAX_SIZE_DIFFERENCE + 1)
+    with pytest.raises(PairError, match=r"417 and 288 tokens; token 288 is '<extra_0>' in the target only"):
+        open_pair(model(store, longer), model(store, BYTES))
+
+
+PADDED = BYTES.longer(MAX_SIZE_DIFFERENCE)
+ONE_THREAD = ModelOptions(threads=1)
+
+
+def text_of(target: Path, draft: Path) -> Completion:
+    with open_pair(target, draft, target_options=ONE_THREAD, draft_options=ONE_THREAD) as pair:
+        return pair.stream("the", seed=1, max_tokens=60, policy=FixedLength(4)).run()
+
+
+def test_a_draft_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
+    """It must not guess them: the target does not know them."""
+    completion = text_of(model(store, BYTES), model(store, PADDED))
+    drafted = [token for round_ in completion.rounds for token in round_.drafted.tolist()]
+    assert len(drafted) > 30
+    assert max(drafted) < len(BYTES)
+
+
+def test_a_target_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
+    """A random model says them; then the draft cannot read the text, and plain decoding has to go on."""
+    completion = text_of(model(store, PADDED), model(store, BYTES))
+    assert max(completion.tokens) >= len(BYTES)
+    assert len(completion.tokens) == 60
+
+
+def test_nothing_stays_open_after_a_refusal(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    close = LlamaModel.close
+
+    def noted(self: LlamaModel) -> None:
+        closed.append(self.path)
+        close(self)
+
+    monkeypatch.setattr(LlamaModel, "close", noted)
+    target, draft = model(store, BYTES), model(store, BYTES.renamed(70, "other"))
+    with pytest.raises(PairError):
+        open_pair(target, draft)
+    assert sorted(closed) == sorted([target, draft])

@@ -1,0 +1,34 @@
+"""Tiny model files on disk, each written once for a whole test run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamaspec import LlamaModel, demo_draft, demo_target
+from tiny_models import WRITERS, Recipe
+
+OpenModel = Callable[..., LlamaModel]  # (kind, recipe, **options), see the fixture `opened`
+
+
+@dataclass
+class ModelStore:
+    """Writes a model when it is first asked for."""
+
+    folder: Path
+    _written: dict[tuple[str, Recipe], Path] = field(default_factory=dict)
+
+    def path(self, kind: str = "llama", recipe: Recipe | None = None) -> Path:
+        """The file of a recipe."""
+        key = (kind, recipe or Recipe())
+        if key not in self._written:
+            path = self.folder / f"{len(self._written)}-{kind}.gguf"
+            self._written[key] = WRITERS[kind](path, key[1])
+        return self._written[key]
+
+
+def demo_pair() -> tuple[Path, Path] | None:
+    """The embedded pair; None before it has been trained."""
+    paths = demo_target(), demo_draft()
+    return paths if all(path.exists() for path in paths) else None

@@ -1,0 +1,273 @@
+"""Speculative text is the target's own text, on the real engine: oracles that need no knowledge of models.
+
+Plain decoding is the same loop with a drafter that never guesses. Q8_0 and Q4_0 matrices compute the same
+bits at every batch width on a CPU, so there the tokens must be equal. Elsewhere a fork is allowed only where
+the choice was close: `nats_between` says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaspec import (
+    Ask,
+    Completion,
+    Distribution,
+    FixedLength,
+    ModelOptions,
+    Pair,
+    Sampling,
+    SilentDrafter,
+    open_pair,
+)
+from llamaspec.engine.decode import LANE
+from llamaspec.protocols import Use
+from llamaspec.rules.dice import SeededDice
+from llamaspec.rules.lengths import AutoLength
+from llamaspec.rules.sampling import distribution
+from model_store import ModelStore
+from tiny_models import Recipe
+
+CPU = ModelOptions(threads=1, gpu_layers=0)
+CLOSE = 0.05  # nats; a tiny model's scores differ by up to 0.03 between widths
+TEMPERATURES = (0.0, 0.5, 0.8, 1.5)
+LENGTHS = (0, 1, 2, 3, 5, 8)
+NOISES = (0.0, 0.01, 0.1, 0.5)
+RULES = ("coupled", "rejection", "block")
+PROMPTS = (
+    "def quicksort(items):\n",
+    "import os\nimport sys\n\n\nclass Reader:\n    ",
+    "    def __init__(self, name, value=None):\n        ",
+    "for i in range(10):\n",
+    "The function returns",
+    '"""Utilities for reading',
+    "try:\n    import ",
+    "x",
+)
+
+
+@contextmanager
+def opened(target: Path, draft: Path) -> Iterator[Pair]:
+    """A pair on one thread of the CPU, where Q8_0 and Q4_0 are exact."""
+    with open_pair(target, draft, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+def plain(pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int) -> Completion:
+    pair.target.forget()
+    return pair.stream(prompt, drafter=SilentDrafter(), sampling=sampling, seed=seed, max_tokens=n).run()
+
+
+def assisted(
+    pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int, n_guesses: int, rule: str = "coupled"
+) -> Completion:
+    return pair.stream(
+        prompt, policy=FixedLength(n_guesses), sampling=sampling, seed=seed, max_tokens=n, rule=rule
+    ).run()
+
+
+def nats_between(p: Distribution, a: int, b: int, seed: int, position: int) -> float:
+    """How much more probable, in nats, the one of two tokens that was not chosen would have to be."""
+    dice = SeededDice(seed)
+    winner = dice.choose(p, Use.TOKEN, position)
+    is_loser = p.tokens == (b if winner == a else a)
+    if winner not in (a, b) or not is_loser.any():
+        return float("inf")
+
+    def wins(nats: float) -> bool:
+        weights = p.probabilities * np.where(is_loser, np.exp(nats), 1.0)
+        return dice.choose(Distribution(p.tokens, weights / weights.sum()), Use.TOKEN, position) != winner
+
+    low, high = 0.0, 60.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
+
+
+def assert_same_or_close(
+    pair: Pair, prompt: str, sampling: Sampling, seed: int, right: Completion, found: Completion
+) -> None:
+    """Equal tokens, or a fork at a choice that was nearly a tie."""
+    pairs = zip(right.tokens, found.tokens, strict=True)
+    fork = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if fork is None:
+        return
+    context = np.append(pair.target.vocabulary.tokenize(prompt.encode()), right.tokens[:fork]).astype(
+        np.int32
+    )
+    pair.target.forget()
+    pair.target.logits([Ask(LANE, context[:-1], 1)])  # the last token alone, as plain decoding does
+    p = distribution(pair.target.logits([Ask(LANE, context, 1)])[0][0], sampling, context)
+    gap = nats_between(p, right.tokens[fork], found.tokens[fork], seed, len(context))
+    assert gap < CLOSE, f"fork at token {fork}, {gap:.4f} nats apart"
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
+def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> None:
+    """The coupled rule: whatever the draft and the number of guesses, the tokens are those without."""
+    target = Recipe(dtype=dtype)
+    with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
+        for seed, temperature in enumerate(TEMPERATURES):
+            sampling = Sampling(temperature=temperature)
+            right = plain(pair, "the end", sampling, seed, 48).tokens
+            for n_guesses in LENGTHS:
+                found = assisted(pair, "the end", sampling, seed, 48, n_guesses)
+                assert found.tokens == right, f"temperature {temperature}, {n_guesses} guesses"
+
+
+def test_same_seed_same_tokens_with_penalties_and_no_truncation(store: ModelStore) -> None:
+    """Penalties depend on the path of guesses; without truncation every token of the vocabulary can come."""
+    target = Recipe(dtype="q8_0")
+    samplings = (
+        Sampling(repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+        Sampling(temperature=0, repeat_penalty=1.5),
+        Sampling(temperature=1.2, top_k=None, top_p=None, min_p=None),
+        Sampling(temperature=2.0, top_k=3, top_p=None, min_p=0.2),
+    )
+    with opened(store.path("llama", target), store.path("llama", target.draft())) as pair:
+        for seed, sampling in enumerate(samplings):
+            right = plain(pair, "x", sampling, seed, 60).tokens
+            for n_guesses in (1, 4, 7):
+                assert assisted(pair, "x", sampling, seed, 60, n_guesses).tokens == right
+
+
+def test_same_seed_same_tokens_however_many_guesses_pay(store: ModelStore) -> None:
+    """The automatic length depends on the clock; the tokens do not."""
+    target = Recipe(dtype="q8_0")
+    with opened(store.path("llama", target), store.path("llama", target.draft(0.01))) as pair:
+        policy = AutoLength()  # one policy for all texts: it learns from each
+        for seed in range(6):
+            right = plain(pair, "in the", Sampling(), seed, 120).tokens
+            found = pair.stream("in the", policy=policy, seed=seed, max_tokens=120).run()
+            assert found.tokens == right
+
+
+def test_a_better_draft_is_accepted_more_often(store: ModelStore) -> None:
+    """Or else the tests above would compare plain decoding with plain decoding."""
+    target, rates = Recipe(dtype="q8_0"), []
+    for noise in NOISES:
+        with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
+            rates.append(assisted(pair, "the", Sampling(), 3, 250, 2).summary.acceptance_rate or 0.0)
+    assert rates[0] == 1
+    assert rates == sorted(rates, reverse=True)
+    assert 0.5 < rates[1] < 1
+    assert rates[3] < 0.3
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_forks_only_where_the_choice_was_close(store: ModelStore, kind: str, dtype: str) -> None:
+    """Widths are not exact here, and some memories read again what was rejected."""
+    target = Recipe(dtype=dtype)
+    with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
+        for seed in range(6):
+            # Without truncation: a token at the edge of it would come and go.
+            sampling = Sampling(temperature=(0.7, 1.0)[seed % 2], top_k=None, top_p=None, min_p=None)
+            right = plain(pair, "the", sampling, seed, 40)
+            for n_guesses in (1, 3, 6):
+                found = assisted(pair, "the", sampling, seed, 40, n_guesses)
+                assert_same_or_close(pair, "the", sampling, seed, right, found)
+
+
+def test_the_gap_is_what_it_says() -> None:
+    """Raising a token by a little more than the gap makes it the choice, by a little less does not."""
+    p = Distribution(np.array([1, 4, 9], dtype=np.int32), np.array([0.6, 0.3, 0.1]))
+    for position in range(20):
+        chosen = SeededDice(5).choose(p, Use.TOKEN, position)
+        for other in {1, 4, 9} - {chosen}:
+            gap = nats_between(p, chosen, other, 5, position)
+            for nats, right in ((gap - 1e-3, chosen), (gap + 1e-3, other)):
+                weights = p.probabilities * np.where(p.tokens == other, np.exp(nats), 1)
+                shifted = Distribution(p.tokens, weights / weights.sum())
+                assert SeededDice(5).choose(shifted, Use.TOKEN, position) == right
+        assert nats_between(p, chosen, 2, 5, position) == float("inf")
+
+
+def self_draft_rates(pair: Pair, rule: str, n: int, lengths: Sequence[int]) -> list[float | None]:
+    rates = []
+    for seed, temperature in enumerate(TEMPERATURES):
+        for sampling in (
+            Sampling(temperature=temperature),
+            Sampling(temperature=temperature, top_k=None, top_p=None, min_p=None),
+            Sampling(temperature=temperature, repeat_penalty=1.2, frequency_penalty=0.1),
+        ):
+            for n_guesses in lengths:
+                found = assisted(pair, "the end", sampling, seed, n, n_guesses, rule)
+                assert found.summary.n_verified >= n // 2
+                rates.append(found.summary.acceptance_rate)
+    return rates
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
+def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype: str, rule: str) -> None:
+    """A draft that reads a stale context stays lossless: only this oracle sees it."""
+    path = store.path("llama", Recipe(dtype=dtype))
+    with opened(path, path) as pair:
+        assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
+
+
+def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:
+    """Texts one after the other on one pair, cut anywhere: each is what a fresh pair says."""
+    target = Recipe(dtype="q8_0")
+    files = store.path("llama", target), store.path("llama", target.draft())
+    rng = np.random.default_rng(1)
+    with opened(*files) as pair, opened(*files) as other:
+        for seed in range(12):
+            prompt = ("the end", "the", "in the end of", "x")[seed % 4]
+            stream = pair.stream(prompt, seed=seed, policy=FixedLength(4), max_tokens=60)
+            for _, _ in zip(range(int(rng.integers(1, 30))), stream, strict=False):
+                pass
+            stream.close()
+            found = stream.completion.tokens
+            assert found == plain(other, prompt, Sampling(), seed, 60).tokens[: len(found)]
+
+
+# The embedded pair
+
+
+@pytest.fixture(scope="module")
+def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
+    with opened(*demo_files) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_of_the_embedded_pair(demo: Pair, prompt: str) -> None:
+    greedy = Sampling(temperature=0)
+    right = plain(demo, prompt, greedy, 0, 64).tokens
+    for n_guesses in (1, 3, 6):
+        assert assisted(demo, prompt, greedy, 0, 64, n_guesses).tokens == right
+    assert demo.stream(prompt, sampling=greedy, max_tokens=64).run().tokens == right
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.8, 1.2])
+def test_sampled_text_of_the_embedded_pair(demo: Pair, temperature: float) -> None:
+    for seed, prompt in enumerate(PROMPTS[:4]):
+        sampling = Sampling(temperature=temperature)
+        right = plain(demo, prompt, sampling, seed, 48).tokens
+        assert assisted(demo, prompt, sampling, seed, 48, 4).tokens == right
+
+
+def test_the_embedded_draft_is_worth_asking(demo: Pair) -> None:
+    rounds = [
+        round_
+        for prompt in PROMPTS
+        for round_ in assisted(demo, prompt, Sampling(temperature=0), 0, 48, 1).rounds
+        if len(round_.drafted)
+    ]
+    assert np.mean([round_.n_accepted for round_ in rounds]) > 0.5
+
+
+def test_the_embedded_target_drafts_for_itself(demo_files: tuple[Path, Path]) -> None:
+    with opened(demo_files[0], demo_files[0]) as pair:
+        for rule in RULES:
+            found = assisted(pair, PROMPTS[0], Sampling(), 1, 40, 5, rule)
+            assert found.summary.acceptance_rate == 1

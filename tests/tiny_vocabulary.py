@@ -1,0 +1,82 @@
+"""Real, tiny tokenizers for tests: every byte string can be written with them, and read back.
+
+Two families as llama.cpp knows them: byte-level BPE (``gpt2``) and SentencePiece with byte fallback
+(``llama``). Most characters beyond ASCII take several tokens, so a UTF-8 sequence is split between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6  # llama.cpp's token types
+
+MERGES = (
+    "Ġ t", "Ġ a", "h e", "i n", "r e", "Ġt he", "o n", "e r", "n d", "Ġa nd", "a t", "e s", "o r", "i s",
+    "Ġ f", "Ġ =", "Ġ (", "Ġ Ġ", "ĠĠ ĠĠ", "Ċ Ċ", "d e", "s e", "Ġ self", "l f", "se lf", "r o", "en t", "e n",
+    "Ã ©", "in g",
+)  # fmt: skip
+PIECES = ("▁", "▁the", "the", "▁a", "in", "re", "on", "▁and", "and", "er", "▁t", "he", "th", "an", "nd", "é")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as a GGUF file holds it. Token 0 begins a text unless `bos` says otherwise."""
+
+    model: str  # "gpt2" or "llama"
+    tokens: tuple[str, ...]  # V spellings, in the tokenizer's own alphabet
+    types: tuple[int, ...]  # V token types
+    merges: tuple[str, ...] = ()  # byte-level only
+    scores: tuple[float, ...] = ()  # SentencePiece only: V of them
+    bos: int = 0
+    eos: int = 1
+    adds_bos: bool = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def renamed(self, token: int, spelling: str) -> Vocabulary:
+        """The same vocabulary with one token spelt differently."""
+        return replace(self, tokens=(*self.tokens[:token], spelling, *self.tokens[token + 1 :]))
+
+    def longer(self, n: int) -> Vocabulary:
+        """The same vocabulary with `n` unused tokens behind it."""
+        return replace(
+            self,
+            tokens=(*self.tokens, *(f"<extra_{i}>" for i in range(n))),
+            types=(*self.types, *[UNUSED] * n),
+            scores=(*self.scores, *[-1e3] * n) if self.scores else (),
+        )
+
+
+def byte_letters() -> Iterator[str]:
+    """The letter by which byte-level BPE writes each byte, in the order of the bytes 0 to 255."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(0x100 + i) for i in range(256))
+    for byte in range(256):
+        yield chr(byte) if byte in plain else next(others)
+
+
+def byte_vocabulary() -> Vocabulary:
+    """Byte-level BPE with 288 tokens: 2 controls, 256 bytes, 30 merges."""
+    # A merge joins spellings that exist before it, whatever the order of the list above.
+    merged = tuple(merge.replace(" ", "") for merge in MERGES)
+    tokens = ("<s>", "</s>", *byte_letters(), *merged)
+    types = (CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 2))
+    return Vocabulary("gpt2", tokens, types, merges=MERGES)
+
+
+def sentencepiece_vocabulary() -> Vocabulary:
+    """SentencePiece with byte fallback: 3 controls, 256 bytes, printable ASCII, a few pieces.
+
+    llama.cpp puts a space before a text that such a vocabulary tokenizes.
+    """
+    letters = tuple(chr(i) for i in range(0x21, 0x7F))
+    pieces = (*letters, *PIECES)
+    tokens = ("<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces)
+    types = (UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces))
+    scores = (0.0,) * 259 + tuple(float(len(p)) - 50 for p in pieces)
+    return Vocabulary("llama", tokens, types, scores=scores, bos=1, eos=2)
+
+
+BYTES = byte_vocabulary()
