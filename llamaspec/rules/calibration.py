@@ -16,7 +16,8 @@ import numpy as np
 KNOTS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.92, 0.985)  # confidences at which the curve is kept
 MOOD_TOKENS = (0.0, 80.0, 14.0)  # how long a mood lasts; 0 = there are no moods
 MOOD_SPREAD = (0.0, 1.0, 1.4)  # its standard deviation, log-odds
-START_COUNT = 3.0  # guesses that the first belief counts for
+START = 0.6  # chance of a guess before anything is known
+START_COUNT = 5.0  # guesses that the first belief counts for
 FORGET = 0.985  # of the record by which members are weighed
 
 
@@ -106,15 +107,15 @@ class Blind:
 
     MEMORY = (200.0, 40.0, 9.0, 30.0, 8.0)  # guesses remembered by each member
     SOFT = (False, False, False, True, True)  # learns from calibrated chances instead of outcomes
-    PRIOR = (6.0, 3.0, 1.5, 3.0, 1.5)  # guesses that the slow average counts for
+    PRIOR = (6.0, 3.0, 1.5, 3.0, 1.5)  # guesses that the slow average counts for, in each member
 
-    def __init__(self, start: float = 0.6) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._hits = [0.0] * 5
         self._counts = [0.0] * 5
         self._record = [0.3, 0.0, 0.0, 0.0, 0.0]
-        self._chances = [start] * 5
-        self.chance = start
+        self._chances = [START] * 5
+        self.chance = START
+        self._effective = START_COUNT
 
     def see(self, chances: Sequence[float]) -> None:
         """Learn from the calibrated chances of the guesses drawn in a round."""
@@ -146,25 +147,24 @@ class Blind:
 
     def refresh(self) -> None:
         """Mix the members."""
-        slow = (self._hits[0] + START_COUNT * self._start) / (self._counts[0] + START_COUNT)
+        slow = (self._hits[0] + START_COUNT * START) / (self._counts[0] + START_COUNT)
         self._chances = [
             (h + prior * slow) / (c + prior)
             for h, c, prior in zip(self._hits, self._counts, self.PRIOR, strict=True)
         ]
         self._chances[0] = slow
-        self.slow_chance = slow
         top = max(self._record)
         raw = [exp(r - top) for r in self._record]
         total = sum(raw)
-        self.chance = sum(r * p for r, p in zip(raw, self._chances, strict=True)) / total
-        self.n_effective = (
-            sum(r * (c + n) for r, c, n in zip(raw, self._counts, self.PRIOR, strict=True)) / total
-        )
+        weights = [r / total for r in raw]
+        self.chance = sum(w * p for w, p in zip(weights, self._chances, strict=True))
+        counts = [c + prior for c, prior in zip(self._counts, self.PRIOR, strict=True)]
+        self._effective = sum(w * c for w, c in zip(weights, counts, strict=True))
 
     def bound(self, z: float) -> float:
         """The chance, `z` standard deviations of its log-odds further up."""
         p = min(max(self.chance, 0.01), 0.99)
-        spread = 1 / (min(self.n_effective, 40.0) * p * (1 - p)) ** 0.5
+        spread = 1 / (min(self._effective, 40.0) * p * (1 - p)) ** 0.5
         return _sigmoid(_logit(p) + z * min(spread, 2.0))
 
 
@@ -191,7 +191,7 @@ class Calibration:
         return self._sighted.chance(confidence)
 
     def all_stand(self, confidences: tuple[float, ...]) -> float:
-        """Chance that all guesses of a draft stand. Asked with one guess more each time, it multiplies once."""
+        """Chance that all guesses of a draft stand. Cheap when a draft is asked again with one guess more."""
         if confidences != self._seen:
             known = len(self._seen)
             if confidences[:known] != self._seen:

@@ -22,9 +22,13 @@ Array = npt.NDArray[np.float64]
 
 NOISE = 0.07  # standard deviation of the logarithm of one timing
 OUTLIER = 2.5  # a timing further off than this many standard deviations is doubted
+LASTING, CHANGE = 3, 0.3  # as many doubted timings in a row mean a change, of this size in logarithms
 UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
+FOREIGN = 4.0  # the first timing of a width that is further off drops the prior
+TRUSTED_AFTER = 200  # timings
 PAD = 0.96  # padding must save this much: a saving within the noise is none
 EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
+FREE_STEP = 1e-6  # seconds of a guess that costs nothing
 STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
 
 
@@ -52,7 +56,7 @@ class CostModel:
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
         self._strange = 0  # outliers in a row
-        self._doubted = prior is not None  # the prior has not been dropped
+        self._has_prior = prior is not None  # until a timing contradicts it
         self._timings: list[tuple[int, float, float]] = []
         self._refresh()
 
@@ -74,7 +78,7 @@ class CostModel:
 
     def batch_seconds_with(self, z: float) -> list[float]:
         """`batch_seconds` if every width cost `z` standard deviations more than believed, next to width 1."""
-        c = self._covariance
+        c = self._covariance  # variance of log t(w) - log t(1):
         spread = np.sqrt(np.maximum(np.diag(c)[:-1] + c[0, 0] - 2 * c[0, :-1], 0.0))
         times: list[float] = np.exp(self._mean[:-1] + z * spread).tolist()
         best, batches = float("inf"), [0.0] * self.n_widths
@@ -106,6 +110,7 @@ class CostModel:
             self._catch_up[n_unread > 1] = old + 0.2 * (min(max(part, 0.0), 2.0) - old)
         trust = n_guesses / steps
         self._learn(self.n_widths, log(seconds / steps), (NOISE / trust) ** 2)
+        self._refresh()
 
     def observe_rest(self, seconds: float) -> None:
         """Learn what a round costs besides the models."""
@@ -114,27 +119,36 @@ class CostModel:
         self.rest_seconds += 0.1 * (min(seconds, 3 * self.rest_seconds) - self.rest_seconds)
 
     def _learn(self, i: int, value: float, noise: float) -> None:
-        """Condition the belief on a measurement of entry `i`, clipped where it is too surprising."""
+        """Learn from a measurement of entry `i`; a prior that it contradicts is dropped.
+
+        Only the first timing of a width can contradict: later ones are set against what was measured here.
+        """
         self.n_observed[i] += 1
-        if self._doubted and len(self._timings) < 200:
+        if self._has_prior:
             self._timings.append((i, value, noise))
-            variance = float(self._covariance[i, i]) + noise
-            if self.n_observed[i] == 1 and abs(value - float(self._mean[i])) > 4 * sqrt(variance):
-                self._doubted = False
+            spread = sqrt(float(self._covariance[i, i]) + noise)
+            is_foreign = abs(value - float(self._mean[i])) > FOREIGN * spread
+            if is_foreign and self.n_observed[i] == 1:
+                self._has_prior = False
                 self._mean, self._covariance = _blank(self.n_widths)
                 for timing in self._timings:
                     self._condition(*timing)
                 return
+            if len(self._timings) >= TRUSTED_AFTER:
+                self._has_prior = False
         self._condition(i, value, noise)
 
     def _condition(self, i: int, value: float, noise: float) -> None:
-        """Learn entry `i`; a single outlier is hardly believed, the third in a row is."""
-        column = self._covariance[:, i]
+        """Learn entry `i`; a single outlier is hardly believed, several in a row change the scale of all."""
         surprise = value - float(self._mean[i])
-        doubt = surprise**2 / ((float(column[i]) + noise) * OUTLIER**2)
+        doubt = surprise**2 / ((float(self._covariance[i, i]) + noise) * OUTLIER**2)
         self._strange = self._strange + 1 if doubt > 1 else 0
-        if doubt > 1 and self._strange < 3:
+        if self._strange >= LASTING:
+            self._strange = 0
+            self._covariance = self._covariance + CHANGE**2
+        elif doubt > 1:
             noise *= doubt
+        column = self._covariance[:, i]
         variance = float(column[i]) + noise
         limit = OUTLIER * sqrt(variance)
         surprise = min(max(surprise, -limit), limit)
@@ -165,8 +179,9 @@ def _informed(prior: CostCurve, n: int) -> tuple[Array, Array]:
     times = np.interp(widths, prior.widths, prior.verify_seconds)
     last = prior.widths[-1]
     times = np.where(widths > last, prior.verify_seconds[-1] * widths / last, times)
-    mean = np.log(np.append(times, max(prior.draft_step_seconds, 1e-7)))
-    return mean, _kernel(n, 3.0, 0.15, 0.08, 0.06, 0.4)
+    mean = np.log(np.append(times, max(prior.draft_step_seconds, FREE_STEP)))
+    step_spread = 0.4 if prior.draft_step_seconds > FREE_STEP else 3.0
+    return mean, _kernel(n, 3.0, 0.15, 0.08, 0.06, step_spread)
 
 
 def _drift(n: int) -> Array:

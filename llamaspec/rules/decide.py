@@ -13,7 +13,7 @@ from llamaspec.rules.calibration import Calibration
 from llamaspec.rules.costs import CostModel
 from llamaspec.rules.planning import FixedPlan, Prices, best_plan, expected_accepted, stopping_thresholds
 
-CAUTION = 1.6  # standard deviations by which a bet must be safe
+CAUTION = 2.0  # standard deviations by which a bet must be safe
 HOPE = 1.0  # standard deviations of luck for which a try is made
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
 BET = 0.6  # largest part of the room that one of the first rounds may stake
@@ -58,7 +58,7 @@ def decide(now: Situation) -> Plan:
     plain = prices.plain_seconds
     catch_up = now.costs.catch_up_seconds(now.n_unread)
     stakes = _stakes(now, catch_up)
-    limit = 1 if now.is_first else prices.longest
+    limit = min(1, prices.longest) if now.is_first else prices.longest
     while limit and stakes[limit] > now.room * (BET if limit > 1 and now.is_early else 1.0):
         limit -= 1
     if not limit:
@@ -113,7 +113,7 @@ def _try(now: Situation, stakes: list[float], limit: int, catch_up: float) -> Pl
 
 
 def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int, float]:
-    """A number of guesses that would be faster if its unmeasured width were cheaper than believed; 0 = none."""
+    """A length that would be faster were its unmeasured width cheaper than believed, and its loss; or 0."""
     prices, chance = now.prices, now.chances.ahead
     cheap = Prices(
         now.costs.batch_seconds_with(-HOPE)[: prices.longest + 1], prices.step_seconds, prices.rest_seconds
@@ -125,3 +125,9 @@ def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int
     tokens = 1.0 + expected_accepted(chance, n)[n]
     loss = (prices.seconds(n) - tokens / rate) / prices.plain_seconds
     return (n, loss) if loss < now.room_to_explore else (0, 0.0)
+
+
+def _hopeful_prices(now: Situation) -> Prices:
+    """Prices if every width were cheaper than believed, most where least is known."""
+    batch = now.costs.batch_seconds_with(-HOPE)[: now.prices.longest + 1]
+    return Prices(batch, now.prices.step_seconds, now.prices.rest_seconds)

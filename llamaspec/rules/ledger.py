@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROOM = 1.5  # plain tokens that may be lost at first: 2.4 % of 64 tokens
+ROOM = 1.35  # plain tokens that may be lost at first: 2.1 % of 64 tokens
 ROOM_RATE = 0.018  # and more for every token after the first 64
 FREE_TOKENS = 64
 EXPLORE = 1.3  # plain tokens that tries may lose at first

@@ -116,6 +116,7 @@ class AutoLength:
         self._tally = Tally()
         self._n_tokens = self._n_guessed_rounds = self._n_rounds = self._n_since_plain = 0
         self._n_unread = 0  # tokens that the draft has not read, besides the last
+        self._knows_plain = False  # a round without guesses has been timed
         self._unbooked: Round | None = None  # a first round, from before the cost of a plain one is known
         self._wait, self._n_since_try = 0.0, 0  # tokens
         self._bonus_made = self._bonus_expected = 60.0  # tokens: made, and expected of fixed lengths
@@ -141,18 +142,18 @@ class AutoLength:
         """Learn chances and costs, and decide about the next round."""
         n, costs, width = len(round_.drafted), self._costs, self.width(round_.n_verified)
         n_made = round_.n_accepted + 1
-        if costs.n_observed[0]:
+        if self._knows_plain:
             self._tally.compare(n_made, self._likely_seconds(n, width), round_.seconds)
         self._learn_chances(round_)
         costs.observe_verify(width, round_.verify_seconds)
         costs.observe_draft(n, self._n_unread, round_.draft_seconds)
         costs.observe_rest(round_.rest_seconds + (0.0 if n else round_.draft_seconds))
         self._n_since_try += n_made
-        if n and costs.n_observed[0]:
+        if n and self._knows_plain:
             self._book(round_)
         elif n:
             self._unbooked = round_
-        elif self._unbooked is not None:
+        elif self._unbooked is not None:  # the cost of a plain round is known from here on
             first, self._unbooked = self._unbooked, None
             self._book(first)
         self._chances.pass_tokens(n_made)
@@ -162,7 +163,8 @@ class AutoLength:
         self._n_guessed_rounds += n > 0
         self._n_since_plain = self._n_since_plain + 1 if n else 0
         self._tally.lengths[n] += 1
-        self._plan = self._decide() if costs.n_observed[0] else Plan()
+        self._knows_plain = self._knows_plain or n == 0
+        self._plan = self._decide() if self._knows_plain else Plan()
 
     def explain(self) -> Reasons:
         """Costs, chances and choices up to now."""

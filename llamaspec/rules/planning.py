@@ -100,7 +100,7 @@ def stopping_thresholds(prices: Prices, chance: float, rate: float) -> list[floa
 
 
 def prices_of(curve: CostCurve) -> Prices:
-    """Prices from a probe: straight lines between its widths, padded to a wider batch where that is cheaper."""
+    """Prices from a probe: straight lines between its widths, padded where a wider batch is cheaper."""
     widths = np.arange(1, curve.widths[-1] + 1)
     seconds = np.interp(widths, curve.widths, curve.verify_seconds)
     padded = np.minimum.accumulate(seconds[::-1])[::-1]

@@ -41,7 +41,7 @@ def test_a_machine_that_rounds_wider_batches_otherwise_is_found_out(
     found = answer.json
     assert found["first_difference"] is not None
     assert found["forks"]
-    assert {fork["width"] for fork in found["forks"]} == {4}
+    assert max(fork["width"] for fork in found["forks"]) == 4
     assert all(fork["logit_gap"] > 0 for fork in found["forks"])
     assert found["identical_widths"] == []
 
