@@ -99,10 +99,10 @@ def test_a_terminal_is_asked_for_the_prompt(models: list[Path]) -> None:
 
 
 def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
-    child = pexpect.spawn(
-        ENTRY[0], [*ENTRY[1:], "generate", *map(str, naming(models))], env=environment(), timeout=30
-    )
-    child.expect("Prompt")
+    arguments = [*ENTRY[1:], "generate", *map(str, naming(models))]
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child.expect("Prompt: ")
+    time.sleep(0.5)  # a signal just before Python waits for a line is noticed after the line
     child.sendintr()
     child.expect(pexpect.EOF)
     child.close()

@@ -31,7 +31,7 @@ from tiny_models import Recipe
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 # Largest difference of a score. Gemma's activation is a table of half precision: it amplifies the last bit.
-TOLERANCE = {"llama": 1e-4, "gemma3": 1e-2, "mamba": 1e-4, "jamba": 1e-4, "lfm2": 1e-4}
+TOLERANCE = {"llama": 1e-4, "gemma3": 2e-2, "mamba": 1e-4, "jamba": 1e-4, "lfm2": 1e-4}
 MEMORIES = ("llama", "gemma3", "mamba", "jamba", "lfm2")
 LANES = 4
 LONG = Recipe(n_context=2048)
@@ -116,11 +116,22 @@ class RandomCalls:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_calls"), [("llama", 400), ("gemma3", 400), ("mamba", 120), ("jamba", 120), ("lfm2", 120)]
+    ("kind", "n_calls", "n_ctx"),
+    [
+        ("llama", 400, 512),
+        ("llama", 200, 256),
+        ("gemma3", 400, 512),
+        ("gemma3", 700, 256),  # less room: places behind the window are given away all the time
+        ("mamba", 120, 512),
+        ("jamba", 120, 512),
+        ("lfm2", 120, 512),
+    ],
 )
-def test_cached_answers_are_those_of_a_fresh_model(opened: OpenModel, kind: str, n_calls: int) -> None:
-    model, other = opened(kind, n_lanes=LANES, **EXACT), opened(kind, **EXACT)
-    calls = RandomCalls(np.random.default_rng(n_calls))
+def test_cached_answers_are_those_of_a_fresh_model(
+    opened: OpenModel, kind: str, n_calls: int, n_ctx: int
+) -> None:
+    model, other = opened(kind, n_lanes=LANES, n_ctx=n_ctx, **EXACT), opened(kind, n_ctx=n_ctx, **EXACT)
+    calls = RandomCalls(np.random.default_rng(100 * n_ctx))
     for _ in range(n_calls):
         asks = calls.call()
         assert_same(model.logits(asks), fresh(other, asks), TOLERANCE[kind])
