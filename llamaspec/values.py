@@ -23,6 +23,7 @@ NO_TOKENS.flags.writeable = False
 class Ask:
     """One question to a model: the scores after each of the last `n` tokens of `tokens`.
 
+    With n = 0 the model only reads the sequence, and does nothing if it remembers it.
     `lane` names the row of the model's memory that should remember the sequence.
     """
 

@@ -31,9 +31,10 @@ class FakeModel:
         return (random.standard_normal(self.vocabulary_size) * self.spread).astype(np.float32)
 
     def _scores(self, ask: Ask) -> Logits:
-        assert 1 <= ask.n <= len(ask.tokens) <= self.context_size
+        assert 0 <= ask.n <= len(ask.tokens) <= self.context_size
         first = len(ask.tokens) - ask.n + 1
-        return np.stack([self.row(ask.tokens[: first + i]) for i in range(ask.n)])
+        rows = [self.row(ask.tokens[: first + i]) for i in range(ask.n)]
+        return np.array(rows, dtype=np.float32).reshape(ask.n, self.vocabulary_size)
 
 
 class CountingUp:

@@ -281,3 +281,12 @@ def test_the_embedded_target_drafts_for_itself(demo_files: tuple[Path, Path]) ->
         for rule in RULES:
             found = assisted(pair, PROMPTS[0], Sampling(), 1, 40, 5, rule)
             assert found.summary.acceptance_rate == 1
+
+
+def test_a_pair_that_is_used_again_says_the_same(demo_files: tuple[Path, Path]) -> None:
+    """A prompt that is remembered is not read again: otherwise its last token is rounded in another batch."""
+    prompt = "def read_lines(path):\n    return path\n" * 24  # long enough for the kernels of wide batches
+    with open_pair(*demo_files) as pair:
+        runs = [pair.stream(prompt, seed=3, max_tokens=60).run().tokens for _ in range(3)]
+        assert pair.stream(prompt, seed=3, max_tokens=60, drafter=SilentDrafter()).run().tokens == runs[0]
+    assert runs[0] == runs[1] == runs[2]

@@ -46,7 +46,7 @@ class ModelDrafter:
         """Read all but the last token, so that the first guess costs no more than the next."""
         read = self._readable(self._known(context))[:-1]
         if len(read):
-            self.model.logits([Ask(self.lane, read, 1)])
+            self.model.logits([Ask(self.lane, read, 0)])
 
     def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
         """Guess until the policy has enough or the model's context is full."""

@@ -184,7 +184,7 @@ def prefill(prompt: TokenArray, target: Model, drafter: Drafter, on_progress: Pr
     n_read = len(prompt) - 1
     for start in range(0, n_read, PREFILL_PART):
         end = min(start + PREFILL_PART, n_read)
-        target.logits([Ask(LANE, prompt[:end], 1)])
+        target.logits([Ask(LANE, prompt[:end], 0)])
         if on_progress is not None:
             on_progress(end, n_read)
     drafter.prepare(prompt)

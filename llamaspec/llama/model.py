@@ -156,10 +156,12 @@ class LlamaModel:
         lanes = [ask.lane for ask in asks]
         if len(set(lanes)) != len(lanes) or not set(lanes) <= set(range(self.options.n_lanes)):
             raise ValueError(f"asks need distinct lanes below {self.options.n_lanes}, got {lanes}")
-        if not asks or sum(ask.n for ask in asks) > self.options.max_scored:
-            raise ValueError(f"one call scores from 1 to {self.options.max_scored} positions")
+        if not asks:
+            raise ValueError("a call needs at least one ask")
+        if sum(ask.n for ask in asks) > self.options.max_scored:
+            raise ValueError(f"one call scores at most {self.options.max_scored} positions")
         for ask in asks:
-            if not 1 <= ask.n <= len(ask.tokens) <= self.context_size:
+            if not 0 <= ask.n <= len(ask.tokens) <= self.context_size or len(ask.tokens) == 0:
                 raise ValueError(
                     f"cannot score {ask.n} of {len(ask.tokens)} tokens in a context of {self.context_size}"
                 )
@@ -179,7 +181,9 @@ class LlamaModel:
                 view = self._scores(n_wanted)
                 # The next part would overwrite the buffer.
                 parts.append(view if start + len(part) >= len(nodes) else view.copy())
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, self.vocabulary.size), dtype=np.float32)
 
     def _scores(self, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer."""
@@ -280,8 +284,7 @@ class LlamaModel:
 
 def _rows(scores: Logits, rows: list[int]) -> Logits:
     """Some rows, as a view where they lie side by side."""
-    first, n = rows[0], len(rows)
-    if rows[-1] - first == n - 1:
-        return scores[first : first + n]
+    if not rows or rows[-1] - rows[0] == len(rows) - 1:
+        return scores[rows[0] : rows[-1] + 1] if rows else scores[:0]
     picked: Logits = scores[rows]
     return picked

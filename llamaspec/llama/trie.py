@@ -55,9 +55,10 @@ def merge(asks: Sequence[Ask], kept: Sequence[int], *, shares: bool = True) -> T
             nodes[node].lanes.append(ask.lane)
             path.append(node)
             parent = node
-        for node in path[-ask.n :]:
+        scored = path[len(path) - ask.n :]
+        for node in scored:
             nodes[node].wanted = True
-        paths.append(path[-ask.n :])
+        paths.append(scored)
     return Trie(nodes, paths)
 
 

@@ -88,6 +88,11 @@ class CostModel:
             batches[width - 1] = best
         return batches
 
+    @property
+    def plain_spread(self) -> float:
+        """Standard deviation of the logarithm of the time of width 1."""
+        return sqrt(float(self._covariance[0, 0]))
+
     def catch_up_seconds(self, n_unread: int) -> float:
         """What reading tokens that the draft has missed adds to its next step."""
         return self.draft_step_seconds * n_unread * self._catch_up[n_unread > 1]

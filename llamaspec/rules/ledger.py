@@ -15,6 +15,7 @@ FREE_TOKENS = 64
 EXPLORE = 1.3  # plain tokens that tries may lose at first
 EXPLORE_RATE = 0.015  # and more for every token
 EXPLORE_SHARE = 0.25  # and this part of what guessing has won
+DOUBT = 1.0  # standard deviations of a plain token's time that the gain must do without
 FOLD = 32  # rounds booked at today's price of a plain token; older ones keep the price of their day
 
 
@@ -39,9 +40,14 @@ class Ledger:
             self._settled, self._n_made, self._seconds, self._n_open = self.gain, 0, 0.0, 0
         return n_made - seconds / plain_seconds
 
-    def room(self, n_tokens: int) -> float:
-        """What the next round may lose, after a text of `n_tokens`."""
-        return self.gain + ROOM + ROOM_RATE * max(n_tokens - FREE_TOKENS, 0)
+    def room(self, n_tokens: int, plain_spread: float) -> float:
+        """What the next round may lose, after a text of `n_tokens`.
+
+        `plain_spread`: standard deviation of the logarithm of a plain token's time. Where that is little
+        known, so is the gain.
+        """
+        doubt = DOUBT * plain_spread * (self._n_made + max(-self.gain, 0.0))
+        return self.gain - doubt + ROOM + ROOM_RATE * max(n_tokens - FREE_TOKENS, 0)
 
     def room_to_explore(self, n_tokens: int) -> float:
         """What the next try may lose."""

@@ -200,7 +200,7 @@ class AutoLength:
                 costs=self._costs,
                 chances=self._chances,
                 prices=self._prices(),
-                room=ledger.room(n_tokens),
+                room=ledger.room(n_tokens, self._costs.plain_spread),
                 room_to_explore=ledger.room_to_explore(n_tokens),
                 n_unread=self._n_unread,
                 n_since_plain=self._n_since_plain,

@@ -53,7 +53,7 @@ class Alphabet:
         (ask,) = asks
         assert len(ask.tokens) <= self.context_size
         self.asked.append(len(ask.tokens))
-        following = (ask.tokens[-ask.n :] + 1) % 5
+        following = (ask.tokens[len(ask.tokens) - ask.n :] + 1) % 5
         return [np.eye(5, dtype=np.float32)[following] * 9]
 
 

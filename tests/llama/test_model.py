@@ -373,16 +373,15 @@ def test_return_codes_of_llama_decode(
 @pytest.mark.parametrize(
     ("asks", "says"),
     [
-        ([], "from 1 to 8 positions"),
+        ([], "at least one ask"),
         ([asked(5, lane=2)], "lanes below 2"),
         ([asked(5, lane=-1)], "lanes below 2"),
         ([asked(5), asked(6)], "distinct lanes"),
-        ([asked(5, n_scored=0)], "cannot score 0 of 5"),
         ([asked(5, n_scored=-1)], "cannot score -1 of 5"),
         ([asked(5, n_scored=6)], "cannot score 6 of 5"),
         ([asked(0)], "cannot score 1 of 0"),
-        ([asked(20, n_scored=9)], "from 1 to 8 positions"),
-        ([asked(20, n_scored=4), asked(20, 1, lane=1, n_scored=5)], "from 1 to 8 positions"),
+        ([asked(20, n_scored=9)], "at most 8 positions"),
+        ([asked(20, n_scored=4), asked(20, 1, lane=1, n_scored=5)], "at most 8 positions"),
         ([asked(513)], "513 tokens in a context of 512"),
         ([Ask(0, tokens(5, 288), 1)], "below 288"),
         ([Ask(0, tokens(5, -1), 1)], "below 288"),
@@ -452,3 +451,16 @@ def test_repacking_is_optional(opened: OpenModel) -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="threads must be"):
         ModelOptions(threads=0)
+
+
+def test_reading_alone_scores_nothing_and_what_is_remembered_is_not_read_again(
+    opened: OpenModel, evaluated: Count
+) -> None:
+    model = opened()
+    tokens = np.arange(1, 41, dtype=np.int32)
+    assert model.logits([Ask(0, tokens[:30], 0)])[0].shape == (0, model.vocabulary_size)
+    model.logits([Ask(0, tokens[:30], 0)])
+    model.logits([Ask(0, tokens[:20], 0)])
+    assert len(evaluated.nodes) == 30
+    model.logits([Ask(0, tokens, 2)])
+    assert len(evaluated.nodes) == 50
