@@ -22,10 +22,10 @@ from pathlib import Path
 
 import click
 import yaml
-from llama_cpp_arms import LlamaCpp
 from rich.console import Console
 from rich.table import Table
 
+from llama_cpp_arms import LlamaCpp
 from llamaspec import (
     Completion,
     FixedLength,
@@ -37,7 +37,7 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
-from llamaspec.app.curves import stored_curve
+from llamaspec.app.policy import make_policy
 from llamaspec.app.terminal import SlowProgress
 from llamaspec.protocols import LengthPolicy
 from llamaspec.rules.lengths import AutoLength
@@ -131,7 +131,7 @@ def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], Length
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    arms["auto"] = lambda: AutoLength(stored_curve(pair))
+    arms["auto"] = lambda: make_policy(pair, {"draft_length": None, "exact": False})
     return arms
 
 
