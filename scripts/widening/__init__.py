@@ -1,0 +1,1 @@
+"""Exact widening of Llama models: the parts behind scripts/widen_gguf.py."""

@@ -1,0 +1,210 @@
+"""The arithmetic of widening: every tensor of the wide model as a function of the source.
+
+Widening by r repeats every hidden unit r times. With W' = tile(W, (r, r)) a product grows by r; here the
+norms (always float32) give the factor back, and the hidden state is r times as large, which a norm does not
+see. So no matrix is ever divided: its numbers are the source's own, and it quantises to the same blocks.
+
+Padding tokens need a score that is low in *every* context, but a Llama has no bias. A spare hidden unit
+serves as one: every embedding sets it to c, no layer reads or writes it, so only the mean of squares
+notices, by c²/n. RMS norms add an epsilon of the very same kind, and give up as much: the function stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from widening.source import Array, Source, UnsuitableFileError
+
+BLOCK = 256  # the largest quantisation block; the spare unit has one to itself
+GUARANTEED_RMS = 300.0  # up to this size of the last hidden state a padded token lies below all others
+SPARE_UNIT = 64.0  # its value behind the last norm, times the size of the hidden state
+
+RESIDUAL_WRITERS = ("attn_output", "ffn_down")
+
+
+@dataclass(frozen=True)
+class Widening:
+    """What to make of a source.
+
+    Raises
+    ------
+    ValueError
+        A number is out of range.
+    """
+
+    factor: int = 1  # how often every hidden unit is repeated
+    n_layers: int | None = None  # with identity layers up to this number
+    n_vocabulary: int | None = None  # with unused tokens up to this number
+    dtype: str = "F16"  # of the matrices: F16 or F32
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"the factor must be >= 1, got {self.factor}")
+        if self.dtype not in ("F16", "F32"):
+            raise ValueError(f"the type must be F16 or F32, got {self.dtype}")
+
+    @property
+    def label(self) -> str:
+        """A short name for files: x8-L16-V32768-F16."""
+        layers = f"-L{self.n_layers}" if self.n_layers else ""
+        vocabulary = f"-V{self.n_vocabulary}" if self.n_vocabulary else ""
+        return f"x{self.factor}{layers}{vocabulary}-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Spare:
+    """The hidden units behind the repeated ones; the last of them is the constant one."""
+
+    n_units: int
+    constant: float  # c, what every embedding puts there
+    norm_weight: float  # of the last norm for it
+    penalty: float  # what a padded token's output row holds there
+
+    @classmethod
+    def for_source(cls, source: Source, factor: int) -> Spare:
+        """Spend half of the epsilon's share, rounded down to a power of two that every type can hold."""
+        width = source.sizes.width * factor
+        n_units = -width % BLOCK + BLOCK
+        budget = source.sizes.epsilon * factor**2 * width
+        if not 1e-9 < budget < 1e6:
+            raise UnsuitableFileError(f"{source.path} has an RMS epsilon without room for padded tokens")
+        constant = float(2.0 ** np.floor(np.log2(np.sqrt(budget / 2))))
+        shrink = np.sqrt(width / (width + n_units))
+        return cls(
+            n_units=n_units,
+            constant=constant,
+            norm_weight=float(SPARE_UNIT * factor * shrink / constant),
+            penalty=-_largest_score(source) * GUARANTEED_RMS / SPARE_UNIT,
+        )
+
+
+def _largest_score(source: Source) -> float:
+    """What no real token's score can exceed in size, whatever the context (Cauchy and Schwarz)."""
+    name = "output.weight" if source.has("output.weight") else "token_embd.weight"
+    rows = source.weight(name) * source.weight("output_norm.weight")
+    return float(np.sqrt(np.square(rows).sum(axis=1).max() * source.sizes.width))
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of the wide model, before it is computed."""
+
+    name: str
+    shape: tuple[int, ...]
+    origin: str  # the source's tensor
+    silent: bool = False  # a layer that adds nothing: all zeros
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it takes the type of the file; vectors stay float32."""
+        return len(self.shape) == 2
+
+
+class Plan:
+    """A source, what to make of it, and every tensor that results.
+
+    Raises
+    ------
+    UnsuitableFileError
+        The source has more layers or tokens than asked for.
+    """
+
+    def __init__(self, source: Source, widening: Widening) -> None:
+        sizes = source.sizes
+        self.source, self.widening = source, widening
+        self.n_layers = widening.n_layers or sizes.n_layers
+        self.n_vocabulary = widening.n_vocabulary or sizes.n_vocabulary
+        if self.n_layers < sizes.n_layers:
+            raise UnsuitableFileError(
+                f"{source.path} has {sizes.n_layers} layers already, more than {self.n_layers}"
+            )
+        if self.n_vocabulary < sizes.n_vocabulary:
+            raise UnsuitableFileError(
+                f"{source.path} has {sizes.n_vocabulary} tokens already, more than {self.n_vocabulary}"
+            )
+        pads = self.n_vocabulary > sizes.n_vocabulary
+        self.spare = Spare.for_source(source, widening.factor) if pads else None
+
+    @property
+    def width(self) -> int:
+        """The width of the hidden state."""
+        n_spare = self.spare.n_units if self.spare else 0
+        return self.source.sizes.width * self.widening.factor + n_spare
+
+    @property
+    def epsilon(self) -> float:
+        """What every RMS norm adds to the mean of squares."""
+        factor, sizes = self.widening.factor, self.source.sizes
+        budget = sizes.epsilon * factor**2 * sizes.width * factor
+        return (budget - self.spare.constant**2 if self.spare else budget) / self.width
+
+    def targets(self) -> Iterator[Target]:
+        """Every tensor of the wide model, in the order of the file."""
+        vocabulary = (self.n_vocabulary, self.width)
+        output = "output.weight" if self.source.has("output.weight") else "token_embd.weight"
+        yield Target("token_embd.weight", vocabulary, "token_embd.weight")
+        yield Target("output.weight", vocabulary, output)
+        yield Target("output_norm.weight", (self.width,), "output_norm.weight")
+        if self.source.has("rope_freqs.weight"):
+            shape = self.source.weight("rope_freqs.weight").shape
+            yield Target("rope_freqs.weight", shape, "rope_freqs.weight")
+        for layer in range(self.n_layers):
+            yield from self._layer(layer)
+
+    def _layer(self, layer: int) -> Iterator[Target]:
+        origin = f"blk.{layer % self.source.sizes.n_layers}."
+        for name in self.source.tensors:
+            if name.startswith(origin):
+                part = name.removeprefix(origin)
+                silent = layer >= self.source.sizes.n_layers and part.startswith(RESIDUAL_WRITERS)
+                yield Target(f"blk.{layer}.{part}", self._shape(part, name), name, silent)
+
+    def _shape(self, part: str, origin: str) -> tuple[int, ...]:
+        """The shape of a layer's tensor: repeated, and with room for the spare units."""
+        factor, width = self.widening.factor, self.width
+        sizes = [int(n) * factor for n in reversed(self.source.tensors[origin].shape)]  # GGUF: n_in first
+        if part.startswith(RESIDUAL_WRITERS) or "norm" in part:
+            sizes[0] = width
+        elif len(sizes) == 2:
+            sizes[1] = width
+        return tuple(sizes)
+
+    def compute(self, target: Target) -> Array:
+        """The numbers of one tensor, float32 [target.shape]."""
+        out = np.zeros(target.shape, dtype=np.float32)
+        if target.silent:
+            return out
+        weight, factor = self.source.weight(target.origin), self.widening.factor
+        if target.name == "rope_freqs.weight":
+            return weight
+        if target.name in ("token_embd.weight", "output.weight"):
+            self._fill_vocabulary(target.name, weight, out)
+        elif "norm" in target.name:
+            self._fill_norm(target.name, weight, out)
+        else:
+            wide = np.tile(weight, (factor,) * weight.ndim)
+            if wide.ndim == 1 and any(name in target.name for name in RESIDUAL_WRITERS):
+                wide *= factor  # a bias is added to a hidden state that is so many times larger
+            out[tuple(slice(n) for n in wide.shape)] = wide
+        return out
+
+    def _fill_vocabulary(self, name: str, weight: Array, out: Array) -> None:
+        factor, (n, width) = self.widening.factor, weight.shape
+        for i in range(factor):
+            out[:n, i * width : (i + 1) * width] = weight
+        if name == "token_embd.weight":
+            out *= np.float32(factor)
+            if self.spare:
+                out[:, -1] = self.spare.constant
+        elif self.spare:
+            out[n:, -1] = self.spare.penalty
+
+    def _fill_norm(self, name: str, weight: Array, out: Array) -> None:
+        n = len(weight) * self.widening.factor
+        scale = np.sqrt(n / self.width) / self.widening.factor
+        out[:n] = np.tile(weight, self.widening.factor).astype(np.float64) * scale
+        if self.spare and name == "output_norm.weight":
+            out[-1] = self.spare.norm_weight
