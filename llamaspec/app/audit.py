@@ -15,6 +15,7 @@ from typing import Any
 import click
 import numpy as np
 
+from llamaspec.app.measure import logit_differences
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
@@ -139,16 +140,11 @@ def _forks(
 def _width_differences(pair: Pair, prompt: TokenArray, guessed: Completion) -> dict[int, float]:
     """Largest logit difference of each width against width 1, at the beginning of the text."""
     widest = min(16, len(guessed.tokens))
+    if widest < 2:
+        return {}
     path = np.concatenate([prompt, np.array(guessed.tokens[:widest], dtype=np.int32)])
     pair.target.forget()
-    singles = [
-        pair.target.logits([Ask(0, path[: len(prompt) + i + 1], 1)])[0][0].copy() for i in range(widest)
-    ]
-    differences = {}
-    for width in range(2, widest + 1):
-        rows = pair.target.logits([Ask(0, path[: len(prompt) + width], width)])[0]
-        differences[width] = float(np.abs(rows - np.array(singles[:width])).max())
-    return differences
+    return logit_differences(pair.target, path, tuple(range(2, widest + 1)))
 
 
 def _text(pair: Pair, token: int) -> str:

@@ -10,6 +10,7 @@ import click
 from llamaspec.app.audit import audit
 from llamaspec.app.compare import compare
 from llamaspec.app.generate import generate
+from llamaspec.app.probe import probe
 from llamaspec.errors import LlamaspecError
 
 EXIT_ERROR = 1
@@ -62,3 +63,4 @@ def main() -> None:
 main.add_command(generate)
 main.add_command(compare)
 main.add_command(audit)
+main.add_command(probe)

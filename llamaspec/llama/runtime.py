@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
@@ -110,6 +111,14 @@ def repacking_is_safe() -> bool:
     (ggml-org/llama.cpp#20824); without AMX they are sound.
     """
     return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+
+
+@functools.cache
+def backend_description() -> str:
+    """The build of llama.cpp and what it computes on, in one line."""
+    start()
+    features = lib.llama_print_system_info().decode("utf-8", errors="replace")
+    return f"llama-cpp-python {version('llama-cpp-python')}, GPU offload {can_offload()}, {features}"
 
 
 def can_offload() -> bool:

@@ -65,7 +65,7 @@ def decide(now: Situation) -> Plan:
         return Plan()
     hoped = best_plan(prices, chances.bound(BOLDNESS), limit).tokens_per_second * now.bonus * plain
     if (hoped - 1.0) * HORIZON <= (catch_up / plain if now.n_unread > 1 else 0.0):
-        return _try(now, stakes, limit, catch_up) if now.may_try else Plan()
+        return _try(now, limit, catch_up) if now.may_try else Plan()
     if hoped < NARROW and now.n_since_plain >= CHECK_EVERY:
         return Plan()
     best = best_plan(prices, chances.ahead, prices.longest)
@@ -85,25 +85,20 @@ def _stakes(now: Situation, catch_up: float) -> list[float]:
     return [(base + n * step + dear[n]) / plain - accepted[n] for n in range(prices.longest + 1)]
 
 
-def _try(now: Situation, stakes: list[float], limit: int, catch_up: float) -> Plan:
+def _try(now: Situation, limit: int, catch_up: float) -> Plan:
     """Guess in order to learn: as many as teach most for what they cost, if luck could make it pay."""
     prices, plain = now.prices, now.prices.plain_seconds
     hope = now.chances.bound(HOPE)
     likely = expected_accepted(now.chances.ahead, limit)
     lucky = expected_accepted(hope, limit)
-    cheap = Prices(
-        now.costs.batch_seconds_with(-HOPE)[: prices.longest + 1], prices.step_seconds, prices.rest_seconds
-    )
+    cheap = _hopeful_prices(now)
     if best_plan(cheap, hope, prices.longest).tokens_per_second * plain <= 1.0:
         return Plan()
-    saves_up = best_plan(prices, now.chances.ahead, prices.longest).tokens_per_second * plain > 1.0
     best, n_best, loss_of_best = 0.0, 0, 0.0
     for n in range(1, limit + 1):
-        if saves_up and (1.0 + lucky[n]) * plain <= cheap.seconds(n):
-            continue  # more guesses would pay, only the room is short: this lesson would shorten it further
-        cost = (
-            catch_up + n * prices.step_seconds + prices.batch_seconds[n] - prices.batch_seconds[0]
-        ) / plain
+        if (1.0 + lucky[n]) * plain <= cheap.seconds(n):
+            continue  # only more guesses could pay: save the room for them
+        cost = (catch_up + prices.seconds(n)) / plain - 1.0
         loss = cost - likely[n]
         judged = 1.0 + lucky[n - 1]
         lesson = judged / max(cost - (likely[n] + lucky[n]) / 2, 0.1)
@@ -115,9 +110,7 @@ def _try(now: Situation, stakes: list[float], limit: int, catch_up: float) -> Pl
 def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int, float]:
     """A length that would be faster were its unmeasured width cheaper than believed, and its loss; or 0."""
     prices, chance = now.prices, now.chances.ahead
-    cheap = Prices(
-        now.costs.batch_seconds_with(-HOPE)[: prices.longest + 1], prices.step_seconds, prices.rest_seconds
-    )
+    cheap = _hopeful_prices(now)
     other = best_plan(cheap, chance, limit)
     n = other.n_guesses
     if n == best.n_guesses or other.tokens_per_second <= WORTH_A_LOOK * best.tokens_per_second:

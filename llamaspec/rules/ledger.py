@@ -15,7 +15,7 @@ FREE_TOKENS = 64
 EXPLORE = 1.3  # plain tokens that tries may lose at first
 EXPLORE_RATE = 0.015  # and more for every token
 EXPLORE_SHARE = 0.25  # and this part of what guessing has won
-DOUBT = 1.0  # standard deviations of a plain token's time that the gain must do without
+DOUBT = 0.7  # standard deviations of a plain token's time that the gain must do without
 FOLD = 32  # rounds booked at today's price of a plain token; older ones keep the price of their day
 
 

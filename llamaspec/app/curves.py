@@ -1,0 +1,93 @@
+"""Keeps what the probe found, in the user's cache folder, for the same pair on the same machine.
+
+A file that is damaged, or of another version, counts as none: the probe can always be run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from llamaspec.app.measure import Probe, Timing, WidthTiming
+from llamaspec.app.pair import Pair
+from llamaspec.errors import LlamaspecError
+from llamaspec.llama import runtime
+from llamaspec.llama.model import LlamaModel
+
+FORMAT = 1
+HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
+
+
+def stored(pair: Pair) -> Probe | None:
+    """What was found for this pair on this machine, or None."""
+    try:
+        found = json.loads(_path(pair).read_text(encoding="utf-8"))
+        return _probe(found["probe"]) if found["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(pair: Pair, probe: Probe) -> Path:
+    """Keep a probe.
+
+    Raises
+    ------
+    LlamaspecError
+        The cache folder cannot be written.
+    """
+    path = _path(pair)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"format": FORMAT, "probe": asdict(probe)}), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
+        ) from error
+    return path
+
+
+def forget(pair: Pair) -> bool:
+    """Drop what is kept; answers whether there was anything."""
+    path = _path(pair)
+    existed = path.exists()
+    path.unlink(missing_ok=True)
+    return existed
+
+
+def _path(pair: Pair) -> Path:
+    folder = os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False)
+    models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
+    key = json.dumps([*models, runtime.backend_description(), platform.node()])
+    return Path(folder) / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _model_key(model: LlamaModel) -> list[object]:
+    """What tells a model file and the way it is loaded from others."""
+    with model.path.open("rb") as file:
+        beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+    options = model.options
+    placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
+    memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
+    return [model.path.stat().st_size, beginning, *placement, *memory]
+
+
+def _probe(found: dict[str, object]) -> Probe:
+    widths = [
+        WidthTiming(w["width"], tuple(Timing(**t) for t in w["timings"]), w["logit_difference"])
+        for w in found["widths"]  # type: ignore[attr-defined]
+    ]
+    step = found["draft_step"]
+    return Probe(
+        depths=tuple(found["depths"]),  # type: ignore[arg-type]
+        widths=tuple(widths),
+        draft_step=Timing(**step) if step else None,  # type: ignore[arg-type]
+        sampling_seconds=float(found["sampling_seconds"]),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,125 @@
+"""`llamaspec probe`: what it measures, keeps and says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from command import generate, invoke, naming
+from llamaspec import LlamaModel, open_pair
+from llamaspec.app import curves
+from llamaspec.app.measure import Effort, exact_widths, measure
+from llamaspec.app.probe import Dip, dips, knee, verdict
+from llamaspec.values import Ask, CostCurve, Logits
+
+FOURS = CostCurve((1, 2, 3, 4, 5), (1.0, 1.6, 2.2, 1.8, 2.6), 0.05)
+STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
+FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)
+
+
+@pytest.fixture
+def models(
+    target_file: Path, draft_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))
+    return [target_file, draft_file]
+
+
+def test_what_the_curve_says() -> None:
+    assert dips(FOURS) == [Dip(3, 4)]
+    assert dips(FLAT) == []
+    assert [knee(curve) for curve in (STEEP, FLAT)] == [1, 4]
+    assert verdict(STEEP).endswith("at any acceptance")
+    assert verdict(FLAT).endswith("below an acceptance of 0.10")  # 1 + a > 1.05 + 0.05
+
+
+def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path]) -> None:
+    found = invoke("probe", *naming(models), "--quick", "--json").json
+    assert [row["width"] for row in found["widths"]][:4] == [1, 2, 3, 4]
+    assert all(len(row["timings"]) == len(found["depths"]) == 2 for row in found["widths"])
+    assert all(t["low"] <= t["median"] <= t["high"] for row in found["widths"] for t in row["timings"])
+    assert found["widths"][0]["logit_difference"] == 0
+    assert found["identical_widths"][0] == 1
+    assert found["draft_step"]["median"] > 0
+    assert set(found["best_fixed_length"]) == {"0.5", "0.6", "0.7", "0.8", "0.9", "0.95"}
+    assert "guessing does not pay" in found["verdict"]
+
+
+def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None:
+    options = naming(models)
+    assert "without --show" in invoke("probe", *options, "--show").stderr
+    first = invoke("probe", *options, "--quick", "--json").json
+    assert invoke("probe", *options, "--show", "--json").json == first
+    assert (
+        "without --show" in invoke("probe", *options, "--threads", "2", "--show").stderr
+    )  # another machine's
+    assert invoke("probe", *options, "--forget").code == 0
+    assert "without --show" in invoke("probe", *options, "--show").stderr
+
+
+def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> None:
+    invoke("probe", *naming(models), "--quick")
+    (kept,) = (tmp_path / "curves").iterdir()
+    for damage in ("", "{", "[]", '{"format": 1}', '{"format": 0, "probe": {}}'):
+        kept.write_text(damage)
+        assert generate("-n", "5", "hello", models=models).code == 0
+        assert "without --show" in invoke("probe", *naming(models), "--show").stderr
+
+
+def test_the_table_the_rows_and_the_picture(models: list[Path], tmp_path: Path) -> None:
+    answer = invoke("probe", *naming(models), "--quick")
+    assert answer.stdout.splitlines()[0].startswith("positions")
+    assert "guessing does not pay" in answer.stdout.splitlines()[-1]
+    rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()
+    assert rows[0] == "width,depth,median_seconds,low_seconds,high_seconds,logit_difference"
+    assert len(rows) > 10
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.svg"
+    assert invoke("probe", *naming(models), "--show", "--plot", str(picture)).code == 0
+    assert "<svg" in picture.read_text()
+    answer = invoke("probe", *naming(models), "--show", "--plot", str(tmp_path / "no" / "curve.png"))
+    assert answer.code == 1
+    assert "cannot draw" in answer.stderr
+
+
+def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:
+    with open_pair(*models) as pair:
+        ticks = itertools.count()
+        effort = Effort(widths=(1, 2), depths=(8,), most_turns=50, seconds=1.0)
+        probe = measure(pair, effort, clock=lambda: float(next(ticks)))
+    assert all(row.timings[0].median == 1 for row in probe.widths)
+    assert next(ticks) < 200
+
+
+def test_widths_that_round_otherwise_are_not_exact(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = LlamaModel.logits
+
+    def biased(self: LlamaModel, asks: list[Ask]) -> list[Logits]:
+        return [
+            answer + (1e-3 if ask.n > 4 else 0) for ask, answer in zip(asks, honest(self, asks), strict=True)
+        ]
+
+    monkeypatch.setattr(LlamaModel, "logits", biased)
+    with open_pair(*models) as pair:
+        assert max(exact_widths(pair)) <= 4
+
+
+def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.app.policy.exact_widths", lambda pair: frozenset({1, 3}))
+    asked: list[int] = []
+    honest = LlamaModel.logits
+
+    def noted(self: LlamaModel, asks: list[Ask]) -> list[Logits]:
+        if self.path == models[0]:
+            asked.extend(ask.n for ask in asks)
+        return honest(self, asks)
+
+    monkeypatch.setattr(LlamaModel, "logits", noted)
+    answer = generate("-n", "80", "--seed", "1", "--exact", "--json", "hello", models=models)
+    assert answer.code == 0
+    assert set(asked) <= {0, 1, 3}
+    assert curves.FORMAT == 1
