@@ -36,7 +36,7 @@ class PlainLlama:
         n_ctx: int = 512,
         n_sequences: int = 1,
         n_snapshots: int = 0,
-        n_threads: int = 2,
+        n_threads: int = 1,
         full_window: bool = False,
     ) -> None:
         lib.llama_backend_init()
@@ -121,7 +121,7 @@ class PlainLlama:
 
     def tokenize(self, text: bytes) -> list[int]:
         """Token ids of a text, with the special tokens that the model wants around it."""
-        room = len(text) + 8
+        room = 3 * len(text) + 8  # every invalid byte becomes a character of three
         tokens = (lib.llama_token * room)()
         n = lib.llama_tokenize(self.vocabulary, text, len(text), tokens, room, True, False)
         return list(tokens[:n])

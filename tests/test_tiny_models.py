@@ -69,7 +69,7 @@ def test_noise_sets_how_often_a_draft_agrees(tmp_path: Path) -> None:
 
 
 def test_a_likely_end_comes_and_an_impossible_one_does_not(tmp_path: Path) -> None:
-    recipe = tiny.Recipe(end_score=7)
+    recipe = tiny.Recipe(end_score=12)
     with PlainLlama(tiny.write_llama(tmp_path / "ends.gguf", recipe)) as model:
         assert BYTES.eos in model.greedy(model.tokenize(TEXT), 40)
     with PlainLlama(tiny.write_llama(tmp_path / "endless.gguf")) as model:
@@ -85,8 +85,8 @@ def test_byte_level_text_comes_back_and_characters_are_split(tmp_path: Path) -> 
     assert tokens[0] == BYTES.bos
     assert b"".join(pieces) == TEXT
     assert "é".encode() in pieces  # one merge makes it whole
-    assert b"\xe2" in pieces and b"\xf0" in pieces  # the first bytes of € and of the llama stand alone
-    assert b" the" not in pieces and b" and" in pieces
+    assert {b"\xe2", b"\xf0"} < set(pieces)  # the first bytes of € and of the llama stand alone
+    assert {b" the", b" and"} < set(pieces)  # merges of merges
     assert len(raw) > 128  # invalid UTF-8 does not abort the process
 
 
@@ -97,7 +97,7 @@ def test_sentencepiece_text_comes_back_behind_a_space(tmp_path: Path) -> None:
         pieces = [model.piece(token) for token in tokens]
     assert tokens[0] == recipe.vocabulary.bos
     assert b"".join(pieces) == b" " + TEXT
-    assert b"\xe2" in pieces and "é".encode() in pieces
+    assert {b"\xe2", "é".encode()} < set(pieces)
 
 
 def test_vocabularies_can_differ_in_one_token_or_in_length(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Random models of every memory kind, written in milliseconds, so that tests meet the real llama.cpp.
 
-The one idea: weights are a function of (seed, tensor name). The same recipe gives the same bytes; a recipe
-with noise gives a draft that agrees with its target as often as a test wants; fewer layers give its first ones.
+The one idea: weights are a function of (seed, tensor name). The same recipe gives the same bytes; with noise
+it gives a draft that agrees with its target as often as a test wants; with fewer layers, the first of them.
 Unit 0 of the hidden state is the same for every context; only the end token's score reads it.
 
 It does not know llamaspec. test_tiny_models.py proves that llama.cpp loads and runs every kind.
@@ -83,7 +83,7 @@ class _Weights:
         noise = self.recipe.noise
         values = self._draw(name, shape, 0)
         if noise:
-            values = (values + noise * self._draw(name, shape, 1)) / np.float32(np.hypot(1, noise))
+            values = (values + np.float32(noise) * self._draw(name, shape, 1)) * np.float32(1 / np.hypot(1, noise))
         self.tensors[name] = values * np.float32(deviation)
         return self.tensors[name]
 
