@@ -22,7 +22,7 @@ PYTHON_READY := $(VENV)/.python-ready
 LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 
-.PHONY: help run test check bench docs format clean rebuild
+.PHONY: help run test check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make check   style, types, floors, docs in step with the commands"
 	@echo "make bench   measure                            (ARGS='--help')"
+	@echo "make demo    probe and compare on a target of real cost, made from the embedded one"
 	@echo "make docs    write docs/commands.md anew"
 	@echo "make format  lay the code out as make check wants it"
 	@echo "make clean   remove the virtual environment and all caches"
@@ -49,6 +50,13 @@ check: $(PROJECT_READY)
 
 bench: $(PROJECT_READY)
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+# The claim, seen on a target of real cost: the embedded one, widened to 0.55 billion parameters.
+WIDE := build/models/target-x8-L10-Q4_0.gguf
+demo: $(PROJECT_READY)
+	$(BIN)/python scripts/widen_gguf.py --factor 8 --layers 10 --quantize Q4_0
+	$(BIN)/llamaspec probe --quick --target $(WIDE) --draft llamaspec/demo/draft.gguf
+	$(BIN)/llamaspec compare --target $(WIDE) --draft llamaspec/demo/draft.gguf -t 0 -n 128 -r 3
 
 docs: $(PROJECT_READY)
 	$(BIN)/python scripts/write_command_docs.py
