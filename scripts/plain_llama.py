@@ -1,12 +1,13 @@
 """llama.cpp with as little around it as possible: one sequence, scores of every position.
 
 The reference that faster code is compared with, and the reader of files that scripts write. It remembers
-only what it was last told, it shares no code with llamaspec, and it is slow on purpose.
+only what it was last told, shares nothing with llamaspec but the start of llama.cpp, and is slow on purpose.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,9 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 
-Logits = npt.NDArray[np.float32]  # [n, V]
+from llamaspec.llama import runtime
 
-_SILENCE = lib.llama_log_callback(lambda level, text, data: None)  # llama.cpp keeps a pointer to it
+Logits = npt.NDArray[np.float32]  # [n, V]
 
 
 class PlainLlama:
@@ -39,11 +40,13 @@ class PlainLlama:
         n_threads: int = 1,
         full_window: bool = False,
     ) -> None:
-        lib.llama_backend_init()
-        lib.llama_log_set(_SILENCE, ctypes.c_void_p())
-        self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        runtime.start()
+        runtime.clear_errors()
+        loading = lib.llama_model_default_params()
+        loading.use_extra_bufts = runtime.repacking_is_safe()
+        self.model = lib.llama_model_load_from_file(os.fsencode(path), loading)
         if not self.model:
-            raise ValueError(f"llama.cpp cannot load {path}")
+            raise ValueError(f"llama.cpp cannot load {path}: {runtime.last_error()}")
         options = lib.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = n_ctx
         options.n_seq_max = n_sequences

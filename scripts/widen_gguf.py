@@ -1,51 +1,56 @@
 """Make a small Llama GGUF as costly as a large one, without changing what it says.
 
-    python scripts/widen_gguf.py                                    # the embedded target, 8 times as wide
-    python scripts/widen_gguf.py small.gguf --factor 4 --layers 16 --quantize Q4_0 --quantize Q8_0
-
 Repeating every hidden unit r times gives the same function at r² the cost; layers that add nothing and
 tokens that are never said cost more still. So the gain of guessing can be measured without a download, on
 a target whose cost is real. State plainly wherever you show figures that the target is widened.
-Prints the files it wrote, one a line.
+
+It prints the files it wrote, one a line; a file that is newer than its source is not written again.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import click
-import llama_cpp.llama_cpp as lib
-import numpy as np
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamaspec import demo_target
 from llamaspec.app.terminal import stderr_console
-from llamaspec.llama import runtime
-from plain_llama import PlainLlama
+from widening.compare import compare
 from widening.plan import Plan, Widening
+from widening.quantize import FILE_TYPES, quantize
 from widening.source import Source, UnsuitableFileError
-from widening.write import write
+from widening.write import n_bytes_of, write
 
-FILE_TYPES = {
-    "Q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "Q4_K_M": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
-CHECKS = (b"def read_lines(path):\n", b"import os\n", b"Return a new array")
-N_CHECKED = 64  # greedy tokens compared for each of them
+CHECKS = (b"def read_lines(path):\n", b"import os\n", b"class Node:\n    def __init__(self", b"Return a new")
+N_CHECKED = 64  # greedy tokens behind each of them
+EXAMPLES = """\b
+Examples:
+  python scripts/widen_gguf.py --check
+  python scripts/widen_gguf.py --layers 16 --quantize Q4_0 --quantize Q8_0
+  python scripts/widen_gguf.py small.gguf --factor 4 --vocabulary 131072 --folder /tmp
+
+\b
+The first makes the embedded target 8 times as wide: 50 times the weights."""
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=__doc__, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=Path, default=demo_target())
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
 @click.option("--layers", type=int, help="With layers that add nothing, up to this number.")
 @click.option("--vocabulary", type=int, help="With tokens that are never said, up to this number.")
-@click.option("--dtype", type=click.Choice(["F16", "F32"]), default="F16", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["F16", "F32"]), default="F16", show_default=True, help="Of the matrices."
+)
 @click.option("--quantize", "kinds", type=click.Choice(list(FILE_TYPES)), multiple=True, help="Also so.")
-@click.option("--folder", type=Path, default=Path("build/models"), show_default=True)
-@click.option("--check", is_flag=True, help="Compare greedy texts with the source's.")
+@click.option("--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files.")
+@click.option(
+    "--check", is_flag=True, help="Compare greedy texts; fail if the wide floats say something else."
+)
+@click.option("--threads", type=int, default=os.cpu_count() or 1, help="For --quantize and --check.")
 def main(
     source: Path,
     factor: int,
@@ -55,6 +60,7 @@ def main(
     kinds: tuple[str, ...],
     folder: Path,
     check: bool,
+    threads: int,
 ) -> None:
     """Widen SOURCE, by default the embedded target."""
     try:
@@ -62,10 +68,11 @@ def main(
         wide = folder / f"{source.stem}-{plan.widening.label}.gguf"
         _widen(plan, wide)
         print(wide)
-        for kind in kinds:
-            print(quantize(wide, kind))
-        if check:
-            _check(source, wide)
+        quantized = [quantize(wide, kind, threads) for kind in kinds]
+        for path in quantized:
+            print(path)
+        if check and not _check(plan.source, [wide, *quantized], threads):
+            sys.exit(f"widen_gguf: {wide} does not say what {source} says")
     except (UnsuitableFileError, ValueError, OSError) as error:
         sys.exit(f"widen_gguf: {error}")
 
@@ -74,44 +81,29 @@ def _widen(plan: Plan, path: Path) -> None:
     """Write the wide file unless it is there and newer than its source."""
     if path.exists() and path.stat().st_mtime > plan.source.path.stat().st_mtime:
         return
-    n_tensors = sum(1 for _ in plan.targets())
-    with Progress(console=stderr_console(), transient=True) as progress:
-        task = progress.add_task("widening", total=n_tensors)
-        write(plan, path, lambda _name, _n_bytes: progress.advance(task))
+    n_bytes = sum(n_bytes_of(plan, target) for target in plan.targets())
+    columns = (TextColumn("widening"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+        task = progress.add_task("widening", total=n_bytes)
+        write(plan, path, lambda _name, n: progress.advance(task, n))
 
 
-def quantize(path: Path, kind: str) -> Path:
-    """Quantise a float file with llama.cpp's own routine, unless that is done already.
+def _check(source: Source, paths: list[Path], n_threads: int) -> bool:
+    """Report on each file; whether the first, the floats, agrees with the source's numbers.
 
-    Raises
-    ------
-    OSError
-        llama.cpp refuses.
+    Kernels for quantised weights round the activations too. That alone moves a score by a tenth, so the
+    floats are compared with the source as floats, and quantised files, for information, with the source.
     """
-    name = path.stem.removesuffix("-F16").removesuffix("-F32")
-    quantized = path.with_name(f"{name}-{kind}.gguf")
-    if quantized.exists() and quantized.stat().st_mtime > path.stat().st_mtime:
-        return quantized
-    parameters = lib.llama_model_quantize_default_params()
-    parameters.ftype = FILE_TYPES[kind]
-    runtime.start()  # which also silences llama.cpp's log
-    if lib.llama_model_quantize(os.fsencode(path), os.fsencode(quantized), parameters):
-        raise OSError(f"llama.cpp cannot quantise {path} to {kind}")
-    return quantized
-
-
-def _check(source: Path, wide: Path) -> None:
-    """Say where the greedy texts of two files first differ, and how close the choice was."""
-    with PlainLlama(source) as narrow, PlainLlama(wide) as wider:
-        for prompt in CHECKS:
-            tokens = narrow.tokenize(prompt)
-            a, b = narrow.greedy(tokens, N_CHECKED), wider.greedy(tokens, N_CHECKED)
-            same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_CHECKED)
-            told = f"the same {N_CHECKED} tokens"
-            if same < N_CHECKED:
-                best = np.sort(narrow.logits([*tokens, *a[:same]])[-1])[-2:]
-                told = f"differs at token {same}, where the two best lie {best[1] - best[0]:.4f} apart"
-            print(f"{prompt.decode()!r}: {told}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        floats = source.path
+        if source.is_quantized:
+            floats = Path(folder) / "floats.gguf"
+            write(Plan(source, Widening(dtype="F32")), floats, lambda _name, _n_bytes: None)
+        found = compare(floats, paths[0], CHECKS, N_CHECKED, n_threads)
+        print(f"{paths[0].name}: {found}", file=sys.stderr)
+    for path in paths[1:]:
+        print(f"{path.name}: {compare(source.path, path, CHECKS, N_CHECKED, n_threads)}", file=sys.stderr)
+    return found.holds
 
 
 if __name__ == "__main__":

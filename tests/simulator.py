@@ -117,7 +117,8 @@ def play(policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0
         position += accepted + 1
         seconds += drafting + verifying + machine.rest_seconds
         run.append((position, seconds, plain, n))
-    return Run(*(tuple(column) for column in zip(*run, strict=True)))  # type: ignore[arg-type]
+    positions, times, plain_times, lengths = zip(*run, strict=True)
+    return Run(positions, times, plain_times, lengths)
 
 
 def _propose(policy: LengthPolicy, passage: Passage, position: int) -> Draft:
@@ -136,9 +137,9 @@ def table(seconds: dict[int, float]) -> Array:
     widths, times = np.array(list(seconds)), np.array(list(seconds.values()))
     slope = max((times[-1] - times[-3]) / (widths[-1] - widths[-3]), times[-1] / widths[-1] / 2)
     every = np.arange(1, N_WIDTHS + 1)
-    return np.where(
-        every <= widths[-1], np.interp(every, widths, times), times[-1] + slope * (every - widths[-1])
-    )
+    beyond = times[-1] + slope * np.maximum(every - widths[-1], 0)
+    costs: Array = np.interp(every, widths, times) + beyond - times[-1]
+    return costs
 
 
 def passage(chances: Array, confidences: Array, seed: int) -> Passage:

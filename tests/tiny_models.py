@@ -83,7 +83,9 @@ class _Weights:
         noise = self.recipe.noise
         values = self._draw(name, shape, 0)
         if noise:
-            values = (values + np.float32(noise) * self._draw(name, shape, 1)) * np.float32(1 / np.hypot(1, noise))
+            values = (values + np.float32(noise) * self._draw(name, shape, 1)) * np.float32(
+                1 / np.hypot(1, noise)
+            )
         self.tensors[name] = values * np.float32(deviation)
         return self.tensors[name]
 

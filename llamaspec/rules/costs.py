@@ -11,7 +11,7 @@ Knows no model and no clock: seconds come with the rounds. tests/rules/test_cost
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import log, sqrt
+from math import exp, log, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,8 @@ OUTLIER = 2.5  # a timing further off than this many standard deviations is doub
 LASTING, CHANGE = 3, 0.3  # as many doubted timings in a row mean a change, of this size in logarithms
 UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
 FOREIGN = 4.0  # the first timing of a width that is further off drops the prior
-TRUSTED_AFTER = 200  # timings
+REPLAYED = 200  # timings kept for the day the prior is dropped
+SCALE = 0.4  # ... and so does a time of width 1 that is further off than this, in logarithms
 PAD = 0.96  # padding must save this much: a saving within the noise is none
 EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
 FREE_STEP = 1e-6  # seconds of a guess that costs nothing
@@ -56,7 +57,7 @@ class CostModel:
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
         self._strange = 0  # outliers in a row
-        self._has_prior = prior is not None  # until a timing contradicts it
+        self.has_prior = prior is not None  # until a timing contradicts it
         self._timings: list[tuple[int, float, float]] = []
         self._refresh()
 
@@ -87,6 +88,12 @@ class CostModel:
                 best = min(best, times[width - 1])
             batches[width - 1] = best
         return batches
+
+    @property
+    def hopeful_step_seconds(self) -> float:
+        """A draft step, one standard deviation cheaper than believed, next to width 1."""
+        c = self._covariance
+        return self.draft_step_seconds / exp(sqrt(max(float(c[-1, -1] + c[0, 0] - 2 * c[0, -1]), 0.0)))
 
     @property
     def plain_spread(self) -> float:
@@ -126,21 +133,20 @@ class CostModel:
     def _learn(self, i: int, value: float, noise: float) -> None:
         """Learn from a measurement of entry `i`; a prior that it contradicts is dropped.
 
-        Only the first timing of a width can contradict: later ones are set against what was measured here.
+        Only a first timing can contradict: later ones are set against what was measured here.
         """
         self.n_observed[i] += 1
-        if self._has_prior:
-            self._timings.append((i, value, noise))
-            spread = sqrt(float(self._covariance[i, i]) + noise)
-            is_foreign = abs(value - float(self._mean[i])) > FOREIGN * spread
-            if is_foreign and self.n_observed[i] == 1:
-                self._has_prior = False
+        if self.has_prior:
+            if len(self._timings) < REPLAYED:
+                self._timings.append((i, value, noise))
+            surprise = abs(value - float(self._mean[i]))
+            spread = SCALE if i == 0 else FOREIGN * sqrt(float(self._covariance[i, i]) + noise)
+            if self.n_observed[i] == 1 and surprise > spread:
+                self.has_prior = False
                 self._mean, self._covariance = _blank(self.n_widths)
                 for timing in self._timings:
                     self._condition(*timing)
                 return
-            if len(self._timings) >= TRUSTED_AFTER:
-                self._has_prior = False
         self._condition(i, value, noise)
 
     def _condition(self, i: int, value: float, noise: float) -> None:

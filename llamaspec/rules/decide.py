@@ -16,7 +16,6 @@ from llamaspec.rules.planning import FixedPlan, Prices, best_plan, expected_acce
 CAUTION = 2.0  # standard deviations by which a bet must be safe
 HOPE = 1.0  # standard deviations of luck for which a try is made
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
-BET = 0.6  # largest part of the room that one of the first rounds may stake
 HORIZON = 32  # tokens over which catching up must pay back
 NARROW, CHECK_EVERY = 1.08, 5  # a gain below NARROW is checked against a plain round every so many rounds
 WORTH_A_LOOK = 1.04  # a length is tried when it could be better than the best known by this factor
@@ -34,6 +33,9 @@ class Plan:
     model_rate: float | None = None  # tokens per second of the best fixed length, where guessing pays
 
 
+FIRST_GUESS = Plan(limit=1, guesses=True, thresholds=(2.0,))  # exactly one
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What the decision rests on."""
@@ -46,7 +48,6 @@ class Situation:
     n_unread: int  # tokens that the draft must read first
     n_since_plain: int  # rounds since the last one without guesses
     bonus: float  # what stopping early brings over a fixed length, as a factor
-    is_early: bool  # one of the first rounds with guesses
     is_first: bool  # no guess has been made yet
     may_try: bool  # the last try that failed is long enough ago
     may_look: bool  # it is time to think about other lengths
@@ -57,9 +58,11 @@ def decide(now: Situation) -> Plan:
     prices, chances = now.prices, now.chances
     plain = prices.plain_seconds
     catch_up = now.costs.catch_up_seconds(now.n_unread)
+    if now.is_first and not now.costs.has_prior and prices.longest:
+        return FIRST_GUESS  # nothing is known of guesses but what the first one tells
     stakes = _stakes(now, catch_up)
     limit = min(1, prices.longest) if now.is_first else prices.longest
-    while limit and stakes[limit] > now.room * (BET if limit > 1 and now.is_early else 1.0):
+    while limit and stakes[limit] > now.room:
         limit -= 1
     if not limit:
         return Plan()
@@ -121,6 +124,6 @@ def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int
 
 
 def _hopeful_prices(now: Situation) -> Prices:
-    """Prices if every width were cheaper than believed, most where least is known."""
+    """Prices if all were cheaper than believed, most where least is known."""
     batch = now.costs.batch_seconds_with(-HOPE)[: now.prices.longest + 1]
-    return Prices(batch, now.prices.step_seconds, now.prices.rest_seconds)
+    return Prices(batch, now.costs.hopeful_step_seconds, now.prices.rest_seconds)

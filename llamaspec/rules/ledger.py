@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROOM = 1.35  # plain tokens that may be lost at first: 2.1 % of 64 tokens
-ROOM_RATE = 0.018  # and more for every token after the first 64
+ROOM = 1.25  # plain tokens that may be lost at first: 2 % of 64 tokens
+ROOM_RATE = 0.015  # and more for every token after the first 64
 FREE_TOKENS = 64
 EXPLORE = 1.3  # plain tokens that tries may lose at first
 EXPLORE_RATE = 0.015  # and more for every token
 EXPLORE_SHARE = 0.25  # and this part of what guessing has won
-DOUBT = 0.7  # standard deviations of a plain token's time that the gain must do without
+DOUBT = 0.5  # standard deviations of a plain token's time that the gain must do without
 FOLD = 32  # rounds booked at today's price of a plain token; older ones keep the price of their day
 
 

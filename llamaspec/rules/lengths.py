@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from llamaspec.protocols import LengthPolicy
 from llamaspec.rules.calibration import Calibration
 from llamaspec.rules.costs import CostModel
-from llamaspec.rules.decide import Plan, Situation, decide
+from llamaspec.rules.decide import FIRST_GUESS, Plan, Situation, decide
 from llamaspec.rules.ledger import Ledger
 from llamaspec.rules.planning import Prices, break_even
 from llamaspec.rules.reasons import EDGES, ConfidenceBin, LengthCount, Reasons, Tally, WidthCost
@@ -23,7 +23,6 @@ from llamaspec.values import CostCurve, Draft, Round
 
 CALM = 0.006  # tries that fail become rarer until they cost this part of the time
 KEEP_TRYING = 0.25  # a try goes on while all its guesses stand with at least this chance
-EARLY_ROUNDS = 4  # rounds with guesses in which bets are small
 LOOK_EVERY = 4  # rounds between two thoughts about other lengths
 OUTLIER = 1.3  # a round is booked with at most this multiple of the time it should have taken
 BONUS_MEMORY, BONUS_MOST = 0.985, 1.25  # of what stopping early is worth
@@ -120,7 +119,7 @@ class AutoLength:
         self._unbooked: Round | None = None  # a first round, from before the cost of a plain one is known
         self._wait, self._n_since_try = 0.0, 0  # tokens
         self._bonus_made = self._bonus_expected = 60.0  # tokens: made, and expected of fixed lengths
-        self._plan = Plan(limit=1, guesses=True, thresholds=(2.0,)) if prior is None else Plan()
+        self._plan = FIRST_GUESS if prior is None else Plan()
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether one guess more is worth its time, or is made to learn."""
@@ -205,7 +204,6 @@ class AutoLength:
                 n_unread=self._n_unread,
                 n_since_plain=self._n_since_plain,
                 bonus=bonus,
-                is_early=self._n_guessed_rounds < EARLY_ROUNDS,
                 is_first=self._n_guessed_rounds == 0,
                 may_try=self._n_since_try >= self._wait,
                 may_look=self._n_rounds % LOOK_EVERY == 0,

@@ -21,6 +21,7 @@ from widening.source import Array, Source, UnsuitableFileError
 BLOCK = 256  # the largest quantisation block; the spare unit has one to itself
 GUARANTEED_RMS = 300.0  # up to this size of the last hidden state a padded token lies below all others
 SPARE_UNIT = 64.0  # its value behind the last norm, times the size of the hidden state
+LARGEST_HALF = 65504.0  # of float16
 
 RESIDUAL_WRITERS = ("attn_output", "ffn_down")
 
@@ -77,7 +78,7 @@ class Spare:
             n_units=n_units,
             constant=constant,
             norm_weight=float(SPARE_UNIT * factor * shrink / constant),
-            penalty=-_largest_score(source) * GUARANTEED_RMS / SPARE_UNIT,
+            penalty=max(-_largest_score(source) * GUARANTEED_RMS / SPARE_UNIT, -LARGEST_HALF),
         )
 
 

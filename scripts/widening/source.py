@@ -99,6 +99,11 @@ class Source:
             raise UnsuitableFileError(f"{self.path} has no single number as {key}, but {value!r}")
         return value
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any tensor is more than plain floats."""
+        return any(gguf.GGML_QUANT_SIZES[tensor.tensor_type][0] > 1 for tensor in self.tensors.values())
+
     def has(self, name: str) -> bool:
         """Whether the file holds a tensor of this name."""
         return name in self.tensors

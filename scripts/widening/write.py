@@ -5,6 +5,7 @@ The file appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,8 @@ def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
             continue
         value = changed.pop(key, None)
         value = field.contents() if value is None else value
+        if value == []:
+            continue  # the writer has no empty arrays
         kinds = field.types
         writer.add_key_value(key, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
     for key, value in changed.items():
@@ -116,10 +119,25 @@ def _changed(plan: Plan) -> dict[str, Any]:
     }
     if name := source.reader.get_field("general.name"):
         changed["general.name"] = f"{name.contents()} widened {plan.widening.label}"
-    n_more = plan.n_vocabulary - sizes.n_vocabulary
-    for key, filler in (("tokens", "<unused{}>"), ("scores", -1e4), ("token_type", UNUSED)):
-        field = source.reader.get_field(f"tokenizer.ggml.{key}")
-        if n_more and field is not None:
-            more = [filler.format(i) if isinstance(filler, str) else filler for i in range(n_more)]
-            changed[f"tokenizer.ggml.{key}"] = [*field.contents(), *more]
+    if plan.n_vocabulary > sizes.n_vocabulary:
+        changed.update(_padded_tokens(plan))
     return changed
+
+
+def _padded_tokens(plan: Plan) -> dict[str, Any]:
+    """The vocabulary's arrays, with unused tokens behind; llama.cpp aborts where two are spelt alike."""
+    n_more = plan.n_vocabulary - plan.source.sizes.n_vocabulary
+    padded: dict[str, Any] = {}
+    for key in ("tokens", "scores", "token_type"):
+        field = plan.source.reader.get_field(f"tokenizer.ggml.{key}")
+        if field is None:
+            continue
+        values = field.contents()
+        if key == "tokens":
+            taken = set(values)
+            spellings = (f"<padding {i}>" for i in itertools.count())
+            more: list[Any] = list(itertools.islice((s for s in spellings if s not in taken), n_more))
+        else:
+            more = [UNUSED if key == "token_type" else -1e4] * n_more
+        padded[f"tokenizer.ggml.{key}"] = [*values, *more]
+    return padded

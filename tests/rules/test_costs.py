@@ -1,0 +1,116 @@
+"""Feed the cost model the timings of a known machine; see what it believes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.rules.costs import CostModel
+from llamaspec.values import CostCurve
+
+Q4_0 = {1: 16.4, 2: 26.4, 3: 36.5, 4: 29.2, 5: 42.3, 6: 52.5, 7: 53.2, 8: 54.0}  # ms; width 4 is a dip
+
+
+def curve(seconds: dict[int, float], step: float = 0.6) -> CostCurve:
+    return CostCurve(tuple(seconds), tuple(t / 1000 for t in seconds.values()), step / 1000)
+
+
+def believed(model: CostModel) -> list[float]:
+    return [1000 * t for t in model.verify_seconds]
+
+
+def test_a_prior_is_believed_until_something_is_measured() -> None:
+    model = CostModel(curve(Q4_0), 8)
+    assert believed(model) == pytest.approx(list(Q4_0.values()))
+    assert model.draft_step_seconds == pytest.approx(0.0006)
+    assert [model.cheapest_width(n) for n in range(1, 9)] == [1, 2, 4, 4, 5, 6, 7, 8]
+
+
+def test_one_timing_corrects_the_scale_of_every_width() -> None:
+    model = CostModel(curve(Q4_0), 8)
+    model.observe_verify(1, 0.0197)  # a busy day: a fifth slower
+    assert believed(model) == pytest.approx([1.2 * t for t in Q4_0.values()], rel=0.02)
+
+
+def test_a_prior_of_another_machine_is_dropped() -> None:
+    model = CostModel(curve(Q4_0), 8)
+    model.observe_verify(1, 0.164)
+    assert not model.has_prior
+    assert believed(model)[0] == pytest.approx(164.0, rel=0.02)
+    assert model.verify_seconds[2] < model.verify_seconds[3]  # the dip is forgotten, too
+
+
+def test_a_prior_of_another_shape_is_dropped_at_its_first_contradiction() -> None:
+    flat = curve({1: 100.0, 8: 102.0})
+    model = CostModel(flat, 8)
+    for _ in range(3):
+        model.observe_verify(1, 0.0164)
+        model.observe_verify(2, 0.0264)
+    assert believed(model)[:2] == pytest.approx([16.4, 26.4], rel=0.06)
+    assert believed(model)[7] > 30.0  # the prior said 16.7
+
+
+def test_unmeasured_widths_lie_between_their_neighbours() -> None:
+    model = CostModel(None, 9)
+    for _ in range(5):
+        for width, seconds in {1: 0.010, 4: 0.016, 8: 0.022}.items():
+            model.observe_verify(width, seconds)
+    times = believed(model)
+    assert times[0] < times[1] < times[3]
+    assert times[3] < times[5] < times[7]
+
+
+def test_dips_are_kept_and_batches_padded_to_them() -> None:
+    model = CostModel(None, 8)
+    for _ in range(6):
+        for width, seconds in Q4_0.items():
+            model.observe_verify(width, seconds / 1000)
+    assert believed(model) == pytest.approx(list(Q4_0.values()), rel=0.03)
+    assert model.cheapest_width(3) == 4
+    assert model.batch_seconds[2] == model.verify_seconds[3]
+
+
+def test_only_allowed_widths_are_chosen() -> None:
+    model = CostModel(curve(Q4_0), 8, allowed={1, 5, 8})
+    assert [model.cheapest_width(n) for n in range(1, 9)] == [1, 5, 5, 5, 5, 8, 8, 8]
+
+
+def test_a_spike_is_not_believed_but_a_lasting_change_is() -> None:
+    model = CostModel(None, 4)
+    for _ in range(30):
+        model.observe_verify(1, 0.010)
+    model.observe_verify(1, 0.030)
+    assert model.verify_seconds[0] == pytest.approx(0.010, rel=0.02)
+    for _ in range(30):
+        model.observe_verify(1, 0.020)
+    assert model.verify_seconds[0] == pytest.approx(0.020, rel=0.05)
+
+
+def test_growth_with_the_context_reaches_widths_not_measured_meanwhile() -> None:
+    model = CostModel(curve(Q4_0), 8)
+    for i in range(300):
+        model.observe_verify(4, 0.0292 * (1 + i / 300))
+    assert model.verify_seconds[3] == pytest.approx(2 * 0.0292, rel=0.08)
+    assert model.verify_seconds[0] == pytest.approx(2 * 0.0164, rel=0.25)
+
+
+def test_draft_steps_and_catching_up_are_told_apart() -> None:
+    rng = np.random.default_rng(0)
+    model = CostModel(None, 8)
+    model.observe_verify(1, 0.020)
+    for _ in range(40):
+        n, unread = int(rng.integers(1, 5)), int(rng.choice([0, 0, 1, 10]))
+        seconds = 0.002 * n + 0.0004 * unread
+        model.observe_draft(n, unread, seconds * float(np.exp(0.05 * rng.standard_normal())))
+    assert model.draft_step_seconds == pytest.approx(0.002, rel=0.1)
+    assert model.catch_up_seconds(10) == pytest.approx(0.004, rel=0.25)
+    assert model.catch_up_seconds(0) == 0.0
+
+
+def test_guesses_that_cost_nothing_leave_the_prior_of_the_target_alone() -> None:
+    model = CostModel(curve(Q4_0, step=0.0), 8)
+    model.observe_verify(1, 0.0164)
+    for _ in range(5):
+        model.observe_draft(3, 0, 20e-6)
+    assert believed(model) == pytest.approx(list(Q4_0.values()), rel=0.02)
+    assert model.draft_step_seconds < 1e-4
