@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= def read_lines(path):
 ARGS ?=
+# Four guesses a round, because for a target this small the automatic length would not guess.
+RUN_ARGS := --draft-length 4 --show-drafts
 
 # Only the library itself, without what crashes; the file says more.
 # What the user asks for comes last, so it wins.
@@ -36,7 +38,7 @@ help:
 	@echo "make clean   remove the virtual environment and all caches"
 
 run: $(PROJECT_READY)
-	$(BIN)/llamaspec generate -p "$$PROMPT" $(ARGS)
+	$(BIN)/llamaspec generate -p "$$PROMPT" $(or $(ARGS),$(RUN_ARGS))
 
 test: $(PROJECT_READY)
 	$(BIN)/python -m pytest $(ARGS)
