@@ -27,9 +27,7 @@ from llamaspec.drafters.silent import SilentDrafter
 from llamaspec.engine.generate import Completion, TextStream
 from llamaspec.errors import PairError
 
-PREDICTABLE_PROMPT = "".join(
-    f"Line {n} of the list says that {n} comes after {n - 1}.\n" for n in range(1, 9)
-)
+PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ Examples:
   llamaspec compare --target big.gguf --draft big.gguf       sanity check: no guess is rejected
 """
 )
-@click.option("--prompt", "-p", metavar="TEXT", help="The prompt; default: a very predictable list.")
+@click.option("--prompt", "-p", metavar="TEXT", help="The prompt; default: a very predictable text.")
 @click.option("--file", "-f", metavar="PATH", help="Read the prompt from a file, byte for byte; - is stdin.")
 @click.option(
     "--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each arm."
