@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 
-from llamaspec.app.measure import logit_differences
+from llamaspec.app.identity import logit_differences
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from llamaspec.app.measure import Probe, Timing, WidthTiming
+from llamaspec.app.measure import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.app.pair import Pair
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 
-FORMAT = 1
+FORMAT = 2
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 
 
@@ -81,13 +81,15 @@ def _model_key(model: LlamaModel) -> list[object]:
 
 def _probe(found: dict[str, object]) -> Probe:
     widths = [
-        WidthTiming(w["width"], tuple(Timing(**t) for t in w["timings"]), w["logit_difference"])
+        WidthTiming(**{**w, "timings": tuple(Timing(**t) for t in w["timings"])})
         for w in found["widths"]  # type: ignore[attr-defined]
     ]
     step = found["draft_step"]
     return Probe(
         depths=tuple(found["depths"]),  # type: ignore[arg-type]
+        left_out_depths=tuple(found["left_out_depths"]),  # type: ignore[arg-type]
         widths=tuple(widths),
         draft_step=Timing(**step) if step else None,  # type: ignore[arg-type]
+        catch_ups=tuple(CatchUp(**c) for c in found["catch_ups"]),  # type: ignore[attr-defined]
         sampling_seconds=float(found["sampling_seconds"]),  # type: ignore[arg-type]
     )

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from llamaspec.app.measure import Probe
 from llamaspec.errors import LlamaspecError
+
+
+def check_plot(path: Path) -> None:
+    """Refuse, before anything is measured, what cannot be drawn.
+
+    Raises
+    ------
+    LlamaspecError
+        matplotlib is not installed, or the file is of another kind.
+    """
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
+    if find_spec("matplotlib") is None:
+        raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
 
 
 def draw_probe(found: Probe, path: Path, title: str) -> None:
@@ -16,10 +31,9 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
     LlamaspecError
         matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LlamaspecError("--plot needs matplotlib: pip install matplotlib") from error
+    check_plot(path)
+    from matplotlib.figure import Figure  # an extra, which most people do without
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     widths = [row.width for row in found.widths]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
+
 from llamaspec.app.curves import stored
-from llamaspec.app.measure import exact_widths
+from llamaspec.app.identity import exact_widths
 from llamaspec.app.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.rules.lengths import AutoLength, FixedLength
@@ -27,4 +29,11 @@ def make_policy(pair: Pair, options: dict[str, Any]) -> LengthPolicy:
     prior = known.curve if known is not None else None
     if not options["exact"]:
         return AutoLength(prior)
-    return AutoLength(prior, known.identical_widths if known is not None else exact_widths(pair))
+    widths = known.identical_widths if known is not None else exact_widths(pair)
+    if widths == {1}:
+        click.echo(
+            "llamaspec: --exact: no wider batch is sure to be bit-identical here, decoding plainly; on a CPU "
+            "--cache-type-v bf16 may help, after llamaspec probe",
+            err=True,
+        )
+    return AutoLength(prior, widths)

@@ -19,12 +19,17 @@ from llamaspec.app import curves
 from llamaspec.app.measure import FULL, QUICK, Probe, measure
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options
-from llamaspec.app.plot import draw_probe
+from llamaspec.app.pair import Pair
+from llamaspec.app.plot import check_plot, draw_probe
 from llamaspec.app.terminal import SlowProgress
 from llamaspec.errors import LlamaspecError
 from llamaspec.rules.planning import best_fixed_length, break_even_acceptance
 from llamaspec.values import CostCurve
 
+NOTHING_EXACT = (
+    "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v bf16 "
+    "avoids the kernel that differs in long contexts"
+)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -82,6 +87,10 @@ Examples:
 def probe(quick: bool, show: bool, forget: bool, plot: str | None, **options: Any) -> None:
     """Measure what evaluating several positions at once costs, and keep it for later runs."""
     choice = ModelChoice.from_options(options)
+    if options["as_json"] and options["as_csv"]:
+        raise click.UsageError("--json and --csv both write to stdout; choose one")
+    if plot is not None:
+        check_plot(Path(plot))
     with open_choice(choice) as pair:
         if forget:
             dropped = curves.forget(pair)
@@ -94,7 +103,7 @@ def probe(quick: bool, show: bool, forget: bool, plot: str | None, **options: An
         else:
             with SlowProgress("probing") as progress:
                 found = measure(pair, QUICK if quick else FULL, time.perf_counter, progress)
-            curves.store(pair, found)
+            _keep(pair, found)
         description = pair.target.description
     if plot is not None:
         draw_probe(found, Path(plot), description)
@@ -104,6 +113,14 @@ def probe(quick: bool, show: bool, forget: bool, plot: str | None, **options: An
         click.echo(_csv(found), nl=False)
     else:
         _show(found)
+
+
+def _keep(pair: Pair, found: Probe) -> None:
+    """Store what was measured; what took minutes is shown even where it cannot be kept."""
+    try:
+        curves.store(pair, found)
+    except LlamaspecError as error:
+        click.echo(f"llamaspec: warning: {error}", err=True)
 
 
 def as_json(found: Probe) -> dict[str, Any]:
@@ -160,8 +177,14 @@ def _show_conclusions(found: Probe, console: Console) -> None:
     curve = found.curve
     if found.draft_step is not None:
         console.print(f"a guess of the draft: {1e3 * found.draft_step.median:.2f} ms")
+        behind = ", ".join(f"{c.n_tokens} in {1e3 * c.seconds:.2f} ms" for c in found.catch_ups)
+        console.print(f"tokens that the draft reads at once: {behind}")
     console.print(f"sampling: {1e6 * found.sampling_seconds:.0f} µs for each position")
     console.print(f"a position more costs less than half of a single one up to {knee(curve)} at once")
+    for depth in found.left_out_depths:
+        console.print(f"a context of {depth} tokens takes too long to read here; it was left out")
+    if found.identical_widths == {1}:
+        console.print(NOTHING_EXACT)
     for dip in dips(curve):
         console.print(f"{dip.width} positions cost more than {dip.cheaper_width}: they are padded")
     if found.draft_step is None:

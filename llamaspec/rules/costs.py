@@ -23,11 +23,13 @@ Array = npt.NDArray[np.float64]
 NOISE = 0.07  # standard deviation of the logarithm of one timing
 OUTLIER = 2.5  # a timing further off than this many standard deviations is doubted
 LASTING, CHANGE = 3, 0.3  # as many doubted timings in a row mean a change, of this size in logarithms
+FEW = 3  # timings that a shorter one still corrects at once
 UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
 FOREIGN = 4.0  # the first timing of a width that is further off drops the prior
 REPLAYED = 200  # timings kept for the day the prior is dropped
 SCALE = 0.4  # ... and so does a time of width 1 that is further off than this, in logarithms
 PAD = 0.96  # padding must save this much: a saving within the noise is none
+PAD_PLAIN = 0.8  # the same for width 1, which would not be timed again
 EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
 FREE_STEP = 1e-6  # seconds of a guess that costs nothing
 STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
@@ -56,6 +58,9 @@ class CostModel:
         self._catch_up = [0.4, 0.35]  # parts of a step for each unread token: for one token, for many
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
+        self._prior_plain = float(self._mean[0])
+        self._plain_timings: list[float] = []  # logarithms of the first two of width 1
+        self._second_timing = 0.0  # logarithm of the first of width 2
         self._strange = 0  # outliers in a row
         self.has_prior = prior is not None  # until a timing contradicts it
         self._timings: list[tuple[int, float, float]] = []
@@ -68,7 +73,8 @@ class CostModel:
         self._padded = [0] * self.n_widths  # [n - 1] the cheapest width of at least n
         best = 0
         for width in range(self.n_widths, 0, -1):
-            if width in self._allowed and (not best or times[best - 1] > PAD * times[width - 1]):
+            least = PAD if width > 1 else PAD_PLAIN
+            if width in self._allowed and (not best or times[best - 1] > least * times[width - 1]):
                 best = width
             self._padded[width - 1] = best
         self.batch_seconds = [times[w - 1] if w else float("inf") for w in self._padded]  # [n - 1], padded
@@ -133,21 +139,42 @@ class CostModel:
     def _learn(self, i: int, value: float, noise: float) -> None:
         """Learn from a measurement of entry `i`; a prior that it contradicts is dropped.
 
-        Only a first timing can contradict: later ones are set against what was measured here.
+        Only a first timing can contradict: later ones are set against what was measured here. Of width 1,
+        on which everything rests, the first two must agree about it.
         """
         self.n_observed[i] += 1
+        if i == 0 and self.n_observed[0] <= 2:
+            self._plain_timings.append(value)
+        elif i == 1 and self.n_observed[1] == 1:
+            self._second_timing = value
         if self.has_prior:
             if len(self._timings) < REPLAYED:
                 self._timings.append((i, value, noise))
-            surprise = abs(value - float(self._mean[i]))
-            spread = SCALE if i == 0 else FOREIGN * sqrt(float(self._covariance[i, i]) + noise)
-            if self.n_observed[i] == 1 and surprise > spread:
+            if i == 0:
+                is_foreign = self.n_observed[0] == 2 and self._plain_is_foreign()
+            else:
+                limit = FOREIGN * sqrt(float(self._covariance[i, i]) + noise)
+                is_foreign = self.n_observed[i] == 1 and abs(value - float(self._mean[i])) > limit
+            if is_foreign:
                 self.has_prior = False
                 self._mean, self._covariance = _blank(self.n_widths)
                 for timing in self._timings:
                     self._condition(*timing)
                 return
         self._condition(i, value, noise)
+
+    def _plain_is_foreign(self) -> bool:
+        """Whether even the shortest of the first timings of width 1 is not what the prior says."""
+        return abs(min(self._plain_timings) - self._prior_plain) > SCALE
+
+    @property
+    def doubts_plain(self) -> bool:
+        """Whether the only timing of width 1 looks wrong: one hiccup must not make guessing look cheap."""
+        if self.n_observed[0] != 1:
+            return False
+        if self.has_prior:
+            return self._plain_is_foreign()
+        return self.n_observed[1] > 0 and self._plain_timings[0] > self._second_timing + log(PAD)
 
     def _condition(self, i: int, value: float, noise: float) -> None:
         """Learn entry `i`; a single outlier is hardly believed, several in a row change the scale of all."""
@@ -157,6 +184,10 @@ class CostModel:
         if self._strange >= LASTING:
             self._strange = 0
             self._covariance = self._covariance + CHANGE**2
+        elif doubt > 1 and surprise < 0 and self.n_observed[i] <= FEW:
+            # A hiccup only ever makes a timing longer, so the few before this one were hiccups.
+            self._covariance = self._covariance.copy()
+            self._covariance[i, i] += surprise**2
         elif doubt > 1:
             noise *= doubt
         column = self._covariance[:, i]

@@ -17,7 +17,9 @@ CAUTION = 2.0  # standard deviations by which a bet must be safe
 HOPE = 1.0  # standard deviations of luck for which a try is made
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
 HORIZON = 32  # tokens over which catching up must pay back
-NARROW, CHECK_EVERY = 1.08, 5  # a gain below NARROW is checked against a plain round every so many rounds
+CHECK_EVERY = 5  # rounds after which a narrow gain is checked against a plain round
+NARROW, NARROW_EARLY = 1.08, 1.3  # what a narrow gain is, and while plain rounds are little known
+KNOWN_AFTER = 6  # plain rounds
 WORTH_A_LOOK = 1.04  # a length is tried when it could be better than the best known by this factor
 
 
@@ -69,7 +71,8 @@ def decide(now: Situation) -> Plan:
     hoped = best_plan(prices, chances.bound(BOLDNESS), limit).tokens_per_second * now.bonus * plain
     if (hoped - 1.0) * HORIZON <= (catch_up / plain if now.n_unread > 1 else 0.0):
         return _try(now, limit, catch_up) if now.may_try else Plan()
-    if hoped < NARROW and now.n_since_plain >= CHECK_EVERY:
+    narrow = NARROW if now.costs.n_observed[0] >= KNOWN_AFTER else NARROW_EARLY
+    if hoped < narrow and now.n_since_plain >= CHECK_EVERY:
         return Plan()
     best = best_plan(prices, chances.ahead, prices.longest)
     rate = max(best.tokens_per_second * now.bonus, 1.0 / plain)

@@ -162,7 +162,7 @@ class AutoLength:
         self._n_guessed_rounds += n > 0
         self._n_since_plain = self._n_since_plain + 1 if n else 0
         self._tally.lengths[n] += 1
-        self._knows_plain = self._knows_plain or n == 0
+        self._knows_plain = self._knows_plain or (n == 0 and not costs.doubts_plain)
         self._plan = self._decide() if self._knows_plain else Plan()
 
     def explain(self) -> Reasons:

@@ -119,8 +119,8 @@ def best_fixed_length(curve: CostCurve, acceptance: float) -> BestFixedLength:
 
     Examples
     --------
-    >>> best_fixed_length(CostCurve((1, 2), (1.0, 1.1), 0.1), acceptance=0.8)
-    BestFixedLength(n_guesses=1, speed_up=1.5)
+    >>> best_fixed_length(CostCurve((1, 2), (1.0, 1.0), 0.25), acceptance=0.5)
+    BestFixedLength(n_guesses=1, speed_up=1.2)
 
     Raises
     ------

@@ -10,7 +10,8 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import LlamaModel, open_pair
 from llamaspec.app import curves
-from llamaspec.app.measure import Effort, exact_widths, measure
+from llamaspec.app.identity import exact_widths
+from llamaspec.app.measure import Effort, measure
 from llamaspec.app.probe import Dip, dips, knee, verdict
 from llamaspec.values import Ask, CostCurve, Logits
 
@@ -82,6 +83,7 @@ def test_the_table_the_rows_and_the_picture(models: list[Path], tmp_path: Path) 
     answer = invoke("probe", *naming(models), "--show", "--plot", str(tmp_path / "no" / "curve.png"))
     assert answer.code == 1
     assert "cannot draw" in answer.stderr
+    assert "name a .png or .svg" in invoke("probe", *naming(models), "--plot", "curve.gif").stderr
 
 
 def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:
@@ -122,4 +124,4 @@ def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: 
     answer = generate("-n", "80", "--seed", "1", "--exact", "--json", "hello", models=models)
     assert answer.code == 0
     assert set(asked) <= {0, 1, 3}
-    assert curves.FORMAT == 1
+    assert curves.FORMAT == 2

@@ -35,9 +35,24 @@ def test_one_timing_corrects_the_scale_of_every_width() -> None:
 def test_a_prior_of_another_machine_is_dropped() -> None:
     model = CostModel(curve(Q4_0), 8)
     model.observe_verify(1, 0.164)
+    assert model.has_prior
+    assert model.doubts_plain
+    model.observe_verify(1, 0.164)
     assert not model.has_prior
     assert believed(model)[0] == pytest.approx(164.0, rel=0.02)
     assert model.verify_seconds[2] < model.verify_seconds[3]  # the dip is forgotten, too
+
+
+def test_a_hiccup_at_the_start_is_forgotten_with_the_next_timing() -> None:
+    told, blank = CostModel(curve(Q4_0), 8), CostModel(None, 8)
+    blank.observe_verify(2, 0.0264)
+    for model in (told, blank):
+        model.observe_verify(1, 0.0492)
+        assert model.doubts_plain
+        model.observe_verify(1, 0.0164)
+        assert not model.doubts_plain
+        assert believed(model)[0] == pytest.approx(16.4, rel=0.1)
+    assert told.has_prior
 
 
 def test_a_prior_of_another_shape_is_dropped_at_its_first_contradiction() -> None:
