@@ -9,6 +9,7 @@ import click
 
 from llamaspec.app.audit import audit
 from llamaspec.app.compare import compare
+from llamaspec.app.doctor import doctor
 from llamaspec.app.generate import generate
 from llamaspec.app.probe import probe
 from llamaspec.errors import LlamaspecError
@@ -64,3 +65,4 @@ main.add_command(generate)
 main.add_command(compare)
 main.add_command(audit)
 main.add_command(probe)
+main.add_command(doctor)

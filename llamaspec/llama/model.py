@@ -21,6 +21,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import EvaluationError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
 from llamaspec.llama.batch import Batch
+from llamaspec.llama.facts import MemoryFacts, ModelFacts, model_facts, try_memory
 from llamaspec.llama.files import check_gguf
 from llamaspec.llama.memory import LaneMemory
 from llamaspec.llama.options import (
@@ -33,7 +34,7 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.trie import Node, merge
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import Ask, Logits
+from llamaspec.values import Ask, Logits, TokenArray
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
@@ -122,6 +123,20 @@ class LlamaModel:
         self._memory.remember(asks)
         n_wanted_before = list(accumulate((node.wanted for node in trie.nodes), initial=0))
         return [_rows(scores, [n_wanted_before[node] for node in path]) for path in trie.paths]
+
+    def facts(self) -> ModelFacts:
+        """What the weights are."""
+        self._check_open()
+        return model_facts(self._model, self.metadata)
+
+    def try_memory(self) -> MemoryFacts:
+        """Find out by trying what the memory needs and how it goes back; it is emptied."""
+        self._check_open()
+
+        def read(tokens: TokenArray, n_scored: int) -> None:
+            self.logits([Ask(0, tokens, n_scored)])
+
+        return try_memory(self._context, self._memory, read, self.options.max_scored)
 
     def forget(self) -> None:
         """Empty the memory, as if nothing had been asked."""

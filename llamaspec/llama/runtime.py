@@ -28,6 +28,7 @@ class _Log:
     def __init__(self) -> None:
         self.verbose = False
         self.errors: deque[str] = deque(maxlen=8)
+        self.flash_attention: bool | None = None
         self._level = 0
         # llama.cpp keeps only a pointer: the callback must live as long as the process.
         self.callback = lib.llama_log_callback(self._receive)
@@ -37,6 +38,8 @@ class _Log:
         line = text.decode("utf-8", errors="replace")
         if self._level >= _LEVEL_ERROR:
             self.errors.append(line.strip())
+        if "Flash Attention" in line:
+            self.flash_attention = "enabled" in line
         if self.verbose:
             sys.stderr.write(line)
 
@@ -57,13 +60,19 @@ def set_verbose(verbose: bool) -> None:
 
 
 def clear_errors() -> None:
-    """Forget earlier errors, before an attempt whose failure is to be explained."""
+    """Forget what was said before, ahead of an attempt whose outcome is to be explained."""
     _log.errors.clear()
+    _log.flash_attention = None
 
 
 def last_error() -> str:
     """What llama.cpp said about the latest failure, in one line."""
     return next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+
+
+def flash_attention() -> bool | None:
+    """Whether the latest context got flash attention, where that was left to llama.cpp; None: not said."""
+    return _log.flash_attention
 
 
 @contextmanager
