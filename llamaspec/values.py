@@ -79,6 +79,27 @@ class Sampling:
         return any(penalty is not None for penalty in penalties)
 
 
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One contribution to a conversation.
+
+    Raises
+    ------
+    ValueError
+        The role is unknown.
+    """
+
+    role: str  # system, user or assistant
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
     """Probabilities after truncation: only the tokens that survived, in ascending order of id.

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from llamaspec.app.audit import audit
+from llamaspec.app.chat import chat
 from llamaspec.app.compare import compare
 from llamaspec.app.doctor import doctor
 from llamaspec.app.generate import generate
@@ -62,7 +63,8 @@ def main() -> None:
 
 
 main.add_command(generate)
+main.add_command(chat)
 main.add_command(compare)
 main.add_command(audit)
-main.add_command(probe)
 main.add_command(doctor)
+main.add_command(probe)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from llamaspec.app.chat_options import chat_options, first_turn
 from llamaspec.app.explain import explain
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
@@ -21,6 +22,7 @@ from llamaspec.app.report import completion_json, statistics_lines
 from llamaspec.app.terminal import SlowProgress, stderr_console
 from llamaspec.app.timeline import write_timeline
 from llamaspec.engine.generate import Piece, StopReason, TextStream
+from llamaspec.errors import PromptError
 from llamaspec.rules.lengths import AutoLength
 
 EXIT_INTERRUPTED = 130
@@ -32,12 +34,15 @@ Examples:
   llamaspec generate "def quicksort(items):"
   llamaspec generate --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -p "Dear editor,"
   llamaspec generate -f prompt.txt -t 0 -n 512 --show-drafts
+  llamaspec generate --chat --target big-instruct.gguf --system "Be brief." "Why is the sky blue?"
   git diff | llamaspec generate --target big.gguf --draft small.gguf --json | jq .statistics
 """
 )
 @click.argument("prompt", required=False)
 @click.option("--prompt", "-p", "prompt_option", metavar="TEXT", help="The prompt.")
 @click.option("--file", "-f", metavar="PATH", help="Read the prompt from a file, byte for byte; - is stdin.")
+@click.option("--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template.")
+@chat_options
 @model_options
 @click.option("--no-draft", is_flag=True, help="Plain decoding, to compare with.")
 @sampling_options
@@ -51,6 +56,8 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text.")
 def generate(prompt: str | None, prompt_option: str | None, file: str | None, **options: Any) -> None:
     """Continue PROMPT. Without --target the small embedded pair answers."""
+    if (options["system"] or options["chat_template"]) and not options["chat"]:
+        raise PromptError("--system and --chat-template need --chat; without it the text is just continued")
     choice = ModelChoice.from_options(options)
     sampling = sampling_from(options)
     seed = options["seed"] if options["seed"] is not None else secrets.randbits(32)
@@ -59,7 +66,7 @@ def generate(prompt: str | None, prompt_option: str | None, file: str | None, **
         policy = make_policy(pair, options)
         with SlowProgress("reading the prompt") as progress:
             stream = pair.stream(
-                text,
+                first_turn(pair, text, options) if options["chat"] else text,
                 sampling=sampling,
                 seed=seed,
                 max_tokens=options["max_tokens"],

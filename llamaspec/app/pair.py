@@ -103,13 +103,15 @@ class Pair:
             dice=dice,
             clock=time.perf_counter,
         )
+        tokens = self._tokens(prompt)
         return TextStream(
-            self._tokens(prompt),
+            tokens,
             self.target.vocabulary,
             speculation,
             max_tokens=max_tokens,
             stops=stops,
             on_prefill=on_prefill,
+            n_remembered=self.target.remembered(tokens),
         )
 
     def close(self) -> None:

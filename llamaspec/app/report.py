@@ -52,7 +52,9 @@ def statistics_lines(completion: Completion, seed: int) -> list[str]:
     lines = [
         f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
         + (f", {summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "")
-        + f" (prompt: {completion.n_prompt_tokens} tokens in {completion.prefill_seconds:.2f} s)"
+        + f" (prompt: {completion.n_prompt_tokens} tokens"
+        + (f", {completion.n_remembered} of them remembered," if completion.n_remembered else "")
+        + f" in {completion.prefill_seconds:.2f} s)"
         + f", stopped by {completion.stop_reason.value}, seed {seed}"
     ]
     if summary.acceptance_rate is not None:

@@ -57,6 +57,7 @@ class Completion:
     rounds: tuple[Round, ...]
     summary: Summary
     prefill_seconds: float  # reading the prompt, by target and draft
+    n_remembered: int = 0  # tokens of the prompt that the target knew from before
 
 
 class TextStream:
@@ -72,6 +73,8 @@ class TextStream:
         Strings that end the text; they are not part of it.
     on_prefill : callable, optional
         Told how many tokens of the prompt have been read, of how many.
+    n_remembered : int
+        How many of the prompt's first tokens the target knows already; reading begins behind them.
 
     Raises
     ------
@@ -88,6 +91,7 @@ class TextStream:
         max_tokens: int = 256,
         stops: Sequence[str] = (),
         on_prefill: Progress | None = None,
+        n_remembered: int = 0,
     ) -> None:
         context_size = speculation.target.context_size
         if len(prompt) == 0:
@@ -107,6 +111,7 @@ class TextStream:
         self._vocabulary = vocabulary
         self._speculation = speculation
         self._on_prefill = on_prefill
+        self._n_remembered = n_remembered
         self._text = TextAssembler(stops)
         self._shown: list[str] = []
         self._tokens: list[int] = []
@@ -143,12 +148,14 @@ class TextStream:
             rounds=tuple(self._rounds),
             summary=summarize(self._rounds, len(self._tokens) + self._ended),
             prefill_seconds=self._prefill_seconds,
+            n_remembered=self._n_remembered,
         )
 
     def _generate(self) -> Generator[Piece, None, None]:
         clock = self._speculation.clock
         start = clock()
-        prefill(self._prompt, self._speculation.target, self._speculation.drafter, self._on_prefill)
+        target, drafter = self._speculation.target, self._speculation.drafter
+        prefill(self._prompt, target, drafter, self._on_prefill, start=self._n_remembered)
         self._prefill_seconds = clock() - start
         for round_ in decode(self._prompt, self._limit, self._speculation):
             self._rounds.append(round_)
@@ -179,11 +186,21 @@ class TextStream:
             yield Piece(text, token, tuple(spans))
 
 
-def prefill(prompt: TokenArray, target: Model, drafter: Drafter, on_progress: Progress | None = None) -> None:
-    """Read a prompt into both memories, so that decoding begins with the last token of it."""
+def prefill(
+    prompt: TokenArray,
+    target: Model,
+    drafter: Drafter,
+    on_progress: Progress | None = None,
+    *,
+    start: int = 0,
+) -> None:
+    """Read a prompt into both memories, so that decoding begins with the last token of it.
+
+    The first `start` tokens are known to the target. Asked for less than that, it would forget the rest.
+    """
     n_read = len(prompt) - 1
-    for start in range(0, n_read, PREFILL_PART):
-        end = min(start + PREFILL_PART, n_read)
+    for begin in range(start, n_read, PREFILL_PART):
+        end = min(begin + PREFILL_PART, n_read)
         target.logits([Ask(LANE, prompt[:end], 0)])
         if on_progress is not None:
             on_progress(end, n_read)

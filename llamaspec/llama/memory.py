@@ -58,6 +58,13 @@ class LaneMemory:
             if kept == held:
                 return kept
 
+    def known(self, tokens: TokenArray) -> int:
+        """How many of the first tokens are held by a lane that can go back to there."""
+        return max(
+            n if self._shares or n == len(held) else 0
+            for held, n in ((held, shared(held, tokens)) for held in self._held)
+        )
+
     def remember(self, asks: Sequence[Ask]) -> None:
         """Note that the asked sequences have been evaluated."""
         for ask in asks:

@@ -124,6 +124,11 @@ class LlamaModel:
         n_wanted_before = list(accumulate((node.wanted for node in trie.nodes), initial=0))
         return [_rows(scores, [n_wanted_before[node] for node in path]) for path in trie.paths]
 
+    def remembered(self, tokens: TokenArray) -> int:
+        """How many of the first tokens need no evaluation when the score after the last is asked next."""
+        self._check_open()
+        return self._memory.known(tokens[:-1])
+
     def facts(self) -> ModelFacts:
         """What the weights are."""
         self._check_open()

@@ -27,14 +27,16 @@ class LlamaVocabulary:
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 where the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
         self._is_open = True
         self.piece = functools.lru_cache(maxsize=None)(self._piece)
         self.is_end = functools.lru_cache(maxsize=None)(self._is_end)
 
-    def tokenize(self, text: bytes) -> TokenArray:
+    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
         """Token ids of a UTF-8 text: int32 [n].
 
-        The model's special tokens are recognised in the text, and those it wants at its start are added.
+        The model's special tokens are recognised in the text, and those it wants at its start are added,
+        unless `add_special` is False. Some vocabularies put a space before the text in any case.
 
         Raises
         ------
@@ -50,11 +52,24 @@ class LlamaVocabulary:
             ) from error
         tokens = np.empty(len(text) + 8, dtype=np.int32)
         n = lib.llama_tokenize(
-            self._vocab, text, len(text), tokens.ctypes.data_as(lib.llama_token_p), len(tokens), True, True
+            self._vocab,
+            text,
+            len(text),
+            tokens.ctypes.data_as(lib.llama_token_p),
+            len(tokens),
+            add_special,
+            True,
         )
         if n < 0:
             raise PromptError(f"the tokenizer made more tokens than bytes of a prompt of {len(text)} bytes")
         return tokens[:n].copy()
+
+    def tokenize_rendered(self, text: bytes) -> TokenArray:
+        """Token ids of what a chat template wrote: begun once, whether or not the template has done it."""
+        tokens = self.tokenize(text, add_special=False)
+        if not self.adds_bos or self.bos < 0 or tokens[:1].tolist() == [self.bos]:
+            return tokens
+        return np.concatenate([np.array([self.bos], dtype=np.int32), tokens])
 
     def text(self, token: int) -> bytes:
         """How the vocabulary itself spells a token."""

@@ -1,0 +1,63 @@
+"""Tiny models that converse: their text is printable ASCII, and their files hold a chat template.
+
+Random models with all bytes mostly write what is not UTF-8; a conversation shows that as U+FFFD, and what
+a test wants to see would drown in it. The sign > is left out, so that a prompt at a terminal is certain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+
+from tiny_models import Recipe, write_llama
+from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+)
+# Jinja drops a newline at the very end of a template, unless an expression writes it.
+PLAIN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}### assistant:{{ '\n' }}"
+
+
+def ascii_vocabulary() -> Vocabulary:
+    """Byte-level BPE of printable ASCII without >."""
+    letters = list(byte_letters())
+    plain = [letters[byte] for byte in (0x0A, *range(0x20, 0x7F)) if byte != ord(">")]
+    merges = tuple(merge for merge in MERGES if "Ã" not in merge)
+    tokens = ("<s>", "</s>", *plain, *(merge.replace(" ", "") for merge in merges))
+    types = (CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 2))
+    return Vocabulary("gpt2", tokens, types, merges=merges)
+
+
+ASCII = ascii_vocabulary()
+SENTENCEPIECE = sentencepiece_vocabulary()
+
+
+def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE) -> Path:
+    """A Llama with a chat template."""
+    plain = write_llama(path.with_suffix(".plain"), recipe)
+    return with_template(plain, path, template) if template is not None else plain.rename(path)
+
+
+def with_template(path: Path, new: Path, template: str) -> Path:
+    """Copy a model file and add a chat template."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(new, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            kind, *inner = field.types
+            writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
+    writer.add_chat_template(template)
+    for tensor in reader.tensors:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
+    return new
