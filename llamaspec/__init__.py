@@ -20,7 +20,8 @@ from llamaspec.errors import (
 )
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.rules.lengths import AutoLength, FixedLength
+from llamaspec.rules.auto_length import AutoLength
+from llamaspec.rules.lengths import FixedLength
 from llamaspec.rules.stats import Summary
 from llamaspec.values import Ask, Distribution, Draft, Round, Sampling
 

@@ -54,6 +54,12 @@ class LengthPolicy(Protocol):
     def wants_more(self, draft: Draft) -> bool:
         """Whether one guess more than those in `draft` is worth its time. Called before every guess."""
 
+    def n_to_verify(self, draft: Draft) -> int:
+        """How many of the guesses are worth an evaluation: the first ones, up to `len(draft)`.
+
+        Asked only where the rule allows to drop guesses that have been drawn.
+        """
+
     def width(self, n_guesses: int) -> int:
         """How many positions the target should evaluate at once: `n_guesses + 1`, or more.
 
@@ -113,6 +119,10 @@ class Rule(Protocol):
     @property
     def name(self) -> str:
         """The name by which users choose the rule."""
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether a guess may be left unjudged because of what it is, without a change to the text's law."""
 
     def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
         """Draw guess `i`, counted from 0, of a round whose first guess stands at index `start`."""

@@ -40,7 +40,7 @@ from llamaspec import (
 from llamaspec.app.policy import make_policy
 from llamaspec.app.terminal import SlowProgress
 from llamaspec.protocols import LengthPolicy
-from llamaspec.rules.lengths import AutoLength
+from llamaspec.rules.auto_length import AutoLength
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -131,6 +131,8 @@ def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], Length
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
+    kept = AutoLength()
+    arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
     arms["auto"] = lambda: make_policy(pair, {"draft_length": None, "exact": False})
     return arms
 

@@ -54,6 +54,23 @@ class CountingUp:
         return draft
 
 
+class DropsUnlikely:
+    """Guesses two tokens and leaves unjudged what the drafter itself thinks little of, and all behind it."""
+
+    def wants_more(self, draft: Draft) -> bool:
+        return len(draft) < 2
+
+    def n_to_verify(self, draft: Draft) -> int:
+        unlikely = [i for i, confidence in enumerate(draft.confidences) if confidence < 0.4]
+        return unlikely[0] if unlikely else len(draft)
+
+    def width(self, n_guesses: int) -> int:
+        return n_guesses + 1
+
+    def observe(self, round_: Round) -> None:
+        assert round_.n_accepted <= round_.n_verified <= len(round_.drafted)
+
+
 class UntilToken:
     """Guesses until a certain token was guessed: a length that depends on what the draft says."""
 
@@ -62,6 +79,9 @@ class UntilToken:
 
     def wants_more(self, draft: Draft) -> bool:
         return len(draft) < self.longest and (len(draft) == 0 or int(draft.tokens[-1]) != self.token)
+
+    def n_to_verify(self, draft: Draft) -> int:
+        return len(draft)
 
     def width(self, n_guesses: int) -> int:
         return n_guesses + 2  # padded

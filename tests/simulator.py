@@ -26,7 +26,7 @@ class Machine:
 
     verify_seconds: Array  # [N_WIDTHS] of width 1, 2, ...
     draft_seconds: float  # one step of the draft
-    catch_up: float = 0.35  # each token that the draft has not read, as a part of a step
+    catch_up: float = 0.15  # each token that the draft has not read, as a part of a step
     rest_seconds: float = 0.0003
     growth: float = 1.0  # how much dearer the target is at token 512 than at token 0
     jitter: float = 0.0  # standard deviation of the logarithm of a time
@@ -90,18 +90,18 @@ def play(policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0
     run: list[tuple[int, float, float, int]] = []
     while position < len(passage):
         draft = _propose(policy, passage, position)
-        n = len(draft)
-        width = policy.width(n)
+        n, n_verified = len(draft), policy.n_to_verify(draft)
+        width = policy.width(n_verified)
         scale = machine.scale(position)
         drafting = machine.draft_seconds * (n + machine.catch_up * lag) if n else 0.0
         verifying = float(machine.verify_seconds[width - 1]) * scale
-        stands = passage.stands[position : position + n]
-        accepted = n if stands.all() else int(np.argmin(stands))
+        stands = passage.stands[position : position + n_verified]
+        accepted = n_verified if stands.all() else int(np.argmin(stands))
         policy.observe(
             Round(
                 drafted=draft.tokens,
                 confidences=draft.confidences,
-                n_verified=n,
+                n_verified=n_verified,
                 n_accepted=accepted,
                 next_token=0,
                 draft_seconds=drafting * machine.noise(rng) + 1e-6,

@@ -27,8 +27,8 @@ from llamaspec import (
 )
 from llamaspec.engine.decode import LANE
 from llamaspec.protocols import Use
+from llamaspec.rules.auto_length import AutoLength
 from llamaspec.rules.dice import SeededDice
-from llamaspec.rules.lengths import AutoLength
 from llamaspec.rules.sampling import distribution
 from model_store import ModelStore
 from tiny_models import Recipe

@@ -26,7 +26,7 @@ from llamaspec.app.lines import (
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
-from llamaspec.app.policy import make_policy
+from llamaspec.app.policy import keep_experience, make_policy
 from llamaspec.app.report import statistics_lines
 from llamaspec.app.saved import ConversationFiles
 from llamaspec.app.session import Reply, Session, Settings
@@ -79,7 +79,10 @@ def chat(save: str | None, load: str | None, stats: bool, **options: Any) -> Non
             session.replace(messages)
         if options["seed"] is None:
             _tell(f"the seed is {seed}; --seed {seed} gives the same answers again")
-        _Chat(session, pair, files, save_to, stats).run()
+        try:
+            _Chat(session, pair, files, save_to, stats).run()
+        finally:
+            keep_experience(pair, settings.policy)
 
 
 def _tell(remark: str) -> None:

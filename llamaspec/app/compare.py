@@ -20,7 +20,7 @@ from rich.table import Table
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
-from llamaspec.app.policy import make_policy
+from llamaspec.app.policy import keep_experience, make_policy
 from llamaspec.app.prompt import read_prompt
 from llamaspec.app.terminal import SlowProgress, stderr_console
 from llamaspec.drafters.silent import SilentDrafter
@@ -119,12 +119,11 @@ def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[st
         "rule": options["rule"],
     }
     prompt = pair.target.vocabulary.tokenize(text)
+    policy = make_policy(pair, options)
     starts: dict[str, Callable[[int], TextStream]] = {
         "target alone": lambda run: pair.stream(prompt, drafter=SilentDrafter(), seed=seed + run, **settings),
         "draft alone": lambda run: alone.stream(prompt, seed=seed + run, **settings),
-        "speculative": lambda run: pair.stream(
-            prompt, policy=make_policy(pair, options), seed=seed + run, **settings
-        ),
+        "speculative": lambda run: pair.stream(prompt, policy=policy, seed=seed + run, **settings),
     }
     runs: dict[str, list[Completion]] = {name: [] for name in starts}
     with SlowProgress("comparing") as progress:
@@ -136,6 +135,7 @@ def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[st
                 if run >= 0:
                     runs[name].append(completion)
                 progress.part((run + 1) * len(starts) + i + 1, (num_runs + 1) * len(starts))
+    keep_experience(pair, policy)
     target, draft, speculative = (Arm(name, tuple(completions)) for name, completions in runs.items())
     return Comparison(target, draft, speculative, pair.target.path.samefile(pair.draft.path))
 

@@ -1,6 +1,7 @@
-"""Keeps what the probe found, in the user's cache folder, for the same pair on the same machine.
+"""Keeps what the probe found and what runs have learnt, for the same pair on the same machine.
 
-A file that is damaged, or of another version, counts as none: the probe can always be run again.
+They lie in the user's cache folder. A file that is damaged, or of another version, counts as
+none: the probe can always be run again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from llamaspec.app.pair import Pair
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
+from llamaspec.rules.auto_length import Experience
+from llamaspec.rules.costs import CostBelief
 
 FORMAT = 2
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
@@ -43,10 +47,8 @@ def store(pair: Pair, probe: Probe) -> Path:
     """
     path = _path(pair)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"format": FORMAT, "probe": asdict(probe)}), encoding="utf-8")
-        unfinished.replace(path)
+        _write(path, {"probe": asdict(probe)})
+        _experience_path(pair).unlink(missing_ok=True)  # it is older
     except OSError as error:
         raise LlamaspecError(
             f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
@@ -54,12 +56,39 @@ def store(pair: Pair, probe: Probe) -> Path:
     return path
 
 
+def stored_experience(pair: Pair) -> Experience | None:
+    """What earlier runs have learnt since the last probe, or None."""
+    try:
+        found = json.loads(_experience_path(pair).read_text(encoding="utf-8"))
+        return _experience(found["experience"]) if found["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_experience(pair: Pair, experience: Experience) -> None:
+    """Keep what a run has learnt, if it can be kept."""
+    with suppress(OSError):  # the text is what people came for
+        _write(_experience_path(pair), {"experience": asdict(experience)})
+
+
 def forget(pair: Pair) -> bool:
     """Drop what is kept; answers whether there was anything."""
-    path = _path(pair)
-    existed = path.exists()
-    path.unlink(missing_ok=True)
-    return existed
+    paths = [path for path in (_path(pair), _experience_path(pair)) if path.exists()]
+    for path in paths:
+        path.unlink()
+    return bool(paths)
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    """In one step: a reader finds the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"format": FORMAT, **content}), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _experience_path(pair: Pair) -> Path:
+    return _path(pair).with_suffix(".runs.json")
 
 
 def _path(pair: Pair) -> Path:
@@ -77,6 +106,17 @@ def _model_key(model: LlamaModel) -> list[object]:
     placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
     memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
     return [model.path.stat().st_size, beginning, *placement, *memory]
+
+
+def _experience(found: dict[str, object]) -> Experience:
+    costs = found["costs"]
+    belief = CostBelief(
+        log_seconds=tuple(costs["log_seconds"]),  # type: ignore[index]
+        covariance=tuple(map(tuple, costs["covariance"])),  # type: ignore[index]
+        catch_up=tuple(costs["catch_up"]),  # type: ignore[index]
+    )
+    levels: tuple[float, ...] = tuple(found["confidence_levels"])  # type: ignore[arg-type]
+    return Experience(belief, float(found["acceptance"]), levels)  # type: ignore[arg-type]
 
 
 def _probe(found: dict[str, object]) -> Probe:

@@ -16,14 +16,14 @@ from llamaspec.app.explain import explain
 from llamaspec.app.opening import open_choice
 from llamaspec.app.options import ModelChoice, model_options, sampling_from, sampling_options
 from llamaspec.app.pair import Pair
-from llamaspec.app.policy import make_policy
+from llamaspec.app.policy import keep_experience, make_policy
 from llamaspec.app.prompt import read_prompt
 from llamaspec.app.report import completion_json, statistics_lines
 from llamaspec.app.terminal import SlowProgress, stderr_console
 from llamaspec.app.timeline import write_timeline
 from llamaspec.engine.generate import Piece, StopReason, TextStream
 from llamaspec.errors import PromptError
-from llamaspec.rules.lengths import AutoLength
+from llamaspec.rules.auto_length import AutoLength
 
 EXIT_INTERRUPTED = 130
 
@@ -77,6 +77,7 @@ def generate(prompt: str | None, prompt_option: str | None, file: str | None, **
             )
             interrupted = _consume(stream, options["as_json"], options["show_drafts"])
         _report(pair, stream, seed, options)
+        keep_experience(pair, policy)
         if options["explain"] and isinstance(policy, AutoLength):
             explain(policy.explain(), stderr_console())
         elif options["explain"]:

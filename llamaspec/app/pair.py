@@ -18,8 +18,8 @@ from llamaspec.llama.model import LlamaModel, LoadProgress
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.pairing import check_pair
 from llamaspec.protocols import Drafter, LengthPolicy
+from llamaspec.rules.auto_length import AutoLength
 from llamaspec.rules.dice import SeededDice
-from llamaspec.rules.lengths import AutoLength
 from llamaspec.rules.verify import RULES
 from llamaspec.values import Sampling, TokenArray
 
@@ -47,6 +47,7 @@ class Pair:
         self.target = target
         self.draft = draft
         self.load_seconds = load_seconds
+        self._policy = AutoLength()  # for streams that bring none
 
     def stream(
         self,
@@ -79,7 +80,7 @@ class Pair:
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to guess; default: as many as pay, learnt afresh.
+            How many tokens to guess; default: as many as pay, learnt from stream to stream.
         drafter : Drafter, optional
             Who guesses; default the draft model. `SilentDrafter()` is plain decoding.
         on_prefill : callable, optional
@@ -97,7 +98,7 @@ class Pair:
         speculation = Speculation(
             target=self.target,
             drafter=drafter or self._model_drafter(sampling, rule, dice),
-            policy=policy or AutoLength(),
+            policy=policy or self._policy,
             rule=RULES[rule],
             sampling=sampling,
             dice=dice,

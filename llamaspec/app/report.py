@@ -57,11 +57,15 @@ def statistics_lines(completion: Completion, seed: int) -> list[str]:
         + f" in {completion.prefill_seconds:.2f} s)"
         + f", stopped by {completion.stop_reason.value}, seed {seed}"
     ]
+    n_dropped = summary.n_drafted - summary.n_verified
+    dropped = f", {n_dropped} dropped before verification" if n_dropped else ""
     if summary.acceptance_rate is not None:
         lines.append(
-            f"{summary.n_accepted} of {summary.n_verified} guesses accepted ({summary.acceptance_rate:.0%}), "
-            f"{summary.mean_tokens_per_round:.2f} tokens per round"
+            f"{summary.n_accepted} of {summary.n_verified} guesses accepted ({summary.acceptance_rate:.0%})"
+            f"{dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
         )
+    else:
+        lines.append(f"no guesses verified{dropped}")
     if summary.decode_seconds > 0:
         shares = (
             f"{name} {seconds / summary.decode_seconds:.1%}"

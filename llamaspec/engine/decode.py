@@ -62,18 +62,19 @@ def decode(tokens: TokenArray, limit: int, speculation: Speculation) -> Iterator
         draft = drafter.propose(tokens, AtMost(policy, limit - len(tokens) - 1))
         drafted = speculation.clock()
 
-        path = np.concatenate([tokens, draft.tokens])
-        width = min(policy.width(len(draft)), target.context_size + 1 - len(tokens))
-        padding = np.full(width - 1 - len(draft), tokens[-1], dtype=np.int32)
+        judged = draft.first(policy.n_to_verify(draft)) if rule.may_drop else draft
+        path = np.concatenate([tokens, judged.tokens])
+        width = min(policy.width(len(judged)), target.context_size + 1 - len(tokens))
+        padding = np.full(width - 1 - len(judged), tokens[-1], dtype=np.int32)
         scores = target.logits([Ask(LANE, np.concatenate([path, padding]), width)])[0]  # [width, V]
         verified = speculation.clock()
 
         p = ScoredPath(scores, path, len(tokens), speculation.sampling)
-        verdict = rule.verify(draft, p, speculation.dice, len(tokens))
+        verdict = rule.verify(judged, p, speculation.dice, len(tokens))
         round_ = Round(
             drafted=draft.tokens,
             confidences=draft.confidences,
-            n_verified=len(draft),
+            n_verified=len(judged),
             n_accepted=verdict.n_accepted,
             next_token=verdict.next_token,
             draft_seconds=drafted - start,

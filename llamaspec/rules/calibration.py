@@ -17,7 +17,7 @@ KNOTS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.92, 0.985)  # confidences at which the cu
 MOOD_TOKENS = (0.0, 80.0, 14.0)  # how long a mood lasts; 0 = there are no moods
 MOOD_SPREAD = (0.0, 1.0, 1.4)  # its standard deviation, log-odds
 START = 0.6  # chance of a guess before anything is known
-START_COUNT = 5.0  # guesses that the first belief counts for
+START_COUNT, KNOWN_COUNT = 5.0, 12.0  # guesses that the first belief counts for: of nobody, of earlier runs
 FORGET = 0.985  # of the record by which members are weighed
 
 
@@ -30,14 +30,15 @@ def _sigmoid(x: float) -> float:
 
 
 _KNOT_LOGITS = [_logit(k) for k in KNOTS]
+START_LEVELS = tuple(0.2 + 0.6 * x for x in _KNOT_LOGITS)  # the curve before anything is known
 
 
 class Sighted:
     """Chance that a guess of a given confidence stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, levels: Sequence[float]) -> None:
         x = np.array(_KNOT_LOGITS)
-        self._mean = 0.2 + 0.6 * x
+        self._mean = np.array(levels)
         self._covariance = 0.8**2 + 0.25**2 * np.outer(x, x) + 0.3**2 * np.minimum.outer(x - x[0], x - x[0])
         self._covariance += 0.1**2 * np.eye(len(x))
         self._drift = 0.02**2 + 0.01**2 * np.eye(len(x))
@@ -48,9 +49,22 @@ class Sighted:
         self._weights = [1 / 3] * 3
         self._weigh()
 
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Log-odds at the knots, without moods."""
+        return tuple(self._curve)
+
     def chance(self, confidence: float) -> float:
         """Calibrated chance, mood included."""
         level = self._level(confidence)
+        return sum(w * _sigmoid(level + mood) for w, mood in zip(self._weights, self._moods, strict=True))
+
+    def bound(self, confidence: float, z: float) -> float:
+        """The same, `z` standard deviations of the curve further up."""
+        i, part = self._place(confidence)
+        near = self._covariance[i : i + 2, i : i + 2]
+        variance = (1 - part) ** 2 * near[0, 0] + 2 * part * (1 - part) * near[0, 1] + part**2 * near[1, 1]
+        level = self._level(confidence) + z * float(variance) ** 0.5
         return sum(w * _sigmoid(level + mood) for w, mood in zip(self._weights, self._moods, strict=True))
 
     def _place(self, confidence: float) -> tuple[int, float]:
@@ -109,13 +123,19 @@ class Blind:
     SOFT = (False, False, False, True, True)  # learns from calibrated chances instead of outcomes
     PRIOR = (6.0, 3.0, 1.5, 3.0, 1.5)  # guesses that the slow average counts for, in each member
 
-    def __init__(self) -> None:
+    def __init__(self, start: float, count: float) -> None:
+        self._start, self._start_count = start, count
         self._hits = [0.0] * 5
         self._counts = [0.0] * 5
         self._record = [0.3, 0.0, 0.0, 0.0, 0.0]
-        self._chances = [START] * 5
-        self.chance = START
-        self._effective = START_COUNT
+        self._chances = [start] * 5
+        self.chance = start
+        self._effective = count
+
+    @property
+    def usual(self) -> float:
+        """The longest average."""
+        return self._chances[0]
 
     def see(self, chances: Sequence[float]) -> None:
         """Learn from the calibrated chances of the guesses drawn in a round."""
@@ -147,7 +167,7 @@ class Blind:
 
     def refresh(self) -> None:
         """Mix the members."""
-        slow = (self._hits[0] + START_COUNT * START) / (self._counts[0] + START_COUNT)
+        slow = (self._hits[0] + self._start_count * self._start) / (self._counts[0] + self._start_count)
         self._chances = [
             (h + prior * slow) / (c + prior)
             for h, c, prior in zip(self._hits, self._counts, self.PRIOR, strict=True)
@@ -171,11 +191,21 @@ class Blind:
 class Calibration:
     """Both estimates, taught together."""
 
-    def __init__(self) -> None:
-        self._sighted = Sighted()
-        self._blind = Blind()
+    def __init__(self, known: tuple[float, Sequence[float]] | None = None) -> None:
+        self._sighted = Sighted(START_LEVELS if known is None else known[1])
+        self._blind = Blind(START, START_COUNT) if known is None else Blind(known[0], KNOWN_COUNT)
         self._seen: tuple[float, ...] = ()  # confidences whose product is remembered
         self._standing = 1.0
+
+    @property
+    def usual(self) -> float:
+        """Chance that a guess stands, over the whole run."""
+        return self._blind.usual
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Log-odds that a guess stands, at each of the knots of confidence."""
+        return self._sighted.levels
 
     @property
     def ahead(self) -> float:
@@ -189,6 +219,10 @@ class Calibration:
     def chance(self, confidence: float) -> float:
         """Chance that a guess of this confidence stands."""
         return self._sighted.chance(confidence)
+
+    def hopeful_chance(self, confidence: float, z: float) -> float:
+        """The same, with `z` standard deviations of luck."""
+        return self._sighted.bound(confidence, z)
 
     def all_stand(self, confidences: tuple[float, ...]) -> float:
         """Chance that all guesses of a draft stand. Cheap when a draft is asked again with one guess more."""

@@ -11,6 +11,7 @@ Knows no model and no clock: seconds come with the rounds. tests/rules/test_cost
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from math import exp, log, sqrt
 
 import numpy as np
@@ -35,13 +36,35 @@ FREE_STEP = 1e-6  # seconds of a guess that costs nothing
 STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
 
 
+@dataclass(frozen=True, slots=True)
+class CostBelief:
+    """What a run believes of times: logarithms of seconds of widths 1, 2, ... and, last, of a draft step.
+
+    Raises
+    ------
+    ValueError
+        The parts do not belong together, or are not finite.
+    """
+
+    log_seconds: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    catch_up: tuple[float, ...]  # parts of a draft step for each unread token: for one token, for many
+
+    def __post_init__(self) -> None:
+        n = len(self.log_seconds)
+        if n < 2 or len(self.catch_up) != 2 or np.shape(self.covariance) != (n, n):
+            raise ValueError("the parts of a belief do not belong together")
+        if not all(np.isfinite(part).all() for part in (self.log_seconds, self.covariance, self.catch_up)):
+            raise ValueError("a belief must be finite")
+
+
 class CostModel:
     """Times of one pair on one machine, refined by every round.
 
     Parameters
     ----------
-    prior : CostCurve, optional
-        What a probe measured, perhaps on another day or another machine.
+    prior : CostCurve or CostBelief, optional
+        What a probe measured, or an earlier run, perhaps on another day or another machine.
     n_widths : int
         Widths 1 .. n_widths are modelled.
     allowed : collection of int, optional
@@ -49,13 +72,13 @@ class CostModel:
     """
 
     def __init__(
-        self, prior: CostCurve | None, n_widths: int, allowed: Collection[int] | None = None
+        self, prior: CostCurve | CostBelief | None, n_widths: int, allowed: Collection[int] | None = None
     ) -> None:
         self.n_widths = n_widths
         self._allowed = [w for w in range(1, n_widths + 1) if allowed is None or w in allowed]
         self._mean, self._covariance = _blank(n_widths) if prior is None else _informed(prior, n_widths)
         self._drift = _drift(n_widths)
-        self._catch_up = [0.4, 0.35]  # parts of a step for each unread token: for one token, for many
+        self._catch_up = list(prior.catch_up) if isinstance(prior, CostBelief) else [0.4, 0.15]
         self.rest_seconds = 0.0
         self.n_observed = [0] * (n_widths + 1)  # timings of each width; [n_widths] = of the draft
         self._prior_plain = float(self._mean[0])
@@ -79,15 +102,29 @@ class CostModel:
             self._padded[width - 1] = best
         self.batch_seconds = [times[w - 1] if w else float("inf") for w in self._padded]  # [n - 1], padded
 
+    def belief(self) -> CostBelief:
+        """All that is believed now."""
+        mean, covariance = self._mean.tolist(), self._covariance.tolist()
+        return CostBelief(tuple(mean), tuple(map(tuple, covariance)), tuple(self._catch_up))
+
+    def allows(self, width: int) -> bool:
+        """Whether a width may be evaluated."""
+        return width in self._allowed
+
     def cheapest_width(self, n: int) -> int:
         """The width, n or wider, that costs least; `n` itself where no wider one is known."""
         return (self._padded[n - 1] or n) if n <= self.n_widths else n
 
-    def batch_seconds_with(self, z: float) -> list[float]:
-        """`batch_seconds` if every width cost `z` standard deviations more than believed, next to width 1."""
+    def verify_seconds_with(self, z: float) -> list[float]:
+        """`verify_seconds` if every width cost `z` standard deviations more than it does, next to width 1."""
         c = self._covariance  # variance of log t(w) - log t(1):
         spread = np.sqrt(np.maximum(np.diag(c)[:-1] + c[0, 0] - 2 * c[0, :-1], 0.0))
         times: list[float] = np.exp(self._mean[:-1] + z * spread).tolist()
+        return times
+
+    def batch_seconds_with(self, z: float) -> list[float]:
+        """`batch_seconds` under the same condition."""
+        times = self.verify_seconds_with(z)
         best, batches = float("inf"), [0.0] * self.n_widths
         for width in range(self.n_widths, 0, -1):
             if width in self._allowed:
@@ -215,8 +252,13 @@ def _blank(n: int) -> tuple[Array, Array]:
     return mean, _kernel(n, 3.0, EXPONENT_SPREAD, 0.12, 0.12, STEP_SPREAD)
 
 
-def _informed(prior: CostCurve, n: int) -> tuple[Array, Array]:
-    """The belief after a probe: its curve, with doubts about scale, slope and every step."""
+def _informed(prior: CostCurve | CostBelief, n: int) -> tuple[Array, Array]:
+    """The belief after a probe or a run: its curve, with doubts about scale, slope and every step."""
+    if isinstance(prior, CostBelief):
+        if len(prior.log_seconds) != n + 1:
+            raise ValueError(f"the belief is about {len(prior.log_seconds) - 1} widths, not {n}")
+        doubts = _kernel(n, 3.0, 0.1, 0.05, 0.04, 0.3)
+        return np.array(prior.log_seconds), np.array(prior.covariance) + doubts
     widths = np.arange(1, n + 1)
     times = np.interp(widths, prior.widths, prior.verify_seconds)
     last = prior.widths[-1]

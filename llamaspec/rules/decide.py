@@ -13,13 +13,15 @@ from llamaspec.rules.calibration import Calibration
 from llamaspec.rules.costs import CostModel
 from llamaspec.rules.planning import FixedPlan, Prices, best_plan, expected_accepted, stopping_thresholds
 
-CAUTION = 2.0  # standard deviations by which a bet must be safe
+CAUTION = 2.0, 1.5  # standard deviations by which a bet must be safe: unprobed, probed
 HOPE = 1.0  # standard deviations of luck for which a try is made
+CURIOSITY = 2.0, 1.0  # and for which a width is looked at, where guessing pays already: unprobed, probed
 BOLDNESS = 0.25  # standard deviations of luck that the ordinary decision counts on
 HORIZON = 32  # tokens over which catching up must pay back
 CHECK_EVERY = 5  # rounds after which a narrow gain is checked against a plain round
 NARROW, NARROW_EARLY = 1.08, 1.3  # what a narrow gain is, and while plain rounds are little known
 KNOWN_AFTER = 6  # plain rounds
+LOOK_LOSS = 0.5  # plain tokens that a look may lose
 WORTH_A_LOOK = 1.04  # a length is tried when it could be better than the best known by this factor
 
 
@@ -32,6 +34,8 @@ class Plan:
     n_try: int = 0  # guesses to make only in order to learn
     try_loss: float = 0.0  # what they are believed to lose, plain tokens
     thresholds: tuple[float, ...] = ()  # [n] how likely n guesses must stand for one more
+    look_width: int = 0  # the width to evaluate in order to learn its cost; 0: none
+    rate: float = 0.0  # tokens per second that time is worth; 0 while that is unknown
     model_rate: float | None = None  # tokens per second of the best fixed length, where guessing pays
 
 
@@ -74,18 +78,22 @@ def decide(now: Situation) -> Plan:
     narrow = NARROW if now.costs.n_observed[0] >= KNOWN_AFTER else NARROW_EARLY
     if hoped < narrow and now.n_since_plain >= CHECK_EVERY:
         return Plan()
-    best = best_plan(prices, chances.ahead, prices.longest)
+    # Time is worth what can be had: a length that may not be bet on yet is no alternative.
+    best = best_plan(prices, chances.ahead, limit)
     rate = max(best.tokens_per_second * now.bonus, 1.0 / plain)
-    n_look, loss = _look(now, best, rate, limit) if now.may_look else (0, 0.0)
+    look, loss = _look(now, best, rate, limit) if now.may_look else (0, 0.0)
     thresholds = tuple(stopping_thresholds(prices, chances.ahead, rate))
-    return Plan(limit, True, n_look, loss, thresholds, best.tokens_per_second)
+    if look:
+        limit = look - 1
+    return Plan(limit, True, max(look - 1, 0), loss, thresholds, look, rate, best.tokens_per_second)
 
 
 def _stakes(now: Situation, catch_up: float) -> list[float]:
     """Plain tokens that a round of 0, 1, ... guesses loses with bad luck in times and chances."""
     prices = now.prices
-    dear = now.costs.batch_seconds_with(CAUTION)
-    accepted = expected_accepted(now.chances.bound(-CAUTION), prices.longest)
+    caution = CAUTION[now.costs.has_prior]
+    dear = now.costs.batch_seconds_with(caution)
+    accepted = expected_accepted(now.chances.bound(-caution), prices.longest)
     plain, step = prices.plain_seconds, prices.step_seconds
     base = catch_up - prices.batch_seconds[0]
     return [(base + n * step + dear[n]) / plain - accepted[n] for n in range(prices.longest + 1)]
@@ -110,20 +118,26 @@ def _try(now: Situation, limit: int, catch_up: float) -> Plan:
         lesson = judged / max(cost - (likely[n] + lucky[n]) / 2, 0.1)
         if loss <= now.room_to_explore and lesson > best:
             best, n_best, loss_of_best = lesson, n, loss
-    return Plan(limit, False, n_best, loss_of_best) if n_best else Plan()
+    return Plan(limit, False, n_best, loss_of_best, rate=1.0 / plain) if n_best else Plan()
 
 
 def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int, float]:
-    """A length that would be faster were its unmeasured width cheaper than believed, and its loss; or 0."""
-    prices, chance = now.prices, now.chances.ahead
-    cheap = _hopeful_prices(now)
-    other = best_plan(cheap, chance, limit)
-    n = other.n_guesses
-    if n == best.n_guesses or other.tokens_per_second <= WORTH_A_LOOK * best.tokens_per_second:
-        return 0, 0.0
-    tokens = 1.0 + expected_accepted(chance, n)[n]
-    loss = (prices.seconds(n) - tokens / rate) / prices.plain_seconds
-    return (n, loss) if loss < now.room_to_explore else (0, 0.0)
+    """The cheapest lesson among the widths that could be better than the best known, and its loss; or 0."""
+    prices, costs, plain = now.prices, now.costs, now.prices.plain_seconds
+    tokens = [1.0 + n for n in expected_accepted(now.chances.ahead, limit)]
+    hoped = costs.verify_seconds_with(-CURIOSITY[costs.has_prior])
+    look, least = 0, min(now.room_to_explore, LOOK_LOSS)
+    for n in range(1, limit + 1):
+        width = n + 1
+        if width == costs.cheapest_width(best.n_guesses + 1) or not costs.allows(width):
+            continue
+        drafting = n * prices.step_seconds + prices.rest_seconds
+        if tokens[n] <= WORTH_A_LOOK * best.tokens_per_second * (hoped[n] + drafting):
+            continue
+        loss = (costs.verify_seconds[n] + drafting - tokens[n] / rate) / plain
+        if loss < least:
+            look, least = width, loss
+    return look, max(least, 0.0) if look else 0.0
 
 
 def _hopeful_prices(now: Situation) -> Prices:

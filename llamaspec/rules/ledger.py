@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROOM = 1.25  # plain tokens that may be lost at first: 2 % of 64 tokens
-ROOM_RATE = 0.015  # and more for every token after the first 64
+ROOM_RATE = 0.02  # and more for every token after the first 64
 FREE_TOKENS = 64
 EXPLORE = 1.3  # plain tokens that tries may lose at first
 EXPLORE_RATE = 0.015  # and more for every token

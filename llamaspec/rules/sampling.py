@@ -130,7 +130,8 @@ def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float 
     if sampling.top_k is not None:
         threshold = _floor_of_best(scores, sampling.top_k)
     # Below, a little slack: the exact cuts are made later in double precision.
-    if sampling.min_p is not None:
+    # Top-p is taken of all that top-k leaves, and min-p only then.
+    if sampling.min_p is not None and (sampling.top_k is None or sampling.top_p is None):
         threshold = max(threshold, highest + float(np.log(sampling.min_p)) - 1e-3)
     if mass is not None and sampling.top_p is not None and sampling.top_p < 1:
         # V tokens this improbable hold less than what top-p leaves out.

@@ -29,6 +29,7 @@ class Coupled:
     """
 
     name = "coupled"
+    may_drop = True  # the target draws the same token, judged or not
 
     def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
         """Draw guess `i` with the noise that the target will use at its position."""
@@ -55,6 +56,7 @@ class Rejection:
     """
 
     name = "rejection"
+    may_drop = False  # what is drawn in place of a dropped guess would have to be drawn from p - q
 
     def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
         """Draw guess `i` independently of the target's draws."""
@@ -81,6 +83,7 @@ class Block:
     """
 
     name = "block"
+    may_drop = False
 
     def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
         """Draw guess `i` independently of the target's draws."""

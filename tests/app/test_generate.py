@@ -114,13 +114,18 @@ def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
 
 
 def test_only_the_text_on_stdout(models: list[Path]) -> None:
-    answer = run("generate", *naming(models), PROMPT, "--seed", "5", "-n", "40")
+    answer = run("generate", *naming(models), PROMPT, "--seed", "5", "-n", "40", "--draft-length", "3")
     assert answer.code == 0
     assert answer.stdout == expected(models, 5, 40).text + "\n"
     assert "seed 5" in answer.stderr
     assert "tokens/s" in answer.stderr
     assert "guesses accepted" in answer.stderr
     assert "time: draft" in answer.stderr
+
+
+def test_a_run_without_verified_guesses_says_so(models: list[Path]) -> None:
+    answer = generate(PROMPT, "-n", "5", "--draft-length", "0", models=models)
+    assert "no guesses verified\n" in answer.stderr
 
 
 def test_no_stats_is_silent(models: list[Path]) -> None:

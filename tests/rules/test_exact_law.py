@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from fakes import CountingUp, FakeModel, UntilToken
+from fakes import CountingUp, DropsUnlikely, FakeModel, UntilToken
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.silent import SilentDrafter
 from llamaspec.engine.decode import Speculation, decode
@@ -21,7 +21,7 @@ from llamaspec.protocols import Dice, Drafter, Judge, LengthPolicy, Rule, Use
 from llamaspec.rules.dice import SeededDice
 from llamaspec.rules.lengths import FixedLength
 from llamaspec.rules.sampling import distribution
-from llamaspec.rules.verify import RULES
+from llamaspec.rules.verify import RULES, Rejection
 from llamaspec.values import Distribution, Draft, Sampling, TokenArray, Verdict
 
 N_TOKENS = 3
@@ -42,6 +42,7 @@ WARM = Sampling(temperature=1.7, top_k=None, top_p=None, min_p=None)
 POLICIES: dict[str, LengthPolicy] = {
     **{f"K={k}": FixedLength(k) for k in range(4)},
     "until a token": UntilToken(1),
+    "unlikely guesses dropped": DropsUnlikely(),
 }
 DRAFTERS: dict[str, Callable[[Sampling, Rule, Dice], Drafter]] = {
     "other model": lambda sampling, rule, dice: ModelDrafter(OTHER, sampling, rule, dice),
@@ -139,6 +140,7 @@ class ForgetsResidual:
     """A wrong rule: where a guess falls it draws from p, not from what the guesses left of p."""
 
     name = "forgets the residual"
+    may_drop = False
 
     def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
         return dice.choose(distribution, Use.GUESS, start + i, attempt=start)
@@ -160,6 +162,19 @@ def test_a_wrong_rule_is_found_out() -> None:
     def run(dice: Dice) -> tuple[int, ...]:
         guesser = ModelDrafter(OTHER, chain, ForgetsResidual(), dice)
         return text(speculation(ForgetsResidual(), guesser, FixedLength(2), chain, dice))
+
+    assert distance(walk(run), plain_law(chain)) > 0.01
+
+
+def test_rejection_may_not_drop_guesses_for_what_they_are() -> None:
+    class Dropping(Rejection):
+        may_drop = True
+
+    chain = SAMPLINGS["plain"]
+
+    def run(dice: Dice) -> tuple[int, ...]:
+        guesser = ModelDrafter(OTHER, chain, Dropping(), dice)
+        return text(speculation(Dropping(), guesser, DropsUnlikely(), chain, dice))
 
     assert distance(walk(run), plain_law(chain)) > 0.01
 

@@ -7,13 +7,15 @@ have been left some air. Ratios are times: 1.03 is three percent slower than pla
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import exp, log
 
 import numpy as np
 import pytest
 
-from llamaspec.rules.lengths import AtMost, AutoLength, FixedLength
+from llamaspec.rules.auto_length import AutoLength
+from llamaspec.rules.lengths import AtMost, FixedLength
 from llamaspec.rules.reasons import Reasons
 from llamaspec.values import CostCurve, Draft, Round
 from simulator import Machine, Passage, Run, optimal_rate, passage, play, table
@@ -242,10 +244,10 @@ def test_the_same_rounds_give_the_same_decisions() -> None:
 @pytest.mark.parametrize("prior", ["none", "honest", "flat", "steep"])
 @pytest.mark.parametrize(("curve", "draft_ms"), [("q4_0", 3.0), ("q8_0", 0.6), ("flat", 0.6), ("m4", 3.0)])
 def test_never_slower_than_plain_decoding(curve: str, draft_ms: float, prior: str) -> None:
-    """At every moment from 64 tokens on, whatever the text and the prior."""
+    """At every moment from 64 tokens on 0.97 of its speed, whatever the text and the prior."""
     for name in TEXTS:
         result = run(curve, draft_ms, prior, name, seed=0)
-        assert result.worst_to_plain(64) <= 1.03, name
+        assert result.worst_to_plain(64) <= 1 / 0.97, name
         assert result.to_plain <= 1.02, name
 
 
@@ -373,3 +375,68 @@ def test_reasons_before_the_first_round() -> None:
     assert why.predicted_tokens_per_second is None
     assert why.measured_tokens_per_second is None
     assert {b.acceptance_rate for b in why.bins} == {None}
+
+
+# -- experience ----------------------------------------------------------------------------------------------
+
+
+def test_experience_saves_the_next_run_what_this_one_had_to_learn() -> None:
+    """Without a probe; over many texts, for one text can always begin unluckily."""
+    gains = []
+    for curve in ("q4_0", "f16", "flat"):
+        on = machine(curve, 0.6)
+        for name in ("constant 0.7", "constant 0.85", "informed", "stretches"):
+            for seed in SEEDS:
+                first = AutoLength()
+                cold = play(first, on, text(name, seed), seed)
+                warm = play(AutoLength(first.experience()), on, text(name, seed), seed + 1)
+                gains.append(cold.seconds[-1] / warm.seconds[-1])
+    assert mean(gains) >= 1.01
+
+
+def test_experience_of_another_machine_does_no_harm() -> None:
+    slow = AutoLength()
+    play(slow, machine("flat", 0.6), text("constant 0.95", 0))
+    for curve in ("m4", "q8_0"):
+        on = machine(curve, 3.0)
+        result = play(AutoLength(slow.experience()), on, text("constant 0.5", 0))
+        assert result.worst_to_plain(64) <= 1 / 0.97
+
+
+def test_damaged_experience_is_refused() -> None:
+    known = AutoLength().experience()
+    with pytest.raises(ValueError, match="not what a policy learns"):
+        replace(known, acceptance=1.5)
+    with pytest.raises(ValueError, match="not what a policy learns"):
+        replace(known, confidence_levels=(0.0,))
+    with pytest.raises(ValueError, match="do not belong together"):
+        replace(known.costs, log_seconds=(0.0, 1.0))
+    with pytest.raises(ValueError, match="must be finite"):
+        replace(known.costs, catch_up=(0.4, float("nan")))
+
+
+def test_unlikely_guesses_are_dropped_where_their_evaluation_is_dear() -> None:
+    """Width 2 costs a third more than width 1: only guesses with a better chance are worth it."""
+    on = machine("f16", 0.6)
+    policy = AutoLength(on.curve())
+    for confidence, n_accepted in ((0.9, 1), (0.05, 0)) * 40:
+        if policy.wants_more(Draft()):
+            n = policy.n_to_verify(draft_of(1, confidence))
+            policy.observe(verified_round(confidence, n, min(n, n_accepted), on))
+        else:
+            policy.observe(round_of(0, 0, float(on.verify_seconds[0])))
+    assert policy.n_to_verify(draft_of(1, 0.05)) == 0
+
+
+def verified_round(confidence: float, n_verified: int, n_accepted: int, on: Machine) -> Round:
+    """A round with one guess, which may have been dropped."""
+    return Round(
+        drafted=np.zeros(1, dtype=np.int32),
+        confidences=(confidence,),
+        n_verified=n_verified,
+        n_accepted=n_accepted,
+        next_token=0,
+        draft_seconds=on.draft_seconds,
+        verify_seconds=float(on.verify_seconds[n_verified]),
+        rest_seconds=0.0001,
+    )

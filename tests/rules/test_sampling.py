@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamaspec.rules.sampling import Scores, confidence, distribution, penalised
@@ -97,6 +97,7 @@ def plain_chain(row: Scores, sampling: Sampling) -> dict[int, float]:
     min_p=st.none() | st.sampled_from([0.01, 0.1, 0.5]),
     rounded=st.booleans(),
 )
+@example(seed=0, size=300, top_k=25, top_p=0.9, min_p=0.01, rounded=False)  # top-p before min-p
 def test_the_fast_selection_is_the_plain_one(
     seed: int, size: int, top_k: int | None, top_p: float | None, min_p: float | None, rounded: bool
 ) -> None:
