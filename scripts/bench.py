@@ -44,6 +44,7 @@ from llamaspec.rules.auto_length import AutoLength
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
+HINDSIGHT = {"best fixed K per prompt": ("K=", "plain"), "llama.cpp's best per prompt": ("llama.cpp",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Run:
     same_text: bool | None  # as plain decoding in the same turn; None where the arm promises no such thing
     acceptance_rate: float | None = None
     rest_share: float | None = None  # controller time / decode time
-    predicted_tokens_per_second: float | None = None
+    prediction: float | None = None  # seconds that the cost model predicted / measured, rounds that happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Score:
     worst_prompt: int
     same_text: bool | None
     rest_share: float | None
+    predictions: tuple[float, float, float] | None  # least, median and greatest
     per_prompt: dict[int, float] = field(default_factory=dict)
 
 
@@ -104,9 +106,9 @@ def main(
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
     options = ModelOptions(threads=threads)
     draft_options = ModelOptions(threads=threads, max_scored=1)
-    peer = LlamaCpp(llama_cpp, target, draft, threads) if llama_cpp else None
     runs: list[Run] = []
     with open_pair(target, draft, target_options=options, draft_options=draft_options) as pair:
+        peer = LlamaCpp(llama_cpp, pair, threads) if llama_cpp else None
         arms = _arms(pair, lengths)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
@@ -165,8 +167,15 @@ def _turn(
             completion.tokens == plain.tokens,
             summary.acceptance_rate,
             summary.rest_seconds / summary.decode_seconds,
-            policy.explain().predicted_tokens_per_second if isinstance(policy, AutoLength) else None,
+            _prediction(policy),
         )
+
+
+def _prediction(policy: LengthPolicy) -> float | None:
+    reasons = policy.explain() if isinstance(policy, AutoLength) else None
+    return (
+        reasons.predicted_seconds / reasons.measured_seconds if reasons and reasons.measured_seconds else None
+    )
 
 
 def _run(
@@ -204,6 +213,7 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
     worst_prompt = min(ratios, key=lambda prompt: ratios[prompt])
     rests = [run.rest_share for run in own if run.rest_share is not None]
     same = [run.same_text for run in own if run.same_text is not None]
+    predictions = [run.prediction for run in own if run.prediction is not None]
     return Score(
         arm=arm,
         temperature=temperature,
@@ -213,13 +223,26 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
         worst_prompt=worst_prompt,
         same_text=all(same) if same else None,
         rest_share=statistics.median(rests) if rests else None,
+        predictions=(min(predictions), statistics.median(predictions), max(predictions))
+        if predictions
+        else None,
         per_prompt=ratios,
     )
 
 
 def _show(scores: list[Score], description: str) -> None:
     table = Table(box=None, pad_edge=False, title=f"{description}: speed relative to plain decoding")
-    for title in ("temperature", "arm", "geometric mean", "spread", "worst prompt", "same text", "rest"):
+    titles = (
+        "temperature",
+        "arm",
+        "geometric mean",
+        "spread",
+        "worst prompt",
+        "same text",
+        "rest",
+        "predicted",
+    )
+    for title in titles:
         table.add_column(title, justify="left" if title == "arm" else "right")
     for score in scores:
         table.add_row(
@@ -230,17 +253,22 @@ def _show(scores: list[Score], description: str) -> None:
             f"{score.worst:.2f} (#{score.worst_prompt})",
             {True: "yes", False: "NO", None: "-"}[score.same_text],
             f"{score.rest_share:.1%}" if score.rest_share is not None else "-",
+            "{1:.2f} ({0:.2f}-{2:.2f})".format(*score.predictions) if score.predictions else "-",
         )
     for temperature in dict.fromkeys(score.temperature for score in scores):
-        best = _best_in_hindsight(scores, temperature)
-        table.add_row(f"{temperature:g}", "best fixed K per prompt", f"{best:.3f}", "", "", "", "")
-    Console(file=sys.stderr, width=110).print(table)
+        for name, kinds in HINDSIGHT.items():
+            best = _best_in_hindsight(scores, temperature, kinds)
+            if best is not None:
+                table.add_row(f"{temperature:g}", name, f"{best:.3f}")
+    Console(file=sys.stderr, width=120).print(table)
 
 
-def _best_in_hindsight(scores: list[Score], temperature: float) -> float:
-    """Geometric mean of the best fixed length of each prompt, plain decoding among them."""
+def _best_in_hindsight(scores: list[Score], temperature: float, kinds: tuple[str, ...]) -> float | None:
+    """Geometric mean of the best arm of these kinds for each prompt; None where there is no such arm."""
     own = [score for score in scores if score.temperature == temperature]
-    fixed = [score for score in own if score.arm.startswith(("K=", "plain"))]
+    fixed = [score for score in own if score.arm.startswith(kinds)]
+    if not fixed:
+        return None
     prompts = fixed[0].per_prompt
     return math.exp(
         statistics.mean(math.log(max(score.per_prompt[prompt] for score in fixed)) for prompt in prompts)

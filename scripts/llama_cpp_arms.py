@@ -1,11 +1,13 @@
 """llama.cpp's own tools as arms of the benchmark: plain decoding and `llama-speculative-simple`.
 
-Each run is a process of its own on the same files, threads and prompt; only the decode time that the tool
-reports itself counts, so that loading and reading the prompt are left out.
+Each run is a process of its own on the same files, context, threads and prompt; only the decode time that
+the tool reports itself counts, so that loading and reading the prompt are left out. Plain decoding is
+`llama-bench` behind as many tokens as the prompt has; it samples nothing and is the fastest there is.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -14,8 +16,10 @@ from pathlib import Path
 
 import click
 
-DRAFT_LENGTHS = range(1, 9)
-DEFAULT_DRAFT_LENGTH = 3  # of llama-speculative-simple
+from llamaspec import Pair
+
+DRAFT_LENGTHS = range(1, 9)  # llama.cpp's default is 3
+SAMPLING = ("--top-k", "40", "--top-p", "0.95", "--min-p", "0.05")  # llamaspec's defaults
 _DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+) t/s")
 
 
@@ -25,32 +29,54 @@ class LlamaCpp:
     Raises
     ------
     click.UsageError
-        The folder has no `llama-speculative-simple`.
+        The folder lacks one of them.
     """
 
-    def __init__(self, folder: Path, target: Path, draft: Path, threads: int | None) -> None:
-        self._binary = folder / "llama-speculative-simple"
-        if not self._binary.exists():
-            raise click.UsageError(f"no llama-speculative-simple in {folder}; build it from llama.cpp")
-        self._command = [str(self._binary), "-m", str(target), "-md", str(draft), "-c", "4096"]
-        if threads is not None:
-            self._command += ["-t", str(threads), "-td", str(threads)]
+    def __init__(self, folder: Path, pair: Pair, threads: int | None) -> None:
+        self._speculative = folder / "llama-speculative-simple"
+        self._bench = folder / "llama-bench"
+        for binary in (self._speculative, self._bench):
+            if not binary.exists():
+                raise click.UsageError(f"no {binary.name} in {folder}; build it from llama.cpp")
+        self._pair = pair
+        self._threads = [] if threads is None else ["-t", str(threads)]
 
     def turn(self, prompt: str, temperature: float, seed: int, n: int) -> Iterator[tuple[str, int, float]]:
-        """Every draft length once: (arm, tokens, tokens per second)."""
+        """Plain decoding and every draft length once: (arm, tokens, tokens per second)."""
+        yield "llama.cpp plain", n, self._plain(prompt, n)
         for k in DRAFT_LENGTHS:
-            n_tokens, speed = self._run(prompt, temperature, seed, n, k)
+            n_tokens, speed = self._speculate(prompt, temperature, seed, n, k)
             yield f"llama.cpp n_max={k}", n_tokens, speed
 
-    def _run(self, prompt: str, temperature: float, seed: int, n: int, k: int) -> tuple[int, float]:
+    def _plain(self, prompt: str, n: int) -> float:
+        depth = len(self._pair.target.vocabulary.tokenize(prompt.encode()))
+        arguments = ["-p", "0", "-n", str(n), "-d", str(depth), "-r", "1", "-o", "json"]
+        command = [str(self._bench), "-m", str(self._pair.target.path), *self._threads, *arguments]
+        return float(json.loads(_run(command).stdout)[0]["avg_ts"])
+
+    def _speculate(self, prompt: str, temperature: float, seed: int, n: int, k: int) -> tuple[int, float]:
+        target, draft = self._pair.target, self._pair.draft
+        assert draft is not None
+        models = ["-m", str(target.path), "-md", str(draft.path), "-c", str(target.context_size)]
+        guesses = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(k)]
+        text = ["-n", str(n), "--temp", str(temperature), "--seed", str(seed), *SAMPLING]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(prompt)
             file.flush()
-            arguments = ["-f", file.name, "-n", str(n), "--temp", str(temperature), "--seed", str(seed)]
-            arguments += ["--top-k", "40", "--top-p", "0.95", "--min-p", "0.05", "--spec-draft-n-max", str(k)]
-            command = [*self._command, *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            command = [str(self._speculative), *models, *guesses, *text, *self._threads, "-f", file.name]
+            done = _run(command)
         found = _DECODED.search(done.stderr + done.stdout)
         if found is None:
-            raise click.ClickException(f"llama.cpp gave no speed: {done.stderr.strip().splitlines()[-1:]}")
+            raise click.ClickException(f"{self._speculative.name} gave no speed: {_last_line(done)}")
         return int(found[1]), float(found[2])
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise click.ClickException(f"{Path(command[0]).name} failed: {_last_line(done)}")
+    return done
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or ["no word"])[-1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +52,22 @@ def dips(curve: CostCurve) -> list[Dip]:
     return found
 
 
-def knee(curve: CostCurve) -> int:
+def knees(curve: CostCurve) -> list[int]:
+    """Widths after which a position more costs more than twice as much as the one before.
+
+    Padding to a cheaper width is reckoned in; a rise below a tenth of a single position is none.
+    """
+    costs = np.minimum.accumulate(curve.verify_seconds[::-1])[::-1] / curve.verify_seconds[0]
+    rises = np.diff(costs) / np.diff(curve.widths)
+    before = np.concatenate([[0.0], rises[:-1]])
+    return [
+        width
+        for width, is_knee in zip(curve.widths, rises > np.maximum(2 * before, 0.1), strict=False)
+        if is_knee
+    ]
+
+
+def saturation_width(curve: CostCurve) -> int:
     """The width up to which a position more costs less than half of a single one, as seen from width 1."""
     first, last = curve.verify_seconds[0], 1
     for width, seconds in zip(curve.widths[1:], curve.verify_seconds[1:], strict=True):
@@ -128,7 +144,8 @@ def as_json(found: Probe) -> dict[str, Any]:
     return {
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
-        "knee": knee(found.curve),
+        "saturation_width": saturation_width(found.curve),
+        "knees": knees(found.curve),
         "dips": [asdict(dip) for dip in dips(found.curve)],
         "best_fixed_length": {
             str(acceptance): asdict(best_fixed_length(found.curve, acceptance)) for acceptance in ACCEPTANCES
@@ -180,7 +197,11 @@ def _show_conclusions(found: Probe, console: Console) -> None:
         behind = ", ".join(f"{c.n_tokens} in {1e3 * c.seconds:.2f} ms" for c in found.catch_ups)
         console.print(f"tokens that the draft reads at once: {behind}")
     console.print(f"sampling: {1e6 * found.sampling_seconds:.0f} µs for each position")
-    console.print(f"a position more costs less than half of a single one up to {knee(curve)} at once")
+    console.print(
+        f"a position more costs less than half of a single one up to {saturation_width(curve)} at once"
+    )
+    if found_knees := knees(curve):
+        console.print(f"the cost rises sharply after {', '.join(map(str, found_knees))} positions")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens takes too long to read here; it was left out")
     if found.identical_widths == {1}:

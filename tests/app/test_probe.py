@@ -12,7 +12,7 @@ from llamaspec import LlamaModel, open_pair
 from llamaspec.app import curves
 from llamaspec.app.identity import exact_widths
 from llamaspec.app.measure import Effort, measure
-from llamaspec.app.probe import Dip, dips, knee, verdict
+from llamaspec.app.probe import Dip, dips, knees, saturation_width, verdict
 from llamaspec.values import Ask, CostCurve, Logits
 
 FOURS = CostCurve((1, 2, 3, 4, 5), (1.0, 1.6, 2.2, 1.8, 2.6), 0.05)
@@ -31,7 +31,9 @@ def models(
 def test_what_the_curve_says() -> None:
     assert dips(FOURS) == [Dip(3, 4)]
     assert dips(FLAT) == []
-    assert [knee(curve) for curve in (STEEP, FLAT)] == [1, 4]
+    assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
+    stairs = CostCurve((1, 2, 3, 4, 5, 6, 8, 16), (1.0, 1.2, 1.4, 1.05, 1.4, 1.41, 1.8, 1.9), 0.05)
+    assert [knees(curve) for curve in (stairs, FLAT)] == [[4, 6], []]
     assert verdict(STEEP).endswith("at any acceptance")
     assert verdict(FLAT).endswith("below an acceptance of 0.10")  # 1 + a > 1.05 + 0.05
 
