@@ -57,7 +57,8 @@ class LengthPolicy(Protocol):
     def n_to_verify(self, draft: Draft) -> int:
         """How many of the guesses are worth an evaluation: the first ones, up to `len(draft)`.
 
-        Asked only where the rule allows to drop guesses that have been drawn.
+        Asked only where guesses may be dropped for what they are: copies, and all guesses under a rule that
+        allows it.
         """
 
     def width(self, n_guesses: int) -> int:

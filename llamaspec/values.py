@@ -7,7 +7,7 @@ copied and compared in microseconds. `None` is the only "off".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -130,13 +130,14 @@ class Draft:
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     distributions: tuple[Distribution, ...] = ()  # K of them: what each guess was drawn from
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each guess
+    is_copy: bool = False  # copied from earlier text: no model was asked, no chance was needed
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def certain(cls, tokens: Sequence[int], confidence: float = 0.5) -> Draft:
-        """Guesses that no chance was needed for, such as copies of earlier text."""
+        """Guesses that no chance was needed for."""
         return cls(
             np.array(tokens, dtype=np.int32),
             tuple(Distribution.certain(token) for token in tokens),
@@ -145,18 +146,20 @@ class Draft:
 
     def plus(self, token: int, distribution: Distribution, confidence: float) -> Draft:
         """The same draft with one more guess."""
-        return Draft(
-            np.append(self.tokens, np.int32(token)),
-            (*self.distributions, distribution),
-            (*self.confidences, confidence),
+        return replace(
+            self,
+            tokens=np.append(self.tokens, np.int32(token)),
+            distributions=(*self.distributions, distribution),
+            confidences=(*self.confidences, confidence),
         )
 
     def first(self, n: int) -> Draft:
         """The same draft cut to its first `n` guesses."""
-        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n])
+        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.is_copy)
 
 
 NO_DRAFT = Draft()
+NO_COPY = Draft(is_copy=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ class Round:
     draft_seconds: float
     verify_seconds: float
     rest_seconds: float
+    is_copy: bool = False  # the guesses were copied from earlier text
 
     @property
     def tokens(self) -> TokenArray:

@@ -61,7 +61,7 @@ class LlamaCpp:
         guesses = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(k)]
         text = ["-n", str(n), "--temp", str(temperature), "--seed", str(seed), *SAMPLING]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-            file.write(prompt)
+            file.write(prompt + "\n" * prompt.endswith("\n"))  # llama.cpp drops one newline at the end
             file.flush()
             command = [str(self._speculative), *models, *guesses, *text, *self._threads, "-f", file.name]
             done = _run(command)

@@ -50,7 +50,7 @@ class CountingUp:
         draft = NO_DRAFT
         while policy.wants_more(draft):
             token = (int(context[-1]) + len(draft) + 1) % self.vocabulary_size
-            draft = draft.plus(token, Distribution.certain(token), 0.5)
+            draft = draft.plus(token, Distribution.certain(token), 0.6)
         return draft
 
 
@@ -61,7 +61,7 @@ class DropsUnlikely:
         return len(draft) < 2
 
     def n_to_verify(self, draft: Draft) -> int:
-        unlikely = [i for i, confidence in enumerate(draft.confidences) if confidence < 0.4]
+        unlikely = [i for i, confidence in enumerate(draft.confidences) if confidence < 0.55]
         return unlikely[0] if unlikely else len(draft)
 
     def width(self, n_guesses: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import CostCurve, Draft, Round
+from llamaspec.values import NO_COPY, NO_DRAFT, CostCurve, Draft, Round
 
 Array = npt.NDArray[np.float64]
 N_WIDTHS = 40
@@ -83,19 +83,25 @@ class Run:
         return self.seconds[-1] - float(np.interp(n_tokens, self.n_tokens, self.seconds))
 
 
-def play(policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0) -> Run:
-    """Let a policy decode a passage."""
+def play(
+    policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0, copies: Passage | None = None
+) -> Run:
+    """Let a policy decode a passage. `copies` are guesses that cost nothing, preferred to others.
+
+    Where they are the passage itself, nobody else guesses.
+    """
     rng = np.random.default_rng(seed)
     position, lag, seconds, plain = 0, 0, 0.0, 0.0
     run: list[tuple[int, float, float, int]] = []
     while position < len(passage):
-        draft = _propose(policy, passage, position)
+        draft = _propose(policy, passage, position, copies)
         n, n_verified = len(draft), policy.n_to_verify(draft)
         width = policy.width(n_verified)
         scale = machine.scale(position)
-        drafting = machine.draft_seconds * (n + machine.catch_up * lag) if n else 0.0
+        drafting = machine.draft_seconds * (n + machine.catch_up * lag) if n and not draft.is_copy else 0.0
         verifying = float(machine.verify_seconds[width - 1]) * scale
-        stands = passage.stands[position : position + n_verified]
+        source = copies if copies is not None and draft.is_copy else passage
+        stands = source.stands[position : position + n_verified]
         accepted = n_verified if stands.all() else int(np.argmin(stands))
         policy.observe(
             Round(
@@ -107,9 +113,10 @@ def play(policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0
                 draft_seconds=drafting * machine.noise(rng) + 1e-6,
                 verify_seconds=verifying * machine.noise(rng),
                 rest_seconds=machine.rest_seconds * machine.noise(rng),
+                is_copy=draft.is_copy,
             )
         )
-        lag = lag + 1 if n == 0 else int(accepted == n)
+        lag = lag + accepted + 1 if n == 0 or draft.is_copy else int(accepted == n)
         plain += sum(
             float(machine.verify_seconds[0]) * machine.scale(position + i) + machine.rest_seconds
             for i in range(accepted + 1)
@@ -121,14 +128,22 @@ def play(policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0
     return Run(positions, times, plain_times, lengths)
 
 
-def _propose(policy: LengthPolicy, passage: Passage, position: int) -> Draft:
+def _propose(policy: LengthPolicy, passage: Passage, position: int, copies: Passage | None) -> Draft:
+    if copies is not None:
+        draft = _guess(policy, copies, position, NO_COPY)
+        draft = draft.first(policy.n_to_verify(draft))
+        if len(draft) or copies is passage:
+            return draft
+    return _guess(policy, passage, position, NO_DRAFT)
+
+
+def _guess(policy: LengthPolicy, passage: Passage, position: int, draft: Draft) -> Draft:
     room = len(passage) - position - 1
     n, confidences = 0, list[float]()
-    draft = Draft()
     while n < room and policy.wants_more(draft):
         confidences.append(float(passage.confidences[position + n]))
         n += 1
-        draft = Draft(np.zeros(n, dtype=np.int32), (), tuple(confidences))
+        draft = Draft(np.zeros(n, dtype=np.int32), (), tuple(confidences), draft.is_copy)
     return draft
 
 

@@ -248,6 +248,27 @@ def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
         yield pair
 
 
+@pytest.mark.parametrize("with_draft", [False, True])
+@pytest.mark.parametrize("n_guesses", [None, 4])
+def test_same_seed_same_tokens_with_copies(
+    demo_files: tuple[Path, Path], n_guesses: int | None, with_draft: bool
+) -> None:
+    """A prompt that repeats itself is copied from, alone or before the draft is asked."""
+    target, draft = demo_files
+    prompt, n_copied = 4 * "    self.assertEqual(result, expected)\n", 0
+    policy = AutoLength() if n_guesses is None else FixedLength(n_guesses)
+    drafts = draft if with_draft else None
+    with open_pair(target, drafts, ngram=True, target_options=CPU, draft_options=CPU) as pair:
+        for seed, temperature in enumerate(TEMPERATURES[:3]):
+            sampling = Sampling(temperature=temperature)
+            right = plain(pair, prompt, sampling, seed, 60).tokens
+            forget(pair)
+            found = pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=60).run()
+            assert found.tokens == right
+            n_copied += sum(round_.n_accepted for round_ in found.rounds if round_.is_copy)
+    assert n_copied > 0
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_of_the_embedded_pair(demo: Pair, prompt: str) -> None:
     greedy = Sampling(temperature=0)

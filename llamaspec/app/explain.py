@@ -10,6 +10,9 @@ from llamaspec.rules.reasons import Reasons
 
 def verdict(reasons: Reasons) -> str:
     """One sentence: does guessing pay here?"""
+    if reasons.acceptance is None:
+        pays = reasons.gained_seconds > 0
+        return f"copying from earlier text {'pays' if pays else 'does not pay'} in this text"
     if reasons.break_even_acceptance is None:
         return "guessing does not pay on this machine for this pair, at any acceptance"
     pays = reasons.acceptance > reasons.break_even_acceptance
@@ -28,11 +31,16 @@ def explain(reasons: Reasons, console: Console, exact_widths: frozenset[int] | N
     if exact_widths is not None:
         console.print("bit-identical widths: " + ", ".join(str(width) for width in sorted(exact_widths)))
     console.print(_cost_table(reasons))
-    console.print(
-        f"a guess costs {1e3 * reasons.draft_step_seconds:.2f} ms, "
-        f"a round besides {1e3 * reasons.rest_seconds:.2f} ms"
-    )
-    console.print(_confidence_table(reasons))
+    console.print(f"a round besides the models costs {1e3 * reasons.rest_seconds:.2f} ms")
+    if reasons.acceptance is not None:
+        console.print(f"a guess of the draft costs {1e3 * reasons.draft_step_seconds:.2f} ms")
+        console.print(_confidence_table(reasons))
+    if reasons.n_copies_judged:
+        share = reasons.n_copies_accepted / reasons.n_copies_judged
+        console.print(
+            f"copied from earlier text: {reasons.n_copies_accepted} of {reasons.n_copies_judged} judged "
+            f"guesses stood ({share:.0%})"
+        )
     predicted, measured = reasons.predicted_tokens_per_second, reasons.measured_tokens_per_second
     if predicted is not None and measured is not None:
         console.print(

@@ -18,12 +18,13 @@ def open_choice(choice: ModelChoice, *, with_draft: bool = True) -> Pair:
     draft = choice.draft_path if with_draft else None
     if choice.embedded:
         click.echo("llamaspec: no --target given, using the small embedded pair", err=True)
-    elif with_draft and draft is None:
+    elif with_draft and draft is None and not choice.copies:
         click.echo("llamaspec: no --draft given, decoding plainly", err=True)
     with SlowProgress("loading") as progress:
         pair = open_pair(
             choice.target_path,
             draft,
+            ngram=with_draft and choice.copies,
             target_options=choice.target_options,
             draft_options=choice.draft_options,
             on_load=progress,

@@ -16,6 +16,7 @@ from llamaspec.values import Sampling
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+NGRAM = "ngram"  # in place of a draft's file
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 
@@ -40,7 +41,10 @@ class DraftLength(click.ParamType):  # type: ignore[type-arg]
 _MODEL_OPTIONS = (
     click.option("--target", metavar="PATH", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said."),
-    click.option("--draft", metavar="PATH", envvar="LLAMASPEC_DRAFT", help="The small model that guesses."),
+    click.option("--draft", metavar="PATH|ngram", envvar="LLAMASPEC_DRAFT",
+                 help="The small model that guesses; ngram = copy from earlier text instead."),
+    click.option("--ngram", is_flag=True,
+                 help="Copy from earlier text where it goes on alike, before the draft is asked."),
     click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
     click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
@@ -105,6 +109,7 @@ class ModelChoice:
 
     target: str | None
     draft: str | None
+    ngram: bool
     n_ctx: int | None
     draft_ctx: int | None
     gpu_layers: int | None
@@ -136,9 +141,16 @@ class ModelChoice:
     @property
     def draft_path(self) -> Path | None:
         """The draft's file; None where a target was named without one."""
+        if self.draft == NGRAM:
+            return None
         if self.draft is not None:
             return Path(self.draft)
         return demo_draft() if self.embedded else None
+
+    @property
+    def copies(self) -> bool:
+        """Whether guesses are copied from earlier text."""
+        return self.ngram or self.draft == NGRAM
 
     @property
     def target_options(self) -> ModelOptions:

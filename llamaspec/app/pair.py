@@ -9,8 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
+from llamaspec.drafters.chain import FirstThatGuesses
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.silent import SilentDrafter
+from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.decode import Speculation
 from llamaspec.engine.generate import Progress, TextStream
 from llamaspec.errors import PromptError
@@ -43,9 +44,12 @@ class Pair:
     Close it, or use it as a context manager. Made by `open_pair`.
     """
 
-    def __init__(self, target: LlamaModel, draft: LlamaModel | None, load_seconds: float) -> None:
+    def __init__(
+        self, target: LlamaModel, draft: LlamaModel | None, load_seconds: float, *, ngram: bool = False
+    ) -> None:
         self.target = target
         self.draft = draft
+        self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         self.load_seconds = load_seconds
         self._policy = AutoLength()  # for streams that bring none
 
@@ -82,7 +86,7 @@ class Pair:
         policy : LengthPolicy, optional
             How many tokens to guess; default: as many as pay, learnt from stream to stream.
         drafter : Drafter, optional
-            Who guesses; default the draft model. `SilentDrafter()` is plain decoding.
+            Who guesses; default what the pair was opened with. `SilentDrafter()` is plain decoding.
         on_prefill : callable, optional
             Told how many tokens of the prompt have been read, of how many.
 
@@ -97,7 +101,7 @@ class Pair:
         dice = SeededDice(secrets.randbits(32) if seed is None else seed)
         speculation = Speculation(
             target=self.target,
-            drafter=drafter or self._model_drafter(sampling, rule, dice),
+            drafter=drafter or self._drafter(sampling, rule, dice),
             policy=policy or self._policy,
             rule=RULES[rule],
             sampling=sampling,
@@ -129,10 +133,12 @@ class Pair:
     ) -> None:
         self.close()
 
-    def _model_drafter(self, sampling: Sampling, rule: str, dice: SeededDice) -> Drafter:
-        if self.draft is None:
-            return SilentDrafter()
-        return ModelDrafter(self.draft, sampling, RULES[rule], dice, n_tokens=self.target.vocabulary_size)
+    def _drafter(self, sampling: Sampling, rule: str, dice: SeededDice) -> Drafter:
+        drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
+        if self.draft is not None:
+            n_tokens = self.target.vocabulary_size
+            drafters.append(ModelDrafter(self.draft, sampling, RULES[rule], dice, n_tokens=n_tokens))
+        return drafters[0] if len(drafters) == 1 else FirstThatGuesses(drafters)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):
@@ -148,11 +154,14 @@ def open_pair(
     target: str | Path,
     draft: str | Path | None = None,
     *,
+    ngram: bool = False,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
     on_load: LoadProgress | None = None,
 ) -> Pair:
     """Load a target and, if given, its draft.
+
+    With `ngram` earlier text is copied where it goes on alike; the draft, if any, guesses elsewhere.
 
     Raises
     ------
@@ -170,13 +179,13 @@ def open_pair(
     start = time.perf_counter()
     target_model = LlamaModel(Path(target), target_options, on_load)
     if draft is None:
-        return Pair(target_model, None, time.perf_counter() - start)
+        return Pair(target_model, None, time.perf_counter() - start, ngram=ngram)
     try:
         draft_model = LlamaModel(Path(draft), draft_options or _DRAFT_OPTIONS, on_load)
     except BaseException:
         target_model.close()
         raise
-    pair = Pair(target_model, draft_model, 0.0)
+    pair = Pair(target_model, draft_model, 0.0, ngram=ngram)
     try:
         check_pair(target_model.vocabulary, draft_model.vocabulary)
     except BaseException:

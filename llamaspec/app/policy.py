@@ -44,5 +44,5 @@ def make_policy(pair: Pair, options: dict[str, Any]) -> LengthPolicy:
 
 def keep_experience(pair: Pair, policy: LengthPolicy) -> None:
     """Keep what a run has learnt about this pair, if it was long enough to learn something."""
-    if isinstance(policy, AutoLength) and pair.draft is not None and policy.n_tokens >= WORTH_KEEPING:
+    if isinstance(policy, AutoLength) and policy.n_tokens >= WORTH_KEEPING:
         store_experience(pair, policy.experience())

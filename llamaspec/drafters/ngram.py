@@ -8,7 +8,7 @@ such guesses cost nothing. Knows no probabilities. tests/drafters/test_ngram.py 
 from __future__ import annotations
 
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import NO_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
+from llamaspec.values import NO_COPY, NO_TOKENS, Distribution, Draft, TokenArray
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 
@@ -99,15 +99,17 @@ class NgramDrafter:
         self._read = context
 
     def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
-        """Copy for as long as the policy wants more and there is text to copy."""
+        """Copy while the policy wants more, and keep what it finds worth an evaluation.
+
+        The confidence of a guess is that of the longer match that it would be part of.
+        """
         self.prepare(context)
         match = self._automaton.match_length
         if match < self._min_match:
-            return NO_DRAFT
-        confidence = match / (match + 1.0)  # longer matches go on alike more often
-        draft, source = NO_DRAFT, self._automaton.match_end
+            return NO_COPY
+        draft, source = NO_COPY, self._automaton.match_end
         while source < len(context) and policy.wants_more(draft):
             token = int(context[source])
-            draft = draft.plus(token, Distribution.certain(token), confidence)
-            source += 1
-        return draft
+            draft = draft.plus(token, Distribution.certain(token), match / (match + 1.0))
+            source, match = source + 1, match + 1
+        return draft.first(policy.n_to_verify(draft))

@@ -80,6 +80,7 @@ def decode(tokens: TokenArray, limit: int, speculation: Speculation) -> Iterator
             draft_seconds=drafted - start,
             verify_seconds=verified - drafted,
             rest_seconds=speculation.clock() - verified,
+            is_copy=draft.is_copy,
         )
         tokens = np.concatenate([tokens, round_.tokens])
         policy.observe(round_)

@@ -13,9 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from llamaspec.rules.calibration import KNOTS, Calibration
+from llamaspec.rules.copies import Copies
 from llamaspec.rules.costs import CostBelief, CostModel
-from llamaspec.rules.decide import FIRST_GUESS, Plan, Situation, decide
-from llamaspec.rules.ledger import Ledger
+from llamaspec.rules.decide import CAUTION, FIRST_GUESS, Plan, Situation, decide
+from llamaspec.rules.ledger import ROOM, Ledger
 from llamaspec.rules.planning import Prices, break_even
 from llamaspec.rules.reasons import EDGES, ConfidenceBin, LengthCount, Reasons, Tally, WidthCost
 from llamaspec.values import CostCurve, Draft, Round
@@ -82,6 +83,8 @@ class AutoLength:
         known = prior if isinstance(prior, Experience) else None
         self._costs = CostModel(prior.costs if isinstance(prior, Experience) else prior, longest + 1, widths)
         self._chances = Calibration((known.acceptance, known.confidence_levels) if known else None)
+        self._copies = Copies()
+        self._asks_model = False  # somebody guesses who does not copy
         self._ledger = Ledger()
         self._tally = Tally()
         self._n_tokens = self._n_guessed_rounds = self._n_rounds = self._n_since_plain = 0
@@ -96,6 +99,9 @@ class AutoLength:
     def wants_more(self, draft: Draft) -> bool:
         """Whether one guess more is worth its time, or is made to learn."""
         n, plan = len(draft), self._plan
+        if draft.is_copy:
+            return n < self._longest and self._knows_plain
+        self._asks_model = True
         if n >= min(plan.limit, self._longest):
             return False
         if n == 0:
@@ -107,6 +113,8 @@ class AutoLength:
 
     def n_to_verify(self, draft: Draft) -> int:
         """Those whose evaluation pays; once in a while all, lest a wrong belief lives on."""
+        if draft.is_copy:
+            return self._n_copies_worth(draft)
         rate, batch = self._plan.rate, self._costs.batch_seconds
         if self._n_dropped >= DROPS:
             return len(draft)
@@ -128,14 +136,17 @@ class AutoLength:
     def observe(self, round_: Round) -> None:
         """Learn chances and costs, and decide about the next round."""
         n, n_verified, costs = len(round_.drafted), round_.n_verified, self._costs
+        n_steps = 0 if round_.is_copy else n
         width = self.width(n_verified)
         n_made = round_.n_accepted + 1
         if self._knows_plain:
-            self._tally.compare(n_made, self._likely_seconds(n, width), round_.seconds)
-        self._learn_chances(round_)
+            self._tally.compare(n_made, self._likely_seconds(n_steps, width), round_.seconds)
+        self._copies.observe(round_)
+        if not round_.is_copy:
+            self._learn_chances(round_)
         costs.observe_verify(width, round_.verify_seconds)
-        costs.observe_draft(n, self._n_unread, round_.draft_seconds)
-        costs.observe_rest(round_.rest_seconds + (0.0 if n else round_.draft_seconds))
+        costs.observe_draft(n_steps, self._n_unread, round_.draft_seconds)
+        costs.observe_rest(round_.rest_seconds + (0.0 if n_steps else round_.draft_seconds))
         self._n_since_try += n_made
         if n and self._knows_plain:
             self._book(round_)
@@ -145,10 +156,10 @@ class AutoLength:
             first, self._unbooked = self._unbooked, None
             self._book(first)
         self._chances.pass_tokens(n_made)
-        self._n_unread = int(round_.n_accepted == n) if n else self._n_unread + 1
+        self._n_unread = int(round_.n_accepted == n) if n_steps else self._n_unread + n_made
         self._n_tokens += n_made
         self._n_rounds += 1
-        self._n_guessed_rounds += n > 0
+        self._n_guessed_rounds += n_steps > 0
         self._n_since_plain = self._n_since_plain + 1 if n_verified else 0
         self._n_dropped = 0 if n_verified or not n else self._n_dropped + 1
         self._tally.lengths[n] += 1
@@ -180,7 +191,9 @@ class AutoLength:
                 ConfidenceBin(low, high, judged, accepted, self._chances.chance((low + high) / 2))
                 for low, high, judged, accepted in bins
             ),
-            acceptance=self._chances.ahead,
+            acceptance=self._chances.ahead if self._asks_model else None,
+            n_copies_judged=self._copies.n_judged,
+            n_copies_accepted=self._copies.n_accepted,
             break_even_acceptance=break_even(prices),
             n_predicted_tokens=tally.n_tokens,
             predicted_seconds=tally.predicted_seconds,
@@ -188,6 +201,19 @@ class AutoLength:
             gained_seconds=self._ledger.gain * prices.plain_seconds,
             n_tries=tally.n_tries,
             explored_seconds=tally.explored_seconds,
+        )
+
+    def _n_copies_worth(self, draft: Draft) -> int:
+        prices, costs = self._prices(), self._costs
+        room = self._ledger.room(
+            self._n_tokens, costs.plain_spread
+        )  # where a model guesses too, it comes first
+        return self._copies.n_worth(
+            draft,
+            prices,
+            costs.batch_seconds_with(CAUTION[costs.has_prior]),
+            max(self._plan.rate if self._asks_model else 0.0, 1.0 / prices.plain_seconds),
+            room - 2 * ROOM if self._asks_model and self._plan.guesses else room,
         )
 
     def _decide(self) -> Plan:
@@ -218,9 +244,11 @@ class AutoLength:
     def _book(self, round_: Round) -> None:
         """Enter a round with guesses into the ledger, and let tries that fail become rarer."""
         n, n_made, plan = len(round_.drafted), round_.n_accepted + 1, self._plan
-        plain = self._prices().plain_seconds
-        seconds = min(round_.seconds, OUTLIER * self._likely_seconds(n, self.width(round_.n_verified)))
+        plain, n_steps = self._prices().plain_seconds, 0 if round_.is_copy else n
+        seconds = min(round_.seconds, OUTLIER * self._likely_seconds(n_steps, self.width(round_.n_verified)))
         gain = self._ledger.book(n_made, seconds, plain)
+        if round_.is_copy:
+            return
         if plan.n_try:
             loss = plan.try_loss if plan.guesses else -gain
             self._ledger.explored += loss

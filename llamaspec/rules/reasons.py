@@ -54,7 +54,11 @@ class Reasons:
     draft_step_seconds: float
     rest_seconds: float
     bins: tuple[ConfidenceBin, ...]
-    acceptance: float  # chance, as believed now, that the next guess stands
+    acceptance: (
+        float | None
+    )  # chance, as believed now, that the next guess stands; None without a draft model
+    n_copies_judged: int  # guesses copied from earlier text that were judged
+    n_copies_accepted: int
     break_even_acceptance: float | None  # above which guessing pays at these costs; None = never
     n_predicted_tokens: int  # tokens of the rounds whose time was predicted: all but the first ones
     predicted_seconds: float  # what these rounds should have cost, each predicted before it happened

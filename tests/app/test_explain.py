@@ -33,7 +33,7 @@ def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
     for part in (
         "guesses per round:",
         "positions at once",
-        "a guess costs",
+        "a round besides the models costs",
         "confidence",
         "against plain decoding",
     ):

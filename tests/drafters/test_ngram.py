@@ -5,11 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fakes import CountingUp
 from llamaspec.drafters.chain import FirstThatGuesses
 from llamaspec.drafters.ngram import NgramDrafter, SuffixAutomaton
 from llamaspec.drafters.silent import SilentDrafter
 from llamaspec.rules.lengths import FixedLength
-from llamaspec.values import TokenArray
+from llamaspec.values import Draft, Round, TokenArray
+
+
+class OnlySure:
+    """Wants four guesses, and keeps them if the first is sure enough, or was not copied."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def wants_more(self, draft: Draft) -> bool:
+        return len(draft) < 4
+
+    def n_to_verify(self, draft: Draft) -> int:
+        return 0 if draft.is_copy and draft.confidences[0] < self.least else len(draft)
+
+    def width(self, n_guesses: int) -> int:
+        return n_guesses + 1
+
+    def observe(self, round_: Round) -> None:
+        pass
 
 
 def tokens(*ids: int) -> TokenArray:
@@ -58,6 +78,21 @@ def test_guesses(context: tuple[int, ...], n: int, guesses: list[int]) -> None:
     assert draft.tokens.tolist() == guesses
     assert [q.tokens.tolist() for q in draft.distributions] == [[guess] for guess in guesses]
     assert all(0 < confidence < 1 for confidence in draft.confidences)
+
+
+def test_a_guess_is_as_sure_as_the_match_that_it_would_be_part_of() -> None:
+    draft = NgramDrafter().propose(tokens(1, 2, 3, 4, 1, 2), FixedLength(3))
+    assert draft.is_copy
+    assert draft.confidences == (2 / 3, 3 / 4, 4 / 5)
+
+
+def test_what_is_not_worth_an_evaluation_is_not_proposed() -> None:
+    context = tokens(1, 2, 3, 4, 1, 2)
+    assert len(NgramDrafter().propose(context, OnlySure(0.7))) == 0
+    assert len(NgramDrafter().propose(context, OnlySure(0.6))) == 4
+    chain = FirstThatGuesses([NgramDrafter(), CountingUp(9)])
+    assert chain.propose(context, OnlySure(0.6)).is_copy
+    assert not chain.propose(context, OnlySure(0.7)).is_copy
 
 
 def test_longer_matches_are_more_confident() -> None:

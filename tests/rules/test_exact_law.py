@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from fakes import CountingUp, DropsUnlikely, FakeModel, UntilToken
+from llamaspec.drafters.chain import FirstThatGuesses
 from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.silent import SilentDrafter
 from llamaspec.engine.decode import Speculation, decode
 from llamaspec.protocols import Dice, Drafter, Judge, LengthPolicy, Rule, Use
@@ -48,6 +50,10 @@ DRAFTERS: dict[str, Callable[[Sampling, Rule, Dice], Drafter]] = {
     "other model": lambda sampling, rule, dice: ModelDrafter(OTHER, sampling, rule, dice),
     "other temperature": lambda sampling, rule, dice: ModelDrafter(OTHER, WARM, rule, dice),
     "the target": lambda sampling, rule, dice: ModelDrafter(TARGET, sampling, rule, dice),
+    "copies": lambda sampling, rule, dice: NgramDrafter(min_match=1),
+    "copies, or else another model": lambda sampling, rule, dice: FirstThatGuesses(
+        [NgramDrafter(min_match=1), ModelDrafter(OTHER, sampling, rule, dice)]
+    ),
     "certain guesses": lambda sampling, rule, dice: CountingUp(),
     "silent": lambda sampling, rule, dice: SilentDrafter(),
 }
