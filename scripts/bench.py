@@ -181,9 +181,7 @@ def _prediction(policy: LengthPolicy) -> float | None:
 def _run(
     pair: Pair, make_policy: Callable[[], LengthPolicy], text: str, temperature: float, seed: int, n: int
 ) -> Completion:
-    pair.target.forget()
-    if pair.draft is not None:
-        pair.draft.forget()
+    pair.forget()
     policy = make_policy()
     drafter = SilentDrafter() if isinstance(policy, FixedLength) and policy.n_guesses == 0 else None
     sampling = Sampling(temperature=temperature)

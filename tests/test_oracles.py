@@ -58,22 +58,15 @@ def opened(target: Path, draft: Path) -> Iterator[Pair]:
         yield pair
 
 
-def forget(pair: Pair) -> None:
-    """Empty the memories: a prompt read in one wide batch and one read in bits differ in the last bits."""
-    pair.target.forget()
-    if pair.draft is not None:
-        pair.draft.forget()
-
-
 def plain(pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int) -> Completion:
-    forget(pair)
+    pair.forget()  # a prompt read in one wide batch and one read in bits differ in the last bits
     return pair.stream(prompt, drafter=SilentDrafter(), sampling=sampling, seed=seed, max_tokens=n).run()
 
 
 def assisted(
     pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int, n_guesses: int, rule: str = "coupled"
 ) -> Completion:
-    forget(pair)
+    pair.forget()
     return pair.stream(
         prompt, policy=FixedLength(n_guesses), sampling=sampling, seed=seed, max_tokens=n, rule=rule
     ).run()
@@ -153,7 +146,7 @@ def test_same_seed_same_tokens_however_many_guesses_pay(store: ModelStore) -> No
         policy = AutoLength()  # one policy for all texts: it learns from each
         for seed in range(6):
             right = plain(pair, "in the", Sampling(), seed, 120).tokens
-            forget(pair)
+            pair.forget()
             found = pair.stream("in the", policy=policy, seed=seed, max_tokens=120).run()
             assert found.tokens == right
 
@@ -262,7 +255,7 @@ def test_same_seed_same_tokens_with_copies(
         for seed, temperature in enumerate(TEMPERATURES[:3]):
             sampling = Sampling(temperature=temperature)
             right = plain(pair, prompt, sampling, seed, 60).tokens
-            forget(pair)
+            pair.forget()
             found = pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=60).run()
             assert found.tokens == right
             n_copied += sum(round_.n_accepted for round_ in found.rounds if round_.is_copy)
@@ -275,7 +268,7 @@ def test_greedy_text_of_the_embedded_pair(demo: Pair, prompt: str) -> None:
     right = plain(demo, prompt, greedy, 0, 64).tokens
     for n_guesses in (1, 3, 6):
         assert assisted(demo, prompt, greedy, 0, 64, n_guesses).tokens == right
-    forget(demo)
+    demo.forget()
     assert demo.stream(prompt, sampling=greedy, max_tokens=64).run().tokens == right
 
 

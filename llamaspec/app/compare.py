@@ -56,17 +56,17 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The three arms on one prompt."""
+    """The arms on one prompt."""
 
     target: Arm
-    draft: Arm
+    draft: Arm | None  # None where guesses are copied from earlier text
     speculative: Arm
     same_file: bool  # target and draft are the same model
 
     @property
-    def arms(self) -> tuple[Arm, Arm, Arm]:
+    def arms(self) -> tuple[Arm, ...]:
         """In the order in which they are shown."""
-        return (self.target, self.draft, self.speculative)
+        return tuple(arm for arm in (self.target, self.draft, self.speculative) if arm is not None)
 
     @property
     def same_text(self) -> bool:
@@ -84,6 +84,7 @@ class Comparison:
 Examples:
   llamaspec compare
   llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
+  llamaspec compare --target big.gguf --draft ngram -f report.txt
   llamaspec compare --target big.gguf --draft big.gguf       sanity check: no guess is rejected
 """
 )
@@ -100,8 +101,8 @@ def compare(prompt: str | None, file: str | None, num_runs: int, as_json: bool, 
     choice = ModelChoice.from_options(options)
     seed = options["seed"] if options["seed"] is not None else secrets.randbits(32)
     text = PREDICTABLE_PROMPT.encode() if prompt is None and file is None else read_prompt(None, prompt, file)
-    if choice.draft_path is None:
-        raise PairError("compare needs a draft; name it with --draft")
+    if choice.draft_path is None and not choice.copies:
+        raise PairError("compare needs a draft; name it with --draft, or copy with --draft ngram")
     with open_choice(choice) as pair:
         comparison = _compare(pair, text, seed, num_runs, options)
     if as_json:
@@ -111,8 +112,6 @@ def compare(prompt: str | None, file: str | None, num_runs: int, as_json: bool, 
 
 
 def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[str, Any]) -> Comparison:
-    assert pair.draft is not None
-    alone = Pair(pair.draft, None, 0.0)
     settings: dict[str, Any] = {
         "sampling": sampling_from(options),
         "max_tokens": options["max_tokens"],
@@ -122,22 +121,24 @@ def _compare(pair: Pair, text: bytes, seed: int, num_runs: int, options: dict[st
     policy = make_policy(pair, options)
     starts: dict[str, Callable[[int], TextStream]] = {
         "target alone": lambda run: pair.stream(prompt, drafter=SilentDrafter(), seed=seed + run, **settings),
-        "draft alone": lambda run: alone.stream(prompt, seed=seed + run, **settings),
         "speculative": lambda run: pair.stream(prompt, policy=policy, seed=seed + run, **settings),
     }
+    if pair.draft is not None:
+        alone = Pair(pair.draft, None, 0.0)
+        starts["draft alone"] = lambda run: alone.stream(prompt, seed=seed + run, **settings)
     runs: dict[str, list[Completion]] = {name: [] for name in starts}
     with SlowProgress("comparing") as progress:
         for run in range(-1, num_runs):  # run -1 warms up
             for i, (name, start) in enumerate(starts.items()):
-                pair.target.forget()
-                pair.draft.forget()
+                pair.forget()
                 completion = start(run).run()
                 if run >= 0:
                     runs[name].append(completion)
                 progress.part((run + 1) * len(starts) + i + 1, (num_runs + 1) * len(starts))
     keep_experience(pair, policy)
-    target, draft, speculative = (Arm(name, tuple(completions)) for name, completions in runs.items())
-    return Comparison(target, draft, speculative, pair.target.path.samefile(pair.draft.path))
+    arms = {name: Arm(name, tuple(completions)) for name, completions in runs.items()}
+    same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
+    return Comparison(arms["target alone"], arms.get("draft alone"), arms["speculative"], same_file)
 
 
 def _show(comparison: Comparison, rule: str) -> None:

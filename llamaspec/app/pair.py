@@ -119,6 +119,12 @@ class Pair:
             n_remembered=self.target.remembered(tokens),
         )
 
+    def forget(self) -> None:
+        """Empty both memories, as if nothing had been asked."""
+        self.target.forget()
+        if self.draft is not None:
+            self.draft.forget()
+
     def close(self) -> None:
         """Free both models; more than once is allowed."""
         if self.draft is not None:

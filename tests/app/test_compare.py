@@ -123,7 +123,17 @@ def test_a_pipe_that_nobody_asked_for_is_not_read(models: list[Path]) -> None:
 def test_a_target_alone_cannot_be_compared(models: list[Path]) -> None:
     answer = invoke("compare", *naming(models[:1]))
     assert answer.code == 1
-    assert answer.complaints == ["llamaspec: compare needs a draft; name it with --draft"]
+    assert answer.complaints == [
+        "llamaspec: compare needs a draft; name it with --draft, or copy with --draft ngram"
+    ]
+
+
+def test_copies_are_compared_without_a_draft(models: list[Path]) -> None:
+    options = ("--draft", "ngram", "-p", "the end of the end of the end", "-n", "24", "-r", "2", "--json")
+    found = invoke("compare", *naming(models[:1]), *options).json
+    assert [arm["method"] for arm in found["arms"]] == ["target alone", "speculative"]
+    assert found["same_text"]
+    assert not found["same_file"]
 
 
 def test_texts_that_end_early(store: ModelStore) -> None:

@@ -123,6 +123,19 @@ def test_only_the_text_on_stdout(models: list[Path]) -> None:
     assert "time: draft" in answer.stderr
 
 
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_copies_leave_the_text_alone(models: list[Path], with_draft: bool) -> None:
+    prompt = "the end of the end of the end of"
+    plain = generate(prompt, "-n", "30", "--seed", "2", "--no-draft", "--json", models=models).json
+    options = ("--ngram",) if with_draft else ("--draft", "ngram")
+    files = models if with_draft else models[:1]
+    for length in ("auto", "4"):
+        found = generate(
+            prompt, *options, "-n", "30", "--seed", "2", "-k", length, "--json", models=files
+        ).json
+        assert found["tokens"] == plain["tokens"]
+
+
 def test_a_run_without_verified_guesses_says_so(models: list[Path]) -> None:
     answer = generate(PROMPT, "-n", "5", "--draft-length", "0", models=models)
     assert "no guesses verified\n" in answer.stderr
