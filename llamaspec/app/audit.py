@@ -75,8 +75,8 @@ Examples:
 def audit(prompt: str | None, file: str | None, as_json: bool, **options: Any) -> None:
     """Check that the text with guesses is the text without. Exit code 1 where it is not."""
     choice = ModelChoice.from_options(options)
-    if choice.draft_path is None:
-        raise PairError("audit needs a draft; name it with --draft")
+    if choice.draft_path is None and not choice.copies:
+        raise PairError("audit needs a draft; name it with --draft, or copy with --draft ngram")
     text = DEFAULT_PROMPT.encode() if prompt is None and file is None else read_prompt(None, prompt, file)
     seed = DEFAULT_SEED if options["seed"] is None else options["seed"]
     with open_choice(choice) as pair, SlowProgress("auditing") as progress:

@@ -12,6 +12,7 @@ from llamaspec.app.chat import chat
 from llamaspec.app.compare import compare
 from llamaspec.app.doctor import doctor
 from llamaspec.app.generate import generate
+from llamaspec.app.models import models
 from llamaspec.app.probe import probe
 from llamaspec.errors import LlamaspecError
 
@@ -68,3 +69,4 @@ main.add_command(compare)
 main.add_command(audit)
 main.add_command(doctor)
 main.add_command(probe)
+main.add_command(models)

@@ -103,12 +103,14 @@ def examine(choice: ModelChoice, clock: Clock = time.perf_counter) -> Iterator[F
             yield from model_findings(examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
-        if choice.draft_path is None:
+        if choice.draft_path is None and choice.copies:
+            yield Finding(OK, "draft", "none: guesses are copied from earlier text")
+        elif choice.draft_path is None:
             yield Finding(
                 WARNING,
                 "draft",
                 "none given: plain decoding, one token at a time",
-                "name a small model of the target's family with --draft",
+                "name a small model of the target's family with --draft, or copy with --draft ngram",
             )
         elif len(examined) == len(wanted):
             yield from vocabulary_findings(vocabularies["target"], vocabularies["draft"])

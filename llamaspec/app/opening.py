@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from llamaspec.app.catalog import read_catalog
 from llamaspec.app.options import ModelChoice
 from llamaspec.app.pair import Pair, open_pair
 from llamaspec.app.terminal import SlowProgress
@@ -19,7 +20,8 @@ def open_choice(choice: ModelChoice, *, with_draft: bool = True) -> Pair:
     if choice.embedded:
         click.echo("llamaspec: no --target given, using the small embedded pair", err=True)
     elif with_draft and draft is None and not choice.copies:
-        click.echo("llamaspec: no --draft given, decoding plainly", err=True)
+        remedy = "auto" if read_catalog().draft_of(str(choice.target)) else "ngram"
+        click.echo(f"llamaspec: no --draft given, decoding plainly; try --draft {remedy}", err=True)
     with SlowProgress("loading") as progress:
         pair = open_pair(
             choice.target_path,

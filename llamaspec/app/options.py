@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from llamaspec.app.names import AUTO, find_draft, find_model
 from llamaspec.app.pair import DEFAULT_RULE, demo_draft, demo_target
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, MAX_GUESSES, ModelOptions
 from llamaspec.rules.verify import RULES
@@ -39,10 +41,12 @@ class DraftLength(click.ParamType):  # type: ignore[type-arg]
 
 
 _MODEL_OPTIONS = (
-    click.option("--target", metavar="PATH", envvar="LLAMASPEC_TARGET",
-                 help="The model that decides what is said."),
-    click.option("--draft", metavar="PATH|ngram", envvar="LLAMASPEC_DRAFT",
-                 help="The small model that guesses; ngram = copy from earlier text instead."),
+    click.option("--target", metavar="MODEL", envvar="LLAMASPEC_TARGET",
+                 help="The model that decides what is said: a file, a name, or hf:owner/repo:file."),
+    click.option("--draft", metavar="MODEL|auto|ngram", envvar="LLAMASPEC_DRAFT",
+                 help="The small model that guesses; auto = the one known for the target, ngram = copy from "
+                      "earlier text instead."),
+    click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram", is_flag=True,
                  help="Copy from earlier text where it goes on alike, before the draft is asked."),
     click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
@@ -109,6 +113,7 @@ class ModelChoice:
 
     target: str | None
     draft: str | None
+    pair: str | None
     ngram: bool
     n_ctx: int | None
     draft_ctx: int | None
@@ -125,8 +130,24 @@ class ModelChoice:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> ModelChoice:
-        """Pick this value's fields out of a command's options."""
-        return cls(**{field.name: options[field.name] for field in fields(cls)})
+        """Pick this value's fields out of a command's options.
+
+        Raises
+        ------
+        click.UsageError
+            A pair was named, and a target or a draft too.
+        PairError
+            A pair or the known draft was asked for, and none is known.
+        """
+        choice = cls(**{field.name: options[field.name] for field in fields(cls)})
+        if choice.pair is not None:
+            for name in ("target", "draft"):
+                if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                    raise click.UsageError(f"--pair names both models; drop --{name}")
+            return replace(choice, target=choice.pair, draft=find_draft(choice.pair))
+        if choice.draft == AUTO:
+            return replace(choice, draft=find_draft(choice.target) if choice.target is not None else None)
+        return choice
 
     @property
     def embedded(self) -> bool:
@@ -136,7 +157,7 @@ class ModelChoice:
     @property
     def target_path(self) -> Path:
         """The target's file."""
-        return demo_target() if self.target is None else Path(self.target)
+        return demo_target() if self.target is None else find_model(self.target)
 
     @property
     def draft_path(self) -> Path | None:
@@ -144,7 +165,7 @@ class ModelChoice:
         if self.draft == NGRAM:
             return None
         if self.draft is not None:
-            return Path(self.draft)
+            return find_model(self.draft)
         return demo_draft() if self.embedded else None
 
     @property

@@ -1,0 +1,115 @@
+"""A server on this machine that speaks as much of the hub's protocol as fetching needs, and can misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Hub:
+    """What the server gives, and how."""
+
+    files: dict[str, bytes]  # "owner/name/file" -> content
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)  # repository -> status, error code
+    hashes: dict[str, str] = field(
+        default_factory=dict
+    )  # file -> the hash that is told instead of the true one
+    sizes: dict[str, int] = field(
+        default_factory=dict
+    )  # file -> the size that is told instead of the true one
+    drops: int = 0  # connections to cut in the middle of a file
+    stalls: bool = False  # stop in the middle of a file, and keep the connection
+    ranges: list[str] = field(default_factory=list)  # asked for, in order
+    authorizations: list[str | None] = field(default_factory=list)
+    n_requests: int = 0
+    url: str = ""
+    _end: Event = field(default_factory=Event)
+
+    def tag(self, file: str) -> str:
+        """The hash of a file as the server tells it."""
+        return self.hashes.get(file) or hashlib.sha256(self.files[file]).hexdigest()
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(with_content=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_content=True)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _answer(self, *, with_content: bool) -> None:
+            repo, resolves, file = self.path[1:].partition("/resolve/main/")
+            name = f"{repo}/{file}"
+            if resolves:  # the library asks for other things, too
+                hub.n_requests += 1
+                hub.authorizations.append(self.headers["Authorization"])
+            if repo in hub.refusals:
+                self._refuse(*hub.refusals[repo])
+            elif not any(known.startswith(f"{repo}/") for known in hub.files):
+                self._refuse(401, "RepoNotFound")
+            elif name not in hub.files:
+                self._refuse(404, "EntryNotFound")
+            else:
+                self._send(name, with_content)
+
+        def _refuse(self, status: int, code: str) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def _send(self, name: str, with_content: bool) -> None:
+            content, asked = hub.files[name], self.headers["Range"]
+            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+            if asked:
+                hub.ranges.append(asked)
+            self.send_response(206 if asked else 200)
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{hub.tag(name)}"')
+            self.send_header("X-Linked-Etag", f'"{hub.tag(name)}"')
+            self.send_header("X-Linked-Size", str(hub.sizes.get(name, len(content))))
+            if asked:
+                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Length", str(len(content) - start))
+            self.end_headers()
+            if with_content:
+                self._write(content[start:])
+
+        def _write(self, content: bytes) -> None:
+            if hub.drops or hub.stalls:
+                self.wfile.write(content[: len(content) // 2])
+                self.wfile.flush()
+                if hub.stalls:
+                    hub._end.wait()
+                hub.drops -= bool(hub.drops)
+                self.close_connection = True
+            else:
+                self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub._end.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
