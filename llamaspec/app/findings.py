@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.devices import Device
 from llamaspec.llama.facts import MemoryFacts, ModelFacts
@@ -170,11 +172,13 @@ def _rollback_finding(model: Examined) -> Finding:
         kind += f", some layers see the last {facts.window}"
     topic = f"{model.role} rollback"
     if memory.n_reread == 0:
-        how = "from a snapshot" if facts.keeps_states else "by forgetting just them"
+        how = "to an earlier state in the memory" if facts.keeps_states else "by forgetting just them"
         return Finding(OK, topic, f"keeps {kind}; wrong guesses are taken back {how}")
     if memory.n_kept > 0:
         again = f"{memory.n_reread} of {memory.n_right} tokens were read again in a trial"
-        return Finding(OK, topic, f"keeps {kind}; wrong guesses are taken back from a snapshot, {again}")
+        size, cost = decimal(memory.snapshot_bytes), f"{1e3 * memory.snapshot_seconds:.1f} ms"
+        how = f"from a snapshot ({size}, {cost} to copy and put back), {again}"
+        return Finding(OK, topic, f"keeps {kind}; wrong guesses are taken back {how}")
     return Finding(
         WARNING,
         topic,

@@ -37,7 +37,7 @@ def is_path(called: str) -> bool:
     """Whether this names a file: one that exists, or looks as if it should."""
     if called.startswith(HUB):
         return False
-    return Path(called).exists() or called.endswith(".gguf") or "/" in called or "\\" in called
+    return called.endswith(".gguf") or "/" in called or "\\" in called or Path(called).exists()
 
 
 def find_remote(called: str) -> RemoteFile | None:

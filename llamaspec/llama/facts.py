@@ -49,6 +49,8 @@ class MemoryFacts:
     fixed_bytes: int  # of states, whatever the length of the text
     n_right: int  # tokens of the trial that stayed right
     n_kept: int  # of them, those that the memory still held
+    snapshot_bytes: int = 0  # of a copy of the states; 0 where none are taken
+    snapshot_seconds: float = 0.0  # to copy the states once and to put them back
 
     @property
     def n_reread(self) -> int:
@@ -111,11 +113,15 @@ def try_memory(context: Any, memory: LaneMemory, read: Read, most_scored: int) -
                 read(tokens[:n], 1)
         turned = tokens.copy()
         turned[-N_WRONG:] = 0
+        n_kept = memory.keep([Ask(0, turned, 1)])[0]
+        snapshot_bytes, snapshot_seconds = memory.try_snapshot()
         return MemoryFacts(
             bytes_per_token=per_token,
             fixed_bytes=max(0, round(first - per_token)),
             n_right=len(tokens) - N_WRONG,
-            n_kept=memory.keep([Ask(0, turned, 1)])[0],
+            n_kept=n_kept,
+            snapshot_bytes=snapshot_bytes,
+            snapshot_seconds=snapshot_seconds,
         )
     finally:
         memory.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +33,12 @@ from llamaspec.llama.options import (
     FLASH_ATTENTION,
     ModelOptions,
 )
+from llamaspec.llama.snapshots import Snapshots
 from llamaspec.llama.trie import Node, merge
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import Ask, Logits, TokenArray
 
+STATES_BACK = 8  # earlier states that the memory keeps itself, where llama.cpp can: (1 + this) times the room
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
 
@@ -77,7 +80,11 @@ class LlamaModel:
             self._shares = not self._keeps_states()
             window = lib.llama_model_n_swa(self._model) if self._shares else 0
             self._memory = LaneMemory(
-                self._context, self.options.n_lanes, shares=self._shares, window=window or None
+                self._context,
+                self.options.n_lanes,
+                shares=self._shares,
+                window=window or None,
+                snapshots=Snapshots(self._context, 1) if self._can_go_back_to_states() else None,
             )
             self._batch_size: int = lib.llama_n_batch(self._context)  # no more than the context
             self._batch = Batch(self._batch_size, self.options.n_lanes)
@@ -118,6 +125,8 @@ class LlamaModel:
             llama.cpp failed.
         """
         self._check(asks)
+        if self._memory.has_much_to_repeat(asks):
+            self.logits([replace(ask, tokens=ask.tokens[: -ask.n], n=0) for ask in asks])
         trie = merge(asks, self._memory.keep(asks), shares=self._shares)
         scores = self._evaluate(trie.nodes)
         self._memory.remember(asks)
@@ -256,6 +265,15 @@ class LlamaModel:
         """Whether some layers remember a state instead of positions."""
         return bool(lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
+    def _can_go_back_to_states(self) -> bool:
+        """Whether the memory keeps a state, and earlier ones can be put in its place.
+
+        Not where other layers look through a window: llama.cpp may have given away the positions that a
+        snapshot would need, and does not tell. Not with several lanes: putting one back overwrites states of
+        others that llama.cpp has moved, but not copied yet.
+        """
+        return self._keeps_states() and not lib.llama_model_n_swa(self._model) and self.options.n_lanes == 1
+
     def _open_context(self) -> None:
         options, parameters = self.options, lib.llama_context_default_params()
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, self.trained_context_size)
@@ -266,6 +284,7 @@ class LlamaModel:
         parameters.n_outputs_max = options.max_scored
         parameters.kv_unified = True
         parameters.swa_full = True
+        parameters.n_rs_seq = STATES_BACK if self._can_go_back_to_states() else 0
         parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
         parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         parameters.type_k = CACHE_TYPES[options.cache_type_k]

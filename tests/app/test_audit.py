@@ -57,4 +57,4 @@ def test_for_people(target_file: Path, draft_file: Path) -> None:
 def test_it_needs_a_draft(target_file: Path) -> None:
     answer = invoke("audit", *naming([target_file]))
     assert answer.code == 1
-    assert answer.stderr.strip().endswith("name it with --draft")
+    assert answer.stderr.strip().endswith("name it with --draft, or copy with --draft ngram")

@@ -24,6 +24,7 @@ from llamaspec import (
 )
 from llamaspec.llama.batch import Batch
 from llamaspec.llama.options import BATCH
+from llamaspec.llama.snapshots import SPACING
 from llamaspec.llama.trie import Node
 from llamaspec.values import Logits, TokenArray
 from model_store import OpenModel
@@ -237,15 +238,88 @@ def test_what_a_call_costs(opened: OpenModel, evaluated: Count, kind: str) -> No
     assert costs == [50, 1, 5, 1, 1, 8]
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
-def test_states_grow_but_do_not_shrink(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """Going on is free; going back is reading again, and never wrong."""
+@pytest.mark.parametrize(("kind", "back"), [("mamba", 3), ("jamba", 3), ("lfm2", 1)])
+def test_states_go_back_to_a_copy(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
+    """Where llama.cpp keeps no earlier states, what stood since the last copy is read again, no more."""
     model = opened(kind)
+    costs = []
+    for n in (50, 55, 53, 54):  # a copy is taken at 50
+        model.logits([asked(n)])
+        costs.append(evaluated.taken())
+    assert costs == [50, 5, back, 1]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
+def test_states_of_several_lanes_are_read_again(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    model = opened(kind, n_lanes=2)
     costs = []
     for n in (50, 55, 53, 54):
         model.logits([asked(n)])
         costs.append(evaluated.taken())
     assert costs == [50, 5, 53, 1]
+
+
+@dataclass
+class Rounds:
+    """What one lane is asked while text is generated: steps of a draft or verifications, and rarer things."""
+
+    rng: np.random.Generator
+    judges: bool  # the target's asks; else the draft's
+    longest: int = 300
+
+    def __post_init__(self) -> None:
+        self.text = self.some(20)
+
+    def some(self, n: int) -> TokenArray:
+        return self.rng.integers(2, 288, n).astype(np.int32)
+
+    def asks(self) -> list[Ask]:
+        """Of one round, and of what sometimes happens between two."""
+        if self.rng.random() < 0.1:
+            self.text = self.text[: int(self.rng.integers(1, len(self.text) + 1))]  # far back
+        elif self.rng.random() < 0.05 or len(self.text) > self.longest:
+            self.text = self.some(int(self.rng.integers(1, 40)))  # something else
+        n = int(self.rng.integers(0, 13))
+        path = np.concatenate([self.text, self.some(n)])
+        n_right = int(self.rng.integers(0, n + 1))
+        start, self.text = len(self.text), np.concatenate([path[: len(self.text) + n_right], self.some(1)])
+        if self.judges:
+            return [Ask(0, path, n + 1)]
+        return [Ask(0, path[:end], 1) for end in range(start, len(path) + 1)]
+
+
+@pytest.mark.parametrize("judges", [False, True], ids=["draft", "target"])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_wrong_guesses_leave_no_trace(opened: OpenModel, kind: str, judges: bool) -> None:
+    model, other = opened(kind, max_scored=16, **EXACT), opened(kind, max_scored=16, **EXACT)
+    rounds = Rounds(np.random.default_rng(17), judges)
+    for _ in range(150 if judges else 50):
+        for ask in rounds.asks():
+            assert_same(model.logits([ask]), fresh(other, [ask]), TOLERANCE[kind])
+
+
+@pytest.mark.parametrize(("kind", "judges", "most"), [
+    ("llama", True, 0), ("llama", False, 0),
+    ("lfm2", True, 0), ("lfm2", False, SPACING),
+    ("mamba", True, 2 * SPACING), ("mamba", False, SPACING),
+    ("jamba", True, 2 * SPACING), ("jamba", False, SPACING),
+])  # fmt: skip
+def test_what_wrong_guesses_cost(
+    opened: OpenModel, evaluated: Count, kind: str, judges: bool, most: int
+) -> None:
+    """Tokens read again in a round of up to eight guesses: a few, however long the text is."""
+    model, rng = opened(kind, max_scored=16), np.random.default_rng(2)
+    text = asked(100).tokens
+    model.logits([Ask(0, text[:-1], 0)])
+    evaluated.taken()
+    for _ in range(60):
+        n_guesses, n_new = int(rng.integers(0, 9)), 1  # the last token of the text has not been read yet
+        path = np.concatenate([text, rng.integers(2, 288, n_guesses).astype(np.int32)])
+        n_right = int(rng.integers(0, n_guesses + 1))
+        for end in [len(path)] if judges else range(len(text), len(path) + 1):
+            model.logits([Ask(0, path[:end], n_guesses + 1 if judges else 1)])
+        assert evaluated.taken() - n_guesses - n_new <= most
+        text = np.concatenate([path[: len(text) + n_right], rng.integers(2, 288, 1).astype(np.int32)])
 
 
 def test_views_are_valid_until_the_next_call(opened: OpenModel) -> None:
@@ -267,7 +341,14 @@ def test_the_asker_may_reuse_its_array(opened: OpenModel) -> None:
     assert_same(model.logits([Ask(0, buffer, 1)]), fresh(other, [Ask(0, buffer, 1)]))
 
 
-INTERRUPTIBLE = ("llama_decode", "llama_memory_seq_rm", "llama_memory_seq_cp", "llama_memory_clear")
+INTERRUPTIBLE = (
+    "llama_decode",
+    "llama_memory_seq_rm",
+    "llama_memory_seq_cp",
+    "llama_memory_clear",
+    "llama_state_seq_get_data_ext",
+    "llama_state_seq_set_data_ext",
+)
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
@@ -309,6 +390,41 @@ def test_interrupted_evaluations_leave_later_answers_right(
         armed = False
         assert_same(answers, fresh(other, asks), TOLERANCE[kind])
     assert n_interrupted > 20
+
+
+@pytest.mark.parametrize("judges", [False, True], ids=["draft", "target"])
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
+@pytest.mark.parametrize("after", [False, True], ids=["before it ran", "after it ran"])
+def test_interrupted_rounds_leave_later_answers_right(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, kind: str, after: bool, judges: bool
+) -> None:
+    model, other = opened(kind, max_scored=16, **EXACT), opened(kind, max_scored=16, **EXACT)
+    rounds, rng, n_interrupted = Rounds(np.random.default_rng(3), judges), np.random.default_rng(4), 0
+
+    def interrupting(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            nonlocal n_interrupted
+            interrupt = armed and rng.random() < 0.15
+            result = function(*arguments) if after or not interrupt else None
+            if interrupt:
+                n_interrupted += 1
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    for name in INTERRUPTIBLE:
+        monkeypatch.setattr(lib, name, interrupting(getattr(lib, name)))
+    for _ in range(40):
+        for ask in rounds.asks():
+            armed = True
+            try:
+                answers = model.logits([ask])
+            except KeyboardInterrupt:
+                continue  # the next ask comes without this one having been answered
+            armed = False
+            assert_same(answers, fresh(other, [ask]), TOLERANCE[kind])
+    assert n_interrupted > 5
 
 
 def test_forgetting_may_be_interrupted(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
