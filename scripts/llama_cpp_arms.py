@@ -3,6 +3,12 @@
 Each run is a process of its own on the same files, context, threads and prompt; only the decode time that
 the tool reports itself counts, so that loading and reading the prompt are left out. Plain decoding is
 `llama-bench` behind as many tokens as the prompt has; it samples nothing and is the fastest there is.
+
+The binaries of the same llama.cpp, from the source distribution of llama-cpp-python:
+
+    pip download --no-deps --no-binary :all: llama-cpp-python==VERSION && tar xf llama_cpp_python-*.tar.gz
+    cmake -S llama_cpp_python-*/vendor/llama.cpp -B llama -DCMAKE_BUILD_TYPE=Release
+    cmake --build llama --target llama-speculative-simple llama-bench        # they are in llama/bin
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Recipe:
     vocabulary: Vocabulary = BYTES
     dtype: str = "f32"  # of the matrices: f32, f16, q8_0 or q4_0
     end_score: float | None = None  # roughly the end token's score in every context; None: it never comes
+    tensors_per_file: int = 0  # split into several files; 0 = one file
     spread: float = 3.0  # standard deviation of the other tokens' scores; 3 gives about 2.5 nats
     tied: bool = (
         False  # no output matrix: the embedding serves (llama only; end_score is then without effect)
@@ -306,7 +307,7 @@ def _write(
     path: Path, architecture: str, weights: _Weights, keys: dict[str, int | float | bool | list[int]]
 ) -> Path:
     recipe = weights.recipe
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=recipe.tensors_per_file)
     writer.add_name(f"tiny {architecture}")
     shape = {
         "block_count": recipe.n_layers,
@@ -324,7 +325,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf"), path)
 
 
 def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:

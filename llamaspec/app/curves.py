@@ -13,14 +13,14 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from platformdirs import user_cache_dir
 
 from llamaspec.app.measure import CatchUp, Probe, Timing, WidthTiming
-from llamaspec.app.pair import Pair
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
-from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import ModelOptions
 from llamaspec.rules.auto_length import Experience
 from llamaspec.rules.costs import CostBelief
 
@@ -28,7 +28,31 @@ FORMAT = 2
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 
 
-def stored(pair: Pair) -> Probe | None:
+class ModelOnDisk(Protocol):
+    """A model file and the way it is loaded; it need not be loaded."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def options(self) -> ModelOptions:
+        """How it is loaded."""
+
+
+class PairOnDisk(Protocol):
+    """What names a pair; a `Pair` does."""
+
+    @property
+    def target(self) -> ModelOnDisk:
+        """The target."""
+
+    @property
+    def draft(self) -> ModelOnDisk | None:
+        """The draft, if there is one."""
+
+
+def stored(pair: PairOnDisk) -> Probe | None:
     """What was found for this pair on this machine, or None."""
     try:
         found = json.loads(_path(pair).read_text(encoding="utf-8"))
@@ -37,7 +61,7 @@ def stored(pair: Pair) -> Probe | None:
         return None
 
 
-def store(pair: Pair, probe: Probe) -> Path:
+def store(pair: PairOnDisk, probe: Probe) -> Path:
     """Keep a probe.
 
     Raises
@@ -56,7 +80,7 @@ def store(pair: Pair, probe: Probe) -> Path:
     return path
 
 
-def stored_experience(pair: Pair) -> Experience | None:
+def stored_experience(pair: PairOnDisk) -> Experience | None:
     """What earlier runs have learnt since the last probe, or None."""
     try:
         found = json.loads(_experience_path(pair).read_text(encoding="utf-8"))
@@ -65,13 +89,13 @@ def stored_experience(pair: Pair) -> Experience | None:
         return None
 
 
-def store_experience(pair: Pair, experience: Experience) -> None:
+def store_experience(pair: PairOnDisk, experience: Experience) -> None:
     """Keep what a run has learnt, if it can be kept."""
     with suppress(OSError):  # the text is what people came for
         _write(_experience_path(pair), {"experience": asdict(experience)})
 
 
-def forget(pair: Pair) -> bool:
+def forget(pair: PairOnDisk) -> bool:
     """Drop what is kept; answers whether there was anything."""
     paths = [path for path in (_path(pair), _experience_path(pair)) if path.exists()]
     for path in paths:
@@ -87,18 +111,18 @@ def _write(path: Path, content: dict[str, object]) -> None:
     unfinished.replace(path)
 
 
-def _experience_path(pair: Pair) -> Path:
+def _experience_path(pair: PairOnDisk) -> Path:
     return _path(pair).with_suffix(".runs.json")
 
 
-def _path(pair: Pair) -> Path:
+def _path(pair: PairOnDisk) -> Path:
     folder = os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False)
     models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
     key = json.dumps([*models, runtime.backend_description(), platform.node()])
     return Path(folder) / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def _model_key(model: LlamaModel) -> list[object]:
+def _model_key(model: ModelOnDisk) -> list[object]:
     """What tells a model file and the way it is loaded from others."""
     with model.path.open("rb") as file:
         beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from llamaspec.app.names import AUTO, find_draft, find_model
 from llamaspec.app.pair import DEFAULT_RULE, demo_draft, demo_target
+from llamaspec.llama.files import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, MAX_GUESSES, ModelOptions
 from llamaspec.rules.verify import RULES
 from llamaspec.values import Sampling
@@ -108,6 +109,22 @@ def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that is not loaded."""
+
+    path: Path
+    options: ModelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PairFiles:
+    """A target and a draft that are not loaded."""
+
+    target: ModelFile
+    draft: ModelFile | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelChoice:
     """The models that a command was asked to load, as given on the command line."""
 
@@ -172,6 +189,23 @@ class ModelChoice:
     def copies(self) -> bool:
         """Whether guesses are copied from earlier text."""
         return self.ngram or self.draft == NGRAM
+
+    @property
+    def on_disk(self) -> PairFiles:
+        """The files, and how to load them.
+
+        Raises
+        ------
+        ModelFileError
+            One of them is no model file.
+        """
+        paths = self.target_path, self.draft_path
+        for path in paths:
+            if path is not None:
+                check_gguf(path)
+        target_path, draft_path = paths
+        draft = ModelFile(draft_path, self.draft_options) if draft_path is not None else None
+        return PairFiles(ModelFile(target_path, self.target_options), draft)
 
     @property
     def target_options(self) -> ModelOptions:

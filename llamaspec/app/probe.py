@@ -107,22 +107,21 @@ def probe(quick: bool, show: bool, forget: bool, plot: str | None, **options: An
         raise click.UsageError("--json and --csv both write to stdout; choose one")
     if plot is not None:
         check_plot(Path(plot))
-    with open_choice(choice) as pair:
-        if forget:
-            dropped = curves.forget(pair)
-            click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
-            return
-        if show:
-            found = curves.stored(pair)
-            if found is None:
-                raise LlamaspecError("nothing is known of this pair yet; run the probe without --show")
-        else:
-            with SlowProgress("probing") as progress:
-                found = measure(pair, QUICK if quick else FULL, time.perf_counter, progress)
+    if forget:
+        dropped = curves.forget(choice.on_disk)
+        click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
+        return
+    if show:
+        known = curves.stored(choice.on_disk)
+        if known is None:
+            raise LlamaspecError("nothing is known of this pair yet; run the probe without --show")
+        found = known
+    else:
+        with open_choice(choice) as pair, SlowProgress("probing") as progress:
+            found = measure(pair, QUICK if quick else FULL, time.perf_counter, progress)
             _keep(pair, found)
-        description = pair.target.description
     if plot is not None:
-        draw_probe(found, Path(plot), description)
+        draw_probe(found, Path(plot), choice.target_path.stem)
     if options["as_json"]:
         click.echo(json.dumps(as_json(found)))
     elif options["as_csv"]:

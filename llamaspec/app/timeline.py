@@ -40,6 +40,8 @@ def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "verify": round_.verify_seconds,
         "rest": round_.rest_seconds,
         "accepted": round_.n_accepted,
+        "verified": round_.n_verified,
+        "copied": round_.is_copy,
         "guesses": [
             {"text": _text(token, vocabulary), "confidence": confidence} for token, confidence in guesses
         ],

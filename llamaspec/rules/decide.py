@@ -67,7 +67,7 @@ def decide(now: Situation) -> Plan:
     if now.is_first and not now.costs.has_prior and prices.longest:
         return FIRST_GUESS  # nothing is known of guesses but what the first one tells
     stakes = _stakes(now, catch_up)
-    limit = min(1, prices.longest) if now.is_first else prices.longest
+    limit = prices.longest
     while limit and stakes[limit] > now.room:
         limit -= 1
     if not limit:

@@ -16,10 +16,11 @@ from command import ENTRY, Answer, environment, run
 from hub_server import Hub, serving
 from llamaspec.app.catalog import Catalog, Entry, RemoteFile, read_catalog
 from llamaspec.errors import ModelFileError
+from model_store import ModelStore
+from tiny_models import Recipe
 
 BIG, SMALL = "acme/big-GGUF/big-Q8_0.gguf", "acme/small-GGUF/small-Q8_0.gguf"
 LARGE = "acme/large-GGUF/large.gguf"  # huggingface-hub writes 10 MiB at a time
-SPLIT = "acme/split-GGUF/split-0000{}-of-00002.gguf"
 LARGE_ADDRESS = "hf:acme/large-GGUF:large.gguf"
 ADDRESS = "hf:acme/big-GGUF:big-Q8_0.gguf"
 OWN_LIST = """
@@ -36,13 +37,19 @@ small:
 
 
 @pytest.fixture
-def hub(target_file: Path, draft_file: Path) -> Iterator[Hub]:
+def split_files(store: ModelStore) -> list[Path]:
+    """The target in parts."""
+    first = store.path("llama", Recipe(dtype="q8_0", tensors_per_file=8))
+    return sorted(first.parent.glob(first.name.replace("-00001-", "-*-")))
+
+
+@pytest.fixture
+def hub(target_file: Path, draft_file: Path, split_files: list[Path]) -> Iterator[Hub]:
     files = {
         BIG: target_file.read_bytes(),
         SMALL: draft_file.read_bytes(),
         LARGE: b"GGUF" + bytes(24 << 20),
-        SPLIT.format(1): b"GGUF first",
-        SPLIT.format(2): b"second",
+        **{f"acme/split-GGUF/{part.name}": part.read_bytes() for part in split_files},
     }
     with serving(Hub(files)) as server:
         yield server
@@ -104,12 +111,16 @@ def test_a_name_that_is_not_here_is_fetched(hub: Hub, env: dict[str, str]) -> No
     assert "try --draft auto" in answer.stderr  # the file's name is that of an entry with a draft
 
 
-def test_all_parts_of_a_split_model(hub: Hub, env: dict[str, str]) -> None:
-    answer = run("models", "pull", "hf:acme/split-GGUF:split-00001-of-00002.gguf", env=env)
+def test_all_parts_of_a_split_model(env: dict[str, str], split_files: list[Path], target_file: Path) -> None:
+    """Only the first is named."""
+    assert len(split_files) > 2
+    address = f"hf:acme/split-GGUF:{split_files[0].name}"
+    options = ("-n", "20", "--seed", "4", "--threads", "1", "--json", "the end")
+    answer = run("generate", "--target", address, *options, env=env)
     assert answer.code == 0, answer
-    first = Path(answer.stdout.strip())
-    assert first.read_bytes() == b"GGUF first"
-    assert first.with_name("split-00002-of-00002.gguf").read_bytes() == b"second"
+    assert answer.json["text"] == run("generate", "--target", target_file, *options, env=env).json["text"]
+    here = Path(run("models", "path", address, env=env).stdout.strip())
+    assert {path.name for path in here.parent.iterdir()} == {path.name for path in split_files}
 
 
 def test_a_dropped_connection_goes_on_where_it_stopped(hub: Hub, env: dict[str, str]) -> None:
@@ -282,14 +293,14 @@ def test_every_entry_is_complete(catalog: Catalog) -> None:
     for entry in catalog.entries.values():
         file = entry.file()
         assert entry.licence
-        assert entry.checked == ("hash" if file.sha256 else "name")
-        assert (file.sha256 is None) == (file.n_bytes is None)
+        assert entry.checked in (("hash", "listed") if file.sha256 else ("name",))
+        assert file.n_bytes
         if entry.draft is not None:
             draft = catalog.find(entry.draft).file()
             assert entry.memory_gb
-            if file.n_bytes and draft.n_bytes:
-                assert file.n_bytes > 3 * draft.n_bytes
-                assert file.n_bytes + draft.n_bytes < 0.8e9 * entry.memory_gb
+            assert draft.n_bytes
+            assert file.n_bytes > 3 * draft.n_bytes
+            assert file.n_bytes + draft.n_bytes < 0.8e9 * entry.memory_gb
 
 
 def test_drafts_are_found_by_name_address_and_file(catalog: Catalog) -> None:

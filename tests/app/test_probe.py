@@ -53,6 +53,7 @@ def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path])
 def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None:
     options = naming(models)
     assert "without --show" in invoke("probe", *options, "--show").stderr
+    assert "no such model file" in invoke("probe", "--target", "missing.gguf", "--forget").stderr
     first = invoke("probe", *options, "--quick", "--json").json
     assert invoke("probe", *options, "--show", "--json").json == first
     assert (
