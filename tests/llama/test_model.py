@@ -351,6 +351,32 @@ INTERRUPTIBLE = (
 )
 
 
+@dataclass
+class Interrupts:
+    """Ctrl-C before or after calls of llama.cpp, by chance."""
+
+    rng: np.random.Generator
+    chance: float
+    after: bool
+    armed: bool = False
+    n: int = 0
+
+    def arrange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in INTERRUPTIBLE:
+            monkeypatch.setattr(lib, name, self._around(getattr(lib, name)))
+
+    def _around(self, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            interrupt = self.armed and self.rng.random() < self.chance
+            result = function(*arguments) if self.after or not interrupt else None
+            if interrupt:
+                self.n += 1
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("after", [False, True], ids=["before it ran", "after it ran"])
 def test_interrupted_evaluations_leave_later_answers_right(
@@ -358,38 +384,21 @@ def test_interrupted_evaluations_leave_later_answers_right(
 ) -> None:
     """Ctrl-C may come before and after every call of llama.cpp; the memory must know what it holds."""
     model, other = opened(kind, n_lanes=LANES, **EXACT), opened(kind, **EXACT)
-    calls, rng, n_interrupted = (
-        RandomCalls(np.random.default_rng(11), longest=40),
-        np.random.default_rng(5),
-        0,
-    )
-
-    def interrupting(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
-            nonlocal n_interrupted
-            interrupt = armed and rng.random() < 0.25
-            result = function(*arguments) if after or not interrupt else None
-            if interrupt:
-                n_interrupted += 1
-                raise KeyboardInterrupt
-            return result
-
-        return call
-
-    for name in INTERRUPTIBLE:
-        monkeypatch.setattr(lib, name, interrupting(getattr(lib, name)))
+    calls = RandomCalls(np.random.default_rng(11), longest=40)
+    interrupts = Interrupts(np.random.default_rng(5), 0.25, after)
+    interrupts.arrange(monkeypatch)
     for _ in range(60):
-        armed = True
+        interrupts.armed = True
         asks = calls.call()
         try:
             answers = model.logits(asks)
         except KeyboardInterrupt:
-            armed = False
+            interrupts.armed = False
             asks = calls.call()
             answers = model.logits(asks)
-        armed = False
+        interrupts.armed = False
         assert_same(answers, fresh(other, asks), TOLERANCE[kind])
-    assert n_interrupted > 20
+    assert interrupts.n > 20
 
 
 @pytest.mark.parametrize("judges", [False, True], ids=["draft", "target"])
@@ -399,32 +408,19 @@ def test_interrupted_rounds_leave_later_answers_right(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, kind: str, after: bool, judges: bool
 ) -> None:
     model, other = opened(kind, max_scored=16, **EXACT), opened(kind, max_scored=16, **EXACT)
-    rounds, rng, n_interrupted = Rounds(np.random.default_rng(3), judges), np.random.default_rng(4), 0
-
-    def interrupting(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
-            nonlocal n_interrupted
-            interrupt = armed and rng.random() < 0.15
-            result = function(*arguments) if after or not interrupt else None
-            if interrupt:
-                n_interrupted += 1
-                raise KeyboardInterrupt
-            return result
-
-        return call
-
-    for name in INTERRUPTIBLE:
-        monkeypatch.setattr(lib, name, interrupting(getattr(lib, name)))
+    rounds = Rounds(np.random.default_rng(3), judges)
+    interrupts = Interrupts(np.random.default_rng(4), 0.15, after)
+    interrupts.arrange(monkeypatch)
     for _ in range(40):
         for ask in rounds.asks():
-            armed = True
+            interrupts.armed = True
             try:
                 answers = model.logits([ask])
             except KeyboardInterrupt:
                 continue  # the next ask comes without this one having been answered
-            armed = False
+            interrupts.armed = False
             assert_same(answers, fresh(other, [ask]), TOLERANCE[kind])
-    assert n_interrupted > 5
+    assert interrupts.n > 5
 
 
 def test_forgetting_may_be_interrupted(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
