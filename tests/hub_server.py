@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Hub:
     ranges: list[str] = field(default_factory=list)  # asked for, in order
     authorizations: list[str | None] = field(default_factory=list)
     n_requests: int = 0
+    commit: str = COMMIT  # the main branch's
     url: str = ""
     _end: Event = field(default_factory=Event)
 
@@ -54,6 +56,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
             pass
 
         def _answer(self, *, with_content: bool) -> None:
+            if self.path.startswith("/api/models/"):
+                self._list(self.path.removeprefix("/api/models/").partition("/tree/")[0])
+                return
             repo, resolves, file = self.path[1:].partition("/resolve/main/")
             name = f"{repo}/{file}"
             if resolves:  # the library asks for other things, too
@@ -68,6 +73,15 @@ def serving(hub: Hub) -> Iterator[Hub]:
             else:
                 self._send(name, with_content)
 
+        def _list(self, repo: str) -> None:
+            named = [name.removeprefix(f"{repo}/") for name in hub.files if name.startswith(f"{repo}/")]
+            listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in named]
+            content = json.dumps(listed).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
         def _refuse(self, status: int, code: str) -> None:
             self.send_response(status)
             self.send_header("X-Error-Code", code)
@@ -80,7 +94,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
             if asked:
                 hub.ranges.append(asked)
             self.send_response(206 if asked else 200)
-            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("X-Repo-Commit", hub.commit)
             self.send_header("ETag", f'"{hub.tag(name)}"')
             self.send_header("X-Linked-Etag", f'"{hub.tag(name)}"')
             self.send_header("X-Linked-Size", str(hub.sizes.get(name, len(content))))

@@ -1,6 +1,6 @@
 """Models by name: the list that comes with llamaspec, and the user's own beside it.
 
-Knows no network: what a name means, not whether the file is here (`app/downloads.py`).
+Knows no network: what a name means, not whether the file is here (`app/stored.py`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ whatever goes wrong becomes one line. tests/app/test_models.py has a server that
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 import shutil
@@ -18,12 +19,12 @@ from urllib.parse import urlsplit
 
 import click
 from huggingface_hub import (
+    HfApi,
     constants,
     get_hf_file_metadata,
     get_token,
     hf_hub_download,
     hf_hub_url,
-    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is that of the transport in use
     EntryNotFoundError,
@@ -33,25 +34,20 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.file_download import HfFileMetadata, http_get, repo_folder_name
+from huggingface_hub.file_download import HfFileMetadata, http_get
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    WeakFileLock,
     build_hf_headers,
     disable_progress_bars,
 )
 
 from llamaspec.app.catalog import RemoteFile
+from llamaspec.app.stored import PARTIAL, folder_of, partial_bytes
 from llamaspec.app.terminal import SlowProgress
 from llamaspec.errors import ModelFileError
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes
-
-
-def find_here(file: RemoteFile) -> Path | None:
-    """The file on this machine, its first part if it was split; None unless all parts are here."""
-    paths = [try_to_load_from_cache(file.repo, part) for part in file.parts]
-    first = paths[0]
-    return Path(first) if isinstance(first, str) and all(isinstance(path, str) for path in paths) else None
 
 
 def fetch(file: RemoteFile) -> Path:
@@ -71,9 +67,7 @@ def fetch(file: RemoteFile) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _told_in_one_line(file):
-        facts = {
-            part: get_hf_file_metadata(hf_hub_url(file.repo, part), token=get_token()) for part in file.parts
-        }
+        facts = {part: _ask(file, part) for part in file.parts}
         missing = _check_room(file, facts)
         if missing:
             click.echo(f"llamaspec: fetching {file}, {missing / 1e9:.1f} GB", err=True)
@@ -83,33 +77,30 @@ def fetch(file: RemoteFile) -> Path:
     return Path(paths[0])
 
 
-def remove(file: RemoteFile) -> int:
-    """Delete a file and its parts from this machine; answers how many bytes that freed."""
-    freed = 0
-    for part in file.parts:
-        link = try_to_load_from_cache(file.repo, part)
-        if isinstance(link, str):
-            content = Path(link).resolve()
-            freed += content.stat().st_size
-            content.unlink()
-            Path(link).unlink(missing_ok=True)
-        for partial in _blobs(file).glob("*.partial"):
-            freed += partial.stat().st_size
-            partial.unlink()
-    return freed
+def _ask(file: RemoteFile, part: str) -> HfFileMetadata:
+    try:
+        return get_hf_file_metadata(hf_hub_url(file.repo, part), token=get_token())
+    except EntryNotFoundError as error:
+        raise ModelFileError(_no_such_file(file, part)) from error
 
 
-def _blobs(file: RemoteFile) -> Path:
-    """The folder of the hub's cache that holds a repository's content."""
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=file.repo, repo_type="model") / "blobs"
+def _no_such_file(file: RemoteFile, part: str) -> str:
+    """Names what is similar, if the hub lists the repository's files."""
+    try:
+        others = [name for name in HfApi().list_repo_files(file.repo) if name.endswith(".gguf")]
+    except (HTTPError, OSError):
+        others = []
+    close = difflib.get_close_matches(part, others, n=3, cutoff=0.3)
+    meant = f"did you mean {', '.join(close)}?" if close else "look at the files on its page at the hub"
+    return f"{file.repo} has no file {part}; {meant}"
 
 
 def _content(file: RemoteFile, fact: HfFileMetadata) -> Path:
-    return _blobs(file) / str(fact.etag)
+    return folder_of(file) / "blobs" / str(fact.etag)
 
 
 def _partial(file: RemoteFile, fact: HfFileMetadata) -> Path:
-    return _blobs(file) / f"{fact.etag}.partial"
+    return folder_of(file) / "blobs" / f"{fact.etag}{PARTIAL}"
 
 
 def _check_room(file: RemoteFile, facts: dict[str, HfFileMetadata]) -> int:
@@ -119,37 +110,53 @@ def _check_room(file: RemoteFile, facts: dict[str, HfFileMetadata]) -> int:
         if not _content(file, fact).exists():
             partial = _partial(file, fact)
             missing += (fact.size or 0) - (partial.stat().st_size if partial.exists() else 0)
-    folder = next(folder for folder in _blobs(file).parents if folder.exists())
+    folder = next(folder for folder in folder_of(file).parents if folder.exists())
     free = shutil.disk_usage(folder).free
     if missing > free:
         raise ModelFileError(
             f"{file} needs {missing / 1e9:.1f} GB more, {folder} has {free / 1e9:.1f} GB free; "
             "make room, or set HF_HOME to a folder on a larger disk"
         )
+    for part, fact in facts.items():
+        if (fact.size or 0) > constants.MAX_HTTP_DOWNLOAD_SIZE and not _content(file, fact).exists():
+            raise ModelFileError(
+                f"{part} is too large for a plain download; fetch it with the hub's own program, and it is "
+                f"found here: hf download {file.repo} {part}"
+            )
     return missing
 
 
 def _fetch_part(file: RemoteFile, part: str, fact: HfFileMetadata) -> None:
     content, partial = _content(file, fact), _partial(file, fact)
     expected = _expected_hash(file, fact)
-    if not content.exists():
-        content.parent.mkdir(parents=True, exist_ok=True)
-        url = hf_hub_url(file.repo, part)
-        headers = build_hf_headers()
-        if urlsplit(fact.location).netloc != urlsplit(url).netloc:
-            headers.pop("authorization", None)  # a store that the hub only points to
-        with partial.open("ab") as out:
-            http_get(
-                fact.location,
-                out,
-                resume_size=out.tell(),
-                headers=headers,
-                expected_size=fact.size,
-                displayed_filename=part,
-            )
-        if expected is not None:
-            _check_hash(partial, part, expected)
-        partial.replace(content)
+    content.parent.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(file)
+    lock = folder.parent / ".locks" / folder.name / f"{fact.etag}.lock"  # where huggingface-hub has its own
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):  # two that append to one file would spoil it
+        if not content.exists():
+            _append(file, part, fact, partial)
+            if expected is not None:
+                _check_hash(partial, part, expected)
+            partial.replace(content)
+
+
+def _append(file: RemoteFile, part: str, fact: HfFileMetadata, partial: Path) -> None:
+    """Fetch what is missing of a file."""
+    headers = build_hf_headers()
+    if urlsplit(fact.location).netloc != urlsplit(hf_hub_url(file.repo, part)).netloc:
+        headers.pop("authorization", None)  # a store that the hub only points to
+    if partial.exists() and fact.size is not None and partial.stat().st_size > fact.size:
+        partial.unlink()  # spoilt
+    with partial.open("ab") as out:
+        http_get(
+            fact.location,
+            out,
+            resume_size=out.tell(),
+            headers=headers,
+            expected_size=fact.size,
+            displayed_filename=part,
+        )
 
 
 def _expected_hash(file: RemoteFile, fact: HfFileMetadata) -> str | None:
@@ -184,6 +191,10 @@ def _told_in_one_line(file: RemoteFile) -> Iterator[None]:
     pull = f"`llamaspec models pull {file}`"
     try:
         yield
+    except KeyboardInterrupt:
+        kept = partial_bytes(file) / 1e9
+        click.echo(f"\nllamaspec: stopped, {kept:.2f} GB are kept; {pull} goes on there", err=True)
+        raise
     except OfflineModeIsEnabled as error:
         raise ModelFileError(
             f"{file} is not on this machine, and HF_HUB_OFFLINE is set; unset it and run {pull} once"
@@ -196,10 +207,6 @@ def _told_in_one_line(file: RemoteFile) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ModelFileError(
             f"the hub has no repository {file.repo}, or it is private; check the name, or run `hf auth login`"
-        ) from error
-    except EntryNotFoundError as error:
-        raise ModelFileError(
-            f"{file.repo} has no file {file.file}; look at the files on its page at the hub"
         ) from error
     except HfHubHTTPError as error:
         raise ModelFileError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamaspec.app.catalog import HUB, RemoteFile, read_catalog
+from llamaspec.app.stored import find_here
 from llamaspec.errors import ModelFileError, PairError
 
 AUTO = "auto"  # in place of a draft
@@ -28,9 +29,12 @@ def find_model(called: str) -> Path:
     remote = find_remote(called)
     if remote is None:
         return Path(str(read_catalog().find(called).path)).expanduser()
-    from llamaspec.app import downloads  # slow to import, and most models are files
+    here = find_here(remote)
+    if here is not None:
+        return here
+    from llamaspec.app import downloads  # slow to import, and most models are here
 
-    return downloads.find_here(remote) or downloads.fetch(remote)
+    return downloads.fetch(remote)
 
 
 def is_path(called: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from command import ENTRY, Answer, environment, run
 from hub_server import Hub, serving
 from llamaspec.app.catalog import Catalog, Entry, RemoteFile, read_catalog
+from llamaspec.app.stored import find_here, remove
 from llamaspec.errors import ModelFileError
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -143,6 +146,7 @@ def test_ctrl_c_keeps_what_arrived(hub: Hub, env: dict[str, str], tmp_path: Path
     _, stderr = child.communicate(timeout=30)
     assert child.returncode == 130
     assert "Traceback" not in stderr
+    assert f"GB are kept; `llamaspec models pull {LARGE_ADDRESS}` goes on there" in stderr
     (partial,) = kept(tmp_path)
     n_kept = partial.stat().st_size
     hub.stalls = False
@@ -151,7 +155,132 @@ def test_ctrl_c_keeps_what_arrived(hub: Hub, env: dict[str, str], tmp_path: Path
     assert hub.ranges == [f"bytes={n_kept}-"]
 
 
+@pytest.mark.parametrize("n_bytes", [25_000_000, 26_000_000])
+def test_a_partial_file_that_is_whole_or_spoilt(
+    hub: Hub, env: dict[str, str], tmp_path: Path, n_bytes: int
+) -> None:
+    """What is longer than it can be was begun by two at once, or is of another file: begin anew."""
+    hub.files[LARGE] = hub.files[LARGE][:4] + bytes(25_000_000 - 4)
+    blobs = tmp_path / "hub" / "hub" / "models--acme--large-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hub.tag(LARGE)}.partial").write_bytes((hub.files[LARGE] + bytes(2_000_000))[:n_bytes])
+    answer = run("models", "pull", LARGE_ADDRESS, env=env)
+    assert Path(answer.stdout.strip()).read_bytes() == hub.files[LARGE]
+    assert hub.ranges == []
+
+
+def test_two_that_fetch_the_same_file_do_not_spoil_it(hub: Hub, env: dict[str, str], tmp_path: Path) -> None:
+    hub.stalls = True
+    command = [*ENTRY, "models", "pull", LARGE_ADDRESS]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first = subprocess.Popen(command, env=environment(env), text=True, **pipes)  # type: ignore[call-overload]
+    deadline = time.monotonic() + 30
+    while not any(path.stat().st_size for path in kept(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    n_before = hub.n_requests
+    second = subprocess.Popen(command, env=environment(env), text=True, **pipes)  # type: ignore[call-overload]
+    while hub.n_requests == n_before:  # it has asked what the file is, and now waits for the first
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hub.stalls = False
+    first.kill()
+    first.communicate(timeout=30)
+    out, err = second.communicate(timeout=30)
+    assert second.returncode == 0, err
+    assert Path(out.strip()).read_bytes() == hub.files[LARGE]
+    (asked,) = hub.ranges  # what the first had fetched was not fetched again
+    assert int(asked.removeprefix("bytes=").removesuffix("-")) >= 10_000_000
+
+
+def test_what_was_fetched_earlier_stays_when_the_repository_moves_on(hub: Hub, env: dict[str, str]) -> None:
+    hub.files["acme/big-GGUF/other.gguf"] = b"GGUF other"
+    first = run("models", "pull", "--no-draft", ADDRESS, env=env).stdout
+    hub.commit = "f" * 40
+    assert run("models", "pull", "hf:acme/big-GGUF:other.gguf", env=env).code == 0
+    away = {**env, "HF_HUB_OFFLINE": "1"}
+    assert run("models", "path", ADDRESS, env=away).stdout == first
+
+
+# What is here and what removing frees
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a repository as huggingface-hub keeps it; see `keep`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path / "models--acme--big-GGUF"
+
+
+def keep(folder: Path, name: str, content: bytes, commit: str = "c" * 40) -> Path:
+    blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
+    link = folder / "snapshots" / commit / name
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(content)
+    link.symlink_to(Path("../../blobs") / blob.name)
+    return link
+
+
+def test_the_main_branch_comes_before_what_is_newer(folder: Path) -> None:
+    file = RemoteFile("acme/big-GGUF", "m.gguf")
+    old, new = (
+        keep(folder, "m.gguf", text, commit) for text, commit in ((b"old", "a" * 40), (b"n", "b" * 40))
+    )
+    os.utime(old.parent, (1, 1))
+    assert find_here(file) == new
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    assert find_here(file) == old
+
+
+def test_parts_count_only_together(folder: Path) -> None:
+    file = RemoteFile("acme/big-GGUF", "m-00001-of-00002.gguf")
+    first = keep(folder, "m-00001-of-00002.gguf", b"1")
+    assert find_here(file) is None
+    keep(folder, "m-00002-of-00002.gguf", b"2", commit="d" * 40)
+    assert find_here(file) is None
+    keep(folder, "m-00002-of-00002.gguf", b"2")
+    assert find_here(file) == first
+
+
+def test_removing_frees_what_nothing_else_needs(folder: Path) -> None:
+    one, two = keep(folder, "one.gguf", b"shared"), keep(folder, "two.gguf", b"shared too")
+    also = two.with_name("also.gguf")
+    also.symlink_to(one.readlink())
+    (folder / "blobs" / "abc.partial").write_bytes(b"123")
+    assert remove(RemoteFile("acme/big-GGUF", "one.gguf")) == 3
+    assert (also.read_bytes(), one.exists()) == (b"shared", False)
+    assert remove(RemoteFile("acme/big-GGUF", "also.gguf")) == 6
+    assert two.read_bytes() == b"shared too"
+    assert remove(RemoteFile("acme/big-GGUF", "two.gguf")) == 10
+    assert not folder.exists()
+
+
+def test_removing_leaves_a_store_that_others_share(folder: Path, tmp_path: Path) -> None:
+    """Newer versions of huggingface-hub let blobs lead to a store of all repositories."""
+    link = keep(folder, "one.gguf", b"x")
+    shared = tmp_path / "shared"
+    shared.write_bytes(b"shared")
+    blob = folder / "blobs" / link.readlink().name
+    blob.unlink()
+    blob.symlink_to(shared)
+    remove(RemoteFile("acme/big-GGUF", "one.gguf"))
+    assert shared.read_bytes() == b"shared"
+
+
 # What can go wrong
+
+
+def test_a_wrong_file_name_suggests_close_ones(env: dict[str, str]) -> None:
+    line = said(run("models", "pull", "hf:acme/big-GGUF:big-Q8_1.gguf", env=env))
+    assert "acme/big-GGUF has no file big-Q8_1.gguf; did you mean big-Q8_0.gguf?" in line
+
+
+def test_a_missing_part_is_named(hub: Hub, env: dict[str, str]) -> None:
+    del hub.files[SPLIT.format(2)]
+    line = said(run("models", "pull", "hf:acme/split-GGUF:split-00001-of-00002.gguf", env=env))
+    assert "has no file split-00002-of-00002.gguf" in line
 
 
 def test_a_wrong_hash_leaves_nothing(hub: Hub, env: dict[str, str], tmp_path: Path) -> None:
