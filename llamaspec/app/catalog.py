@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from platformdirs import user_config_dir
 
 from llamaspec.errors import ModelFileError
@@ -190,18 +189,33 @@ def _supplied_list() -> Path:
 
 def _own_entries() -> dict[str, Any]:
     path = own_list()
-    _read(path, is_own=True) if path.exists() else {}  # complains of what would be lost
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+    if not path.exists():
+        return {}
+    _read(path, is_own=True)  # complains of what would be lost
+    import yaml
+
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
 
 
 def _write_own(listed: Mapping[str, Any]) -> Path:
+    import yaml
+
     path = own_list()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(dict(listed), sort_keys=False), encoding="utf-8")
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:  # in one step: a reader finds the old list or the new one
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(yaml.safe_dump(dict(listed), sort_keys=False), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot write {path}: {error.strerror}; set LLAMASPEC_CONFIG to a folder of yours"
+        ) from error
     return path
 
 
 def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
+    import yaml  # 40 ms, which commands that are given files do not need
+
     try:
         listed = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         return {str(name): Entry(name=str(name), is_own=is_own, **what) for name, what in listed.items()}

@@ -148,15 +148,22 @@ def _append(file: RemoteFile, part: str, fact: HfFileMetadata, partial: Path) ->
         headers.pop("authorization", None)  # a store that the hub only points to
     if partial.exists() and fact.size is not None and partial.stat().st_size > fact.size:
         partial.unlink()  # spoilt
-    with partial.open("ab") as out:
-        http_get(
-            fact.location,
-            out,
-            resume_size=out.tell(),
-            headers=headers,
-            expected_size=fact.size,
-            displayed_filename=part,
-        )
+    while True:
+        n_before = partial.stat().st_size if partial.exists() else 0
+        try:
+            with partial.open("ab") as out:
+                http_get(
+                    fact.location,
+                    out,
+                    resume_size=n_before,
+                    headers=headers,
+                    expected_size=fact.size,
+                    displayed_filename=part,
+                )
+            return
+        except HTTPError:  # not every version of huggingface-hub goes on by itself
+            if partial.stat().st_size == n_before:
+                raise
 
 
 def _expected_hash(file: RemoteFile, fact: HfFileMetadata) -> str | None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -406,6 +407,29 @@ def test_a_name_must_not_look_like_a_file(env: dict[str, str]) -> None:
     answer = run("models", "add", "mine.gguf", ADDRESS, env=env)
     assert answer.code == 2
     assert "cannot be a name" in answer.stderr
+
+
+def test_a_list_that_cannot_be_written(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "in the way").write_text("")
+    away = {**env, "LLAMASPEC_CONFIG": str(tmp_path / "in the way")}
+    assert "set LLAMASPEC_CONFIG to a folder of yours" in said(
+        run("models", "add", "mine", ADDRESS, env=away)
+    )
+
+
+def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file: Path) -> None:
+    """Whoever names files does not wait for what reads lists and asks networks."""
+    code = (
+        "import sys; from llamaspec.app.cli import main\n"
+        "try: main()\n"
+        "finally: print({'yaml', 'huggingface_hub', 'httpx2', 'httpx'} & set(sys.modules))"
+    )
+    arguments = ["generate", "--target", target_file, "--draft", draft_file, "-n", "1", "--no-stats", "x"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 # The list that comes with llamaspec
