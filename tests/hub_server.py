@@ -118,7 +118,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # it looks often whether to end
     thread.start()
     try:
         yield hub

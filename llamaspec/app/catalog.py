@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from platformdirs import user_config_dir
 from llamaspec.errors import ModelFileError
 
 HUB = "hf:"  # hf:owner/repo:file
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -83,6 +84,20 @@ class Entry:
     def __post_init__(self) -> None:
         if self.path is None and (self.repo is None or self.default is None):
             raise ValueError("it needs a path, or a repo and a default quantization")
+        for key in _TEXTS:
+            value = getattr(self, key)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{key} must be text, got {value!r}")
+        if self.memory_gb is not None and type(self.memory_gb) is not int:
+            raise ValueError(f"memory_gb must be a whole number, got {self.memory_gb!r}")
+        if not isinstance(self.quantizations, Mapping):
+            raise ValueError(f"quantizations must be a mapping, got {self.quantizations!r}")
+        for name, known in self.quantizations.items():
+            _check_quantization(str(name), known)
+        if self.pattern is not None and set("{}") & set(self.pattern.replace("{quantization}", "")):
+            raise ValueError(f"pattern may hold no other braces than {{quantization}}, got {self.pattern!r}")
+        if self.repo is not None:
+            self.file()
 
     def file(self, quantization: str | None = None) -> RemoteFile:
         """The file for a quantization, the default if None.
@@ -106,6 +121,22 @@ class Entry:
             raise ModelFileError(f"{self.name} has no quantization {wanted}; choose one of {choices}")
         case = str.lower if self.default.islower() else str.upper
         return RemoteFile(self.repo, self.pattern.format(quantization=case(wanted)))
+
+
+_TEXTS = ("repo", "pattern", "default", "path", "draft", "licence", "template", "notes", "checked")
+
+
+def _check_quantization(name: str, known: object) -> None:
+    """Refuse what a person mistyped."""
+    if not isinstance(known, Mapping) or not isinstance(known.get("file"), str):
+        raise ValueError(f"quantization {name} must be a mapping with a file, got {known!r}")
+    if unknown := set(known) - {"file", "bytes", "sha256"}:
+        raise ValueError(f"quantization {name} has {unknown.pop()!r}, which means nothing")
+    n_bytes, sha256 = known.get("bytes"), known.get("sha256")
+    if n_bytes is not None and (type(n_bytes) is not int or n_bytes < 1):
+        raise ValueError(f"bytes of {name} must be a whole number above 0, got {n_bytes!r}")
+    if sha256 is not None and (not isinstance(sha256, str) or not _SHA256.fullmatch(sha256)):
+        raise ValueError(f"sha256 of {name} must be 64 hexadecimal digits in quotes, got {sha256!r}")
 
 
 class Catalog:
@@ -218,7 +249,7 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
 
     try:
         listed = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        return {str(name): Entry(name=str(name), is_own=is_own, **what) for name, what in listed.items()}
+        return {str(name): _entry(str(name), what, is_own) for name, what in listed.items()}
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     except yaml.YAMLError as error:
@@ -227,3 +258,15 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
         raise ModelFileError(f"{path}{place}: this is not YAML; mend or delete it") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise ModelFileError(f"{path} has an entry that cannot be understood: {error}; mend it") from error
+
+
+def _entry(name: str, what: object, is_own: bool) -> Entry:
+    if not isinstance(what, Mapping):
+        raise ValueError(f"{name} must be a mapping, got {what!r}")
+    known = {field.name for field in fields(Entry)} - {"name", "is_own"}
+    if unknown := [str(key) for key in what if key not in known]:
+        raise ValueError(f"{name}: {unknown[0]} means nothing")
+    try:
+        return Entry(name=name, is_own=is_own, **what)
+    except (ValueError, ModelFileError) as error:
+        raise ValueError(f"{name}: {str(error).replace('; ', ', ')}") from error
