@@ -83,3 +83,10 @@ def naming(models: Sequence[Path]) -> list[str | Path]:
     """The options that name a target and perhaps a draft."""
     names = zip(("--target", "--draft"), models, strict=False)
     return [*(part for name in names for part in name), "--threads", "1"]
+
+
+def said(answer: Answer) -> str:
+    """The one line of an error."""
+    assert answer.code == 1
+    assert "Traceback" not in answer.stderr
+    return answer.stderr.splitlines()[-1]

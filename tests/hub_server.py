@@ -10,6 +10,21 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 
+BIG, SMALL = "acme/big-GGUF/big-Q8_0.gguf", "acme/small-GGUF/small-Q8_0.gguf"
+LARGE = "acme/large-GGUF/large.gguf"  # huggingface-hub writes 10 MiB at a time
+LARGE_ADDRESS = "hf:acme/large-GGUF:large.gguf"
+ADDRESS = "hf:acme/big-GGUF:big-Q8_0.gguf"
+OWN_LIST = """
+big:
+  repo: acme/big-GGUF
+  pattern: big-{quantization}.gguf
+  default: Q8_0
+  draft: small
+small:
+  repo: acme/small-GGUF
+  default: Q8_0
+  quantizations: {Q8_0: {file: small-Q8_0.gguf}}
+"""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
