@@ -89,6 +89,7 @@ class AutoLength:
         self._tally = Tally()
         self._n_tokens = self._n_guessed_rounds = self._n_rounds = self._n_since_plain = 0
         self._n_dropped = 0  # drafts since one was judged
+        self._may_drop = False  # somebody asks what is worth verifying: not every rule allows the question
         self._n_unread = 0  # tokens that the draft has not read, besides the last
         self._knows_plain = False  # a round without guesses has been timed
         self._unbooked: Round | None = None  # a first round, from before the cost of a plain one is known
@@ -115,6 +116,9 @@ class AutoLength:
         """Those whose evaluation pays; once in a while all, lest a wrong belief lives on."""
         if draft.is_copy:
             return self._n_copies_worth(draft)
+        self._may_drop = True
+        if self._plan.room is not None:
+            return int(self._is_sure(draft, self._plan.room))
         rate, batch = self._plan.rate, self._costs.batch_seconds
         if self._n_dropped >= DROPS:
             return len(draft)
@@ -203,6 +207,15 @@ class AutoLength:
             explored_seconds=tally.explored_seconds,
         )
 
+    def _is_sure(self, draft: Draft, room: float) -> bool:
+        """Whether judging the first guess loses no more than `room`, with bad luck in time and chance."""
+        costs = self._costs
+        caution, plain = CAUTION[costs.has_prior], costs.batch_seconds[0]
+        if not len(draft):
+            return False
+        sure = self._chances.hopeful_chance(draft.confidences[0], -caution)
+        return costs.batch_seconds_with(caution)[1] / plain - 1.0 - sure <= room
+
     def _n_copies_worth(self, draft: Draft) -> int:
         prices, costs = self._prices(), self._costs
         room = self._ledger.room(
@@ -230,6 +243,7 @@ class AutoLength:
                 n_since_plain=self._n_since_plain,
                 bonus=bonus,
                 is_first=self._n_guessed_rounds == 0 and not self._is_experienced,
+                may_drop=self._may_drop,
                 may_try=self._n_since_try >= self._wait,
                 may_look=self._n_rounds % LOOK_EVERY == 0,
             )

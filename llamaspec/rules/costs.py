@@ -32,6 +32,8 @@ SCALE = 0.4  # ... and so does a time of width 1 that is further off than this, 
 PAD = 0.96  # padding must save this much: a saving within the noise is none
 PAD_PLAIN = 0.8  # the same for width 1, which would not be timed again
 EXPONENT, EXPONENT_SPREAD = 0.5, 0.3  # t(w) = t(1) * w^EXPONENT where nothing is known
+TILE = 4  # positions that llama.cpp's CPU kernels take at once: a full tile costs less than a part of one
+TILE_GAIN, TILE_SPREAD = 0.2, 0.15  # by how much, in logarithms, where nothing is known
 FREE_STEP = 1e-6  # seconds of a guess that costs nothing
 STEP_RATIO, STEP_SPREAD = 0.12, 1.0  # a draft step, as a part of t(1), where nothing is known
 
@@ -235,21 +237,31 @@ class CostModel:
         self._covariance = self._covariance - np.outer(column, column / variance)
 
 
-def _kernel(n: int, scale: float, exponent: float, bend: float, step: float, draft: float) -> Array:
-    """Covariance of [log t(1) .. log t(n), log t_draft] from five standard deviations."""
+def _kernel(
+    n: int, scale: float, exponent: float, bend: float, step: float, draft: float, tile: float = 0.0
+) -> Array:
+    """Covariance of [log t(1) .. log t(n), log t_draft] from six standard deviations."""
     logs = np.log(np.arange(1, n + 1))
     covariance = np.full((n + 1, n + 1), scale**2)
     covariance[:n, :n] += exponent**2 * np.outer(logs, logs)
     covariance[:n, :n] += bend**2 * np.minimum.outer(logs, logs)
     covariance[:n, :n] += np.diag(np.where(logs > 0, step**2, 0.0))
+    covariance[:n, :n] += tile**2 * np.outer(_is_full(n), _is_full(n))
     covariance[n, n] += draft**2
     return covariance
 
 
 def _blank(n: int) -> tuple[Array, Array]:
-    """The belief where nothing was measured: a power of the width."""
-    mean = np.append(EXPONENT * np.log(np.arange(1, n + 1)), log(STEP_RATIO)) + log(UNSEEN_SECONDS)
-    return mean, _kernel(n, 3.0, EXPONENT_SPREAD, 0.12, 0.12, STEP_SPREAD)
+    """The belief where nothing was measured: a power of the width, full tiles below it."""
+    verify = EXPONENT * np.log(np.arange(1, n + 1)) - TILE_GAIN * _is_full(n)
+    mean = np.append(verify, log(STEP_RATIO)) + log(UNSEEN_SECONDS)
+    return mean, _kernel(n, 3.0, EXPONENT_SPREAD, 0.12, 0.12, STEP_SPREAD, TILE_SPREAD)
+
+
+def _is_full(n: int) -> Array:
+    """[n] 1 where a width is made of full tiles."""
+    full: Array = (np.arange(1, n + 1) % TILE == 0).astype(np.float64)
+    return full
 
 
 def _informed(prior: CostCurve | CostBelief, n: int) -> tuple[Array, Array]:

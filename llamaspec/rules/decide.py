@@ -22,6 +22,7 @@ CHECK_EVERY = 5  # rounds after which a narrow gain is checked against a plain r
 NARROW, NARROW_EARLY = 1.08, 1.3  # what a narrow gain is, and while plain rounds are little known
 KNOWN_AFTER = 6  # plain rounds
 LOOK_LOSS = 0.5  # plain tokens that a look may lose
+PEEK = 0.4  # part of the room that drawing a guess may cost, where the room is too small for judging it
 WORTH_A_LOOK = 1.04  # a length is tried when it could be better than the best known by this factor
 
 
@@ -36,6 +37,9 @@ class Plan:
     thresholds: tuple[float, ...] = ()  # [n] how likely n guesses must stand for one more
     look_width: int = 0  # the width to evaluate in order to learn its cost; 0: none
     rate: float = 0.0  # tokens per second that time is worth; 0 while that is unknown
+    room: float | None = (
+        None  # plain tokens that judging may lose, where that is known only once guesses are drawn
+    )
     model_rate: float | None = None  # tokens per second of the best fixed length, where guessing pays
 
 
@@ -55,6 +59,7 @@ class Situation:
     n_since_plain: int  # rounds since the last one without guesses
     bonus: float  # what stopping early brings over a fixed length, as a factor
     is_first: bool  # no guess has been made yet
+    may_drop: bool  # guesses may go unjudged
     may_try: bool  # the last try that failed is long enough ago
     may_look: bool  # it is time to think about other lengths
 
@@ -71,7 +76,7 @@ def decide(now: Situation) -> Plan:
     while limit and stakes[limit] > now.room:
         limit -= 1
     if not limit:
-        return Plan()
+        return _peek(now, catch_up)
     hoped = best_plan(prices, chances.bound(BOLDNESS), limit).tokens_per_second * now.bonus * plain
     if (hoped - 1.0) * HORIZON <= (catch_up / plain if now.n_unread > 1 else 0.0):
         return _try(now, limit, catch_up) if now.may_try else Plan()
@@ -85,7 +90,9 @@ def decide(now: Situation) -> Plan:
     thresholds = tuple(stopping_thresholds(prices, chances.ahead, rate))
     if look:
         limit = look - 1
-    return Plan(limit, True, max(look - 1, 0), loss, thresholds, look, rate, best.tokens_per_second)
+    return Plan(
+        limit, True, max(look - 1, 0), loss, thresholds, look, rate, model_rate=best.tokens_per_second
+    )
 
 
 def _stakes(now: Situation, catch_up: float) -> list[float]:
@@ -119,6 +126,17 @@ def _try(now: Situation, limit: int, catch_up: float) -> Plan:
         if loss <= now.room_to_explore and lesson > best:
             best, n_best, loss_of_best = lesson, n, loss
     return Plan(limit, False, n_best, loss_of_best, rate=1.0 / plain) if n_best else Plan()
+
+
+def _peek(now: Situation, catch_up: float) -> Plan:
+    """Draw one guess, to be judged only if it is so sure that the room allows it."""
+    prices = now.prices
+    loss = (catch_up + prices.step_seconds) / prices.plain_seconds
+    if not now.may_drop or not now.may_try or not prices.longest:
+        return Plan()
+    if loss > min(PEEK * now.room, now.room_to_explore):
+        return Plan()
+    return Plan(1, False, 1, loss, rate=1.0 / prices.plain_seconds, room=now.room - loss)
 
 
 def _look(now: Situation, best: FixedPlan, rate: float, limit: int) -> tuple[int, float]:

@@ -40,7 +40,7 @@ def test_a_prior_of_another_machine_is_dropped() -> None:
     model.observe_verify(1, 0.164)
     assert not model.has_prior
     assert believed(model)[0] == pytest.approx(164.0, rel=0.02)
-    assert model.verify_seconds[2] < model.verify_seconds[3]  # the dip is forgotten, too
+    assert believed(model)[1] / believed(model)[0] == pytest.approx(2**0.5, rel=0.02)  # the prior said 1.6
 
 
 def test_a_hiccup_at_the_start_is_forgotten_with_the_next_timing() -> None:
@@ -68,11 +68,25 @@ def test_a_prior_of_another_shape_is_dropped_at_its_first_contradiction() -> Non
 def test_unmeasured_widths_lie_between_their_neighbours() -> None:
     model = CostModel(None, 9)
     for _ in range(5):
-        for width, seconds in {1: 0.010, 4: 0.016, 8: 0.022}.items():
+        for width, seconds in {1: 0.010, 5: 0.018, 9: 0.024}.items():
             model.observe_verify(width, seconds)
     times = believed(model)
-    assert times[0] < times[1] < times[3]
-    assert times[3] < times[5] < times[7]
+    assert times[0] < times[1] < times[2] < times[4]
+    assert times[4] < times[5] < times[6] < times[8]
+
+
+def test_full_tiles_are_thought_cheap_until_one_is_measured() -> None:
+    model = CostModel(None, 9)
+    model.observe_verify(1, 0.010)
+    before = believed(model)
+    assert before[3] < before[2]
+    assert before[7] < before[6]
+    for _ in range(3):
+        for width, seconds in {3: 0.018, 4: 0.020, 5: 0.022}.items():
+            model.observe_verify(width, seconds)
+    after = believed(model)
+    assert after[3] > after[2]
+    assert after[7] / after[6] > before[7] / before[6] + 0.05  # without a dip at 4 there is hardly one at 8
 
 
 def test_dips_are_kept_and_batches_padded_to_them() -> None:
