@@ -41,9 +41,11 @@ HELP = '''\
 /load FILE     go on with a conversation from a file
 /stats         how fast the last answer was, and how much of the conversation was remembered
 /regenerate    another answer to your last message
-/exit          leave; so do Ctrl-D and Ctrl-C
+/exit, /quit   leave; so do Ctrl-D and Ctrl-C
 Ctrl-C stops an answer and keeps what was said. A line that ends with \\ goes on in the next one; a line
 that begins with """ opens a block that ends with """. A space before / makes it a message.'''
+
+LEAVE = {"/exit", "/quit"}
 
 
 @click.command(
@@ -144,7 +146,7 @@ class _Chat:
             if self._interactive:
                 click.echo(err=True)
             return None
-        return None if typed.is_command and typed.text.strip() == "/exit" else typed
+        return None if typed.is_command and typed.text.strip() in LEAVE else typed
 
     def _act(self, typed: Typed) -> None:
         """Answer a message or obey a command; an empty one is nothing."""
@@ -223,9 +225,9 @@ class _Chat:
             click.echo(line, err=True)
         share = totals.n_remembered / max(1, totals.n_prompt_tokens)
         n_context = last.completion.n_prompt_tokens + len(last.completion.tokens)
+        answers = "1 answer" if totals.n_answers == 1 else f"{totals.n_answers} answers"
         click.echo(
-            f"conversation: {n_context} of {self._pair.target.context_size} tokens; in {totals.n_answers} "
-            f"answers {totals.n_remembered} of {totals.n_prompt_tokens} prompt tokens were remembered "
-            f"({share:.0%})",
+            f"conversation: {n_context} of {self._pair.target.context_size} tokens; in {answers} "
+            f"{totals.n_remembered} of {totals.n_prompt_tokens} prompt tokens were remembered ({share:.0%})",
             err=True,
         )

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from llamaspec.app.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.app.names import find_model, find_remote, is_path
@@ -70,11 +71,12 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(entry)))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for key, value in _as_json(entry).items():
         if value not in (None, {}, False):
-            shown = ", ".join(value) if isinstance(value, dict) else str(value)
-            table.add_row(key.replace("_", " "), shown)
+            for shown in map(_as_line, value.items()) if isinstance(value, dict) else [str(value)]:
+                table.add_row(key.replace("_", " "), shown)
+                key = ""
     Console(highlight=False, soft_wrap=True).print(table)
 
 
@@ -172,6 +174,12 @@ def _own_entry(name: str, called: str) -> Entry:
     known = {"file": remote.file, "bytes": remote.n_bytes, "sha256": remote.sha256}
     kept = {key: value for key, value in known.items() if value is not None}
     return Entry(name, repo=remote.repo, default="default", quantizations={"default": kept})
+
+
+def _as_line(quantization: tuple[str, Mapping[str, Any]]) -> str:
+    name, known = quantization
+    size = f", {known['bytes'] / 1e9:.1f} GB" if "bytes" in known else ""
+    return f"{name}: {known['file']}{size}"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

@@ -512,11 +512,12 @@ def options(models: list[Path]) -> list[str]:
     return ["chat", *map(str, naming(models)), *more]
 
 
-def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("leave", ["/exit", "/quit"])
+def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> None:
     chat = session(pair)
     answers = [say(chat, "one"), say(chat, "two\nthree")]
     save = tmp_path / "talk.json"
-    stdin = b"one\n\ntwo\\\nthree\n/stats\n/exit\nfour\n"
+    stdin = f"one\n\ntwo\\\nthree\n/stats\n{leave}\nfour\n".encode()
     piped = invoke(*options(talker), "--save", save, stdin=stdin)
     assert piped.code == 0
     assert piped.stdout == "".join(f"{answer}\n" for answer in answers)
