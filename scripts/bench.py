@@ -25,6 +25,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from foresight import bound_seconds
 from llama_cpp_arms import LlamaCpp
 from llamaspec import (
     Completion,
@@ -44,6 +45,7 @@ from llamaspec.rules.auto_length import AutoLength
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
+BOUND = "bound: all guesses known"
 HINDSIGHT = {"best fixed K per prompt": ("K=", "plain"), "llama.cpp's best per prompt": ("llama.cpp",)}
 
 
@@ -169,6 +171,10 @@ def _turn(
             summary.rest_seconds / summary.decode_seconds,
             _prediction(policy),
         )
+    fixed = [completion for completion, policy in done.values() if isinstance(policy, FixedLength)]
+    if len(plain.tokens):
+        seconds = bound_seconds([completion.rounds for completion in fixed])
+        yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
 
 
 def _prediction(policy: LengthPolicy) -> float | None:
@@ -193,7 +199,7 @@ def _scores(runs: list[Run]) -> Iterator[Score]:
     plain = {
         (run.temperature, run.prompt, run.turn): run.tokens_per_second for run in runs if run.arm == "plain"
     }
-    keys = sorted({(run.temperature, run.arm) for run in runs}, key=lambda key: key[0])
+    keys = sorted(dict.fromkeys((run.temperature, run.arm) for run in runs), key=lambda key: key[0])
     for temperature, arm in keys:
         own = [run for run in runs if (run.temperature, run.arm) == (temperature, arm)]
         ratios: dict[int, float] = {}

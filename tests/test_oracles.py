@@ -259,9 +259,8 @@ def test_same_seed_same_tokens_with_copies(
             found = pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=60).run()
             assert found.tokens == right
             n_copied += sum(round_.n_accepted for round_ in found.rounds if round_.is_copy)
-    assert (
-        n_copied > 0 or n_guesses is None
-    )  # it depends on the clock whether copies pay for so small a model
+    # It depends on the clock whether copies pay for so small a model.
+    assert n_copied > 0 or n_guesses is None
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -50,9 +50,7 @@ class LaneMemory:
         self._snapshots = snapshots
         self._held: list[TokenArray] = [NO_TOKENS] * n_lanes
         self._settled = True  # no evaluation was interrupted, so nothing lies behind what is held
-        self._n_states_back = int(
-            lib.llama_n_rs_seq(context)
-        )  # earlier states that llama.cpp keeps of a lane
+        self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps of a lane
         self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
         self._batch_size = int(lib.llama_n_batch(context))
 

@@ -18,9 +18,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 MOST = 4  # copies of a lane
-SPACING = (
-    8  # tokens between two copies while positions are scored one by one: a draft goes back to one of them
-)
+SPACING = 8  # tokens between two copies while positions are scored one by one, as a draft's are
 
 Bytes = npt.NDArray[np.uint8]
 

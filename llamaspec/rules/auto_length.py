@@ -218,9 +218,7 @@ class AutoLength:
 
     def _n_copies_worth(self, draft: Draft) -> int:
         prices, costs = self._prices(), self._costs
-        room = self._ledger.room(
-            self._n_tokens, costs.plain_spread
-        )  # where a model guesses too, it comes first
+        room = self._ledger.room(self._n_tokens, costs.plain_spread)  # a model that guesses comes first
         return self._copies.n_worth(
             draft,
             prices,

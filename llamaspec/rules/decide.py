@@ -1,8 +1,9 @@
 """The decision about one round: guess because it pays, guess in order to learn, or do not guess.
 
 A pure function of what is believed and of what may be lost. Three questions, in this order: how many
-guesses can be lost without breaking the bound against plain decoding; does guessing that many pay; if not,
-could it pay with some luck, and is a try affordable. Knows no rounds: rules/lengths.py keeps the beliefs.
+guesses can be lost without breaking the bound against plain decoding (if none, one may be drawn, and is
+judged only where it is sure); does guessing that many pay; if not, could it pay with some luck, and is a try
+affordable. Knows no rounds: rules/auto_length.py keeps the beliefs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ class Plan:
     thresholds: tuple[float, ...] = ()  # [n] how likely n guesses must stand for one more
     look_width: int = 0  # the width to evaluate in order to learn its cost; 0: none
     rate: float = 0.0  # tokens per second that time is worth; 0 while that is unknown
-    room: float | None = (
-        None  # plain tokens that judging may lose, where that is known only once guesses are drawn
-    )
+    room: float | None = None  # plain tokens that judging a guess that is drawn may lose; None: any
     model_rate: float | None = None  # tokens per second of the best fixed length, where guessing pays
 
 

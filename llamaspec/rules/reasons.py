@@ -1,6 +1,6 @@
 """Why the automatic length chose what it chose: values for people to read.
 
-Filled by rules/lengths.py while it runs; written out by the app. Knows no rules of its own.
+Filled by rules/auto_length.py while it runs; written out by the app. Knows no rules of its own.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Reasons:
     draft_step_seconds: float
     rest_seconds: float
     bins: tuple[ConfidenceBin, ...]
-    acceptance: (
-        float | None
-    )  # chance, as believed now, that the next guess stands; None without a draft model
+    acceptance: float | None  # chance, as believed now, that the draft model's next guess stands
     n_copies_judged: int  # guesses copied from earlier text that were judged
     n_copies_accepted: int
     break_even_acceptance: float | None  # above which guessing pays at these costs; None = never
