@@ -171,9 +171,9 @@ def _turn(
             summary.rest_seconds / summary.decode_seconds,
             _prediction(policy),
         )
-    fixed = [completion for completion, policy in done.values() if isinstance(policy, FixedLength)]
+    fixed = {policy.n_guesses: run for run, policy in done.values() if isinstance(policy, FixedLength)}
     if len(plain.tokens):
-        seconds = bound_seconds([completion.rounds for completion in fixed])
+        seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _ in done.values()])
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
 
 

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 
 from llamaspec.values import Round
 
+RARE = 3  # times that a number of guesses must have been judged, for its cost to be known
 
-def bound_seconds(runs: Sequence[Sequence[Round]]) -> float:
+
+def bound_seconds(farthest: Sequence[Round], runs: Sequence[Sequence[Round]]) -> float:
     """Seconds of the best rounds for one text.
 
     Parameters
     ----------
+    farthest : sequence of rounds
+        The run that guessed farthest ahead, always equally many tokens.
     runs : sequence of runs
-        The same text, each run at another fixed draft length without padding; one of them without guesses.
+        All runs of the text: they tell what judging 0, 1, 2, ... guesses costs.
     """
-    longest = max(runs, key=lambda rounds: max(round_.n_verified for round_ in rounds))
-    return shortest(standing(longest), costs(runs))
+    return shortest(standing(farthest), costs(runs))
 
 
 def standing(rounds: Sequence[Round]) -> list[bool]:
@@ -44,7 +47,7 @@ def costs(runs: Sequence[Sequence[Round]]) -> list[float]:
             rest.append(round_.rest_seconds)
             if round_.drafted.size:
                 step.append(round_.draft_seconds / len(round_.drafted))
-    times = {n: statistics.median(seconds) for n, seconds in verify.items()}
+    times = {n: statistics.median(seconds) for n, seconds in verify.items() if n == 0 or len(seconds) >= RARE}
     a_step, a_rest = statistics.median(step) if step else 0.0, statistics.median(rest)
     return [
         min(seconds for width, seconds in times.items() if width >= n) + n * a_step + a_rest

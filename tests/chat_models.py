@@ -1,4 +1,6 @@
-"""Tiny models that converse: their text is printable ASCII, and their files hold a chat template.
+"""Tiny models that converse, and how tests talk with them.
+
+Their text is printable ASCII, and their files hold a chat template.
 
 Random models with all bytes mostly write what is not UTF-8; a conversation shows that as U+FFFD, and what
 a test wants to see would drown in it. The sign > is left out, so that a prompt at a terminal is certain.
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import gguf
 
+from llamaspec import FixedLength, Pair, Sampling
+from llamaspec.app.session import Session, Settings
+from llamaspec.llama.template import ChatTemplate
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
 
@@ -34,6 +39,8 @@ def ascii_vocabulary() -> Vocabulary:
 
 ASCII = ascii_vocabulary()
 SENTENCEPIECE = sentencepiece_vocabulary()
+TALKER = Recipe(dtype="q8_0", vocabulary=ASCII, n_context=1 << 13)
+ENDING = Recipe(dtype="q8_0", vocabulary=ASCII, n_context=1 << 11, end_score=9.0)  # answers of a few tokens
 
 
 def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE) -> Path:
@@ -61,3 +68,35 @@ def with_template(path: Path, new: Path, template: str) -> Path:
         writer.write_tensor_data(tensor.data)
     writer.close()
     return new
+
+
+class Remarks(list[str]):
+    def __call__(self, remark: str) -> None:
+        self.append(remark)
+
+
+def session(
+    pair: Pair,
+    *,
+    seed: int = 5,
+    max_tokens: int = 20,
+    system: str | None = None,
+    tell: Remarks | None = None,
+    template: ChatTemplate | None = None,
+    n_guesses: int = 3,
+) -> Session:
+    pair.target.forget()
+    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", FixedLength(n_guesses))
+    template = template or ChatTemplate.of(pair.target)
+    return Session(pair, template, settings, system=system, tell=Remarks() if tell is None else tell)
+
+
+def say(session: Session, text: str) -> str:
+    return "".join(session.ask(text))
+
+
+def last(session: Session) -> tuple[int, int, int]:
+    """Of the last answer: tokens of its prompt, those remembered, tokens of the answer."""
+    assert session.last is not None
+    completion = session.last.completion
+    return completion.n_prompt_tokens, completion.n_remembered, len(completion.tokens)

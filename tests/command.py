@@ -13,9 +13,11 @@ from typing import Any
 
 from click.testing import CliRunner
 
+from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.app.cli import main
 
 ENTRY = [sys.executable, "-c", "from llamaspec.app.cli import main; main()"]
+PROMPT = "def f(self):\n    return "
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 
 
@@ -90,3 +92,9 @@ def said(answer: Answer) -> str:
     assert answer.code == 1
     assert "Traceback" not in answer.stderr
     return answer.stderr.splitlines()[-1]
+
+
+def expected(models: list[Path], seed: int, n: int, prompt: str = PROMPT, **settings: object) -> Completion:
+    """The same text by the Python interface, decoded plainly."""
+    with open_pair(models[0], target_options=ModelOptions(threads=1)) as pair:
+        return pair.stream(prompt, seed=seed, max_tokens=n, **settings).run()  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foresight import costs, shortest, standing
+from foresight import RARE, costs, shortest, standing
 from llamaspec.values import Round
 
 
@@ -49,5 +49,5 @@ def test_what_stands_is_read_off_a_run() -> None:
 
 def test_costs_are_medians_and_the_cheaper_wider_batch() -> None:
     plain = [made(0, 0, 1.0), made(0, 0, 1.2), made(0, 0, 9.0)]
-    wide = [made(1, 1, 2.0), made(3, 0, 1.5)]
-    assert costs([plain, wide]) == pytest.approx([1.21, 1.61, 1.71, 1.81])
+    wide = [made(1, 1, 2.0), made(3, 0, 1.5)] * RARE
+    assert costs([plain, [*wide, made(5, 5, 0.1)]]) == pytest.approx([1.21, 1.61, 1.71, 1.81])

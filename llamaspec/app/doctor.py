@@ -100,7 +100,7 @@ def examine(choice: ModelChoice, clock: Clock = time.perf_counter) -> Iterator[F
                 yield Finding.of_error(role, error)
                 continue
             vocabularies[role] = model.vocabulary
-            yield from model_findings(examined[role])
+            yield from model_findings(machine, examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
         if choice.draft_path is None and choice.copies:

@@ -50,6 +50,15 @@ class Machine:
     n_physical: int  # cores at full speed
     n_logical: int  # threads of the processor
 
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """Those that this build computes on."""
+        return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
+
+    def offloads(self, options: ModelOptions) -> bool:
+        """Whether a model loaded like this computes on a GPU."""
+        return bool(self.gpus) and options.gpu_layers != 0
+
 
 @dataclass(frozen=True, slots=True)
 class Examined:
@@ -121,9 +130,8 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
 def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
     """Weights and contexts against what was free before."""
     needed = sum(model.needed_bytes for model in models)
-    gpus = [device for device in machine.devices if device.is_gpu]
-    on_gpu = bool(gpus) and machine.can_offload and any(model.options.gpu_layers != 0 for model in models)
-    free = sum(device.free_bytes for device in gpus) if on_gpu else machine.free_bytes
+    on_gpu = any(machine.offloads(model.options) for model in models)
+    free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
     place = "on the GPU" if on_gpu else "in main memory"
     parts = " + ".join(
         f"{model.role} {_size(model.facts.weights_bytes)} weights, "
@@ -142,7 +150,7 @@ def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
     return Finding(PROBLEM if needed > free else WARNING, "memory", text, remedy)
 
 
-def model_findings(model: Examined) -> Iterator[Finding]:
+def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
     """What is to say of one model alone."""
     yield Finding(OK, model.role, f"{model.name}: {model.description}, {_parameters(model.facts)}")
     context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
@@ -159,7 +167,7 @@ def model_findings(model: Examined) -> Iterator[Finding]:
         yield Finding(OK, f"{model.role} context", context)
     yield _rollback_finding(model)
     yield _cache_finding(model)
-    yield _flash_finding(model)
+    yield _flash_finding(model, on_gpu=machine.offloads(model.options))
 
 
 def _rollback_finding(model: Examined) -> Finding:
@@ -200,13 +208,14 @@ def _cache_finding(model: Examined) -> Finding:
     return Finding(OK, topic, text)
 
 
-def _flash_finding(model: Examined) -> Finding:
+def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
+    """On CPUs it is slower in long contexts than attention without it: no reason to warn."""
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
         return Finding(OK, topic, "not needed, there is no attention")
-    if asked == "off":
+    if asked == "off" and on_gpu:
         return Finding(WARNING, topic, "off: long contexts are slower and larger", "drop --flash-attn off")
-    if asked == "on" or model.flash_attention is None:
+    if asked != "auto" or model.flash_attention is None:
         return Finding(OK, topic, asked)
     return Finding(OK, topic, f"auto: {'on' if model.flash_attention else 'off, not possible here'}")
 

@@ -2,7 +2,7 @@
 
 A tokenizer need not find again the tokens that a model chose to write a text with, and one that differs
 makes the model read all that follows anew. So what is known is not tokenized again. Knows nothing of
-turns or templates. tests/app/test_chat.py measures what is saved.
+turns or templates. tests/app/test_remembered_turns.py measures what is saved.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ AutoLength stops where one more guess would bring fewer tokens than its time is 
 that is never so, and learns both sides, chances and costs, from the rounds. Rounds that guess only to
 learn are few, and no bet is placed that could make the text slower than plain decoding by more than the
 ledger allows. Knows no model and no clock: the same rounds give the same decisions.
-tests/rules/test_lengths.py sets it against the best policy there is, found by dynamic programming.
+tests/rules/test_speed.py sets it against the best policy there is, found by dynamic programming.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 This is the guarantee behind "never slower": whatever the estimates say, a bet that could lose more than
 the room left is not placed. The unit is the time of one plain token. Knows neither widths nor chances.
-tests/rules/test_lengths.py checks the bound on every simulated machine and text.
+tests/rules/test_speed.py checks the bound on every simulated machine and text.
 """
 
 from __future__ import annotations

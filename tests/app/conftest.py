@@ -1,4 +1,4 @@
-"""A hub on this machine with tiny models, and the environment of a person who uses it."""
+"""A hub on this machine with tiny models, a person who uses it, and a pair that converses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from chat_models import TALKER, write_chat_model
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
+from llamaspec import ModelOptions, Pair, open_pair
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -53,3 +55,34 @@ def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "models.yaml"
     path.write_text(OWN_LIST)
     return path
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chat")
+
+
+@pytest.fixture(scope="module")
+def talker(chat_folder: Path) -> list[Path]:
+    """A target that talks without end, and its draft."""
+    target = write_chat_model(chat_folder / "talker.gguf", TALKER)
+    return [target, write_chat_model(chat_folder / "draft.gguf", TALKER.draft(), template=None)]
+
+
+@pytest.fixture(scope="module")
+def pair(talker: list[Path]) -> Iterator[Pair]:
+    options = ModelOptions(n_ctx=1024, threads=1)
+    with open_pair(*talker, target_options=options, draft_options=options) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def models(target_file: Path, draft_file: Path) -> list[Path]:
+    """A target and its draft."""
+    return [target_file, draft_file]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache folder for commands in this process."""
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))

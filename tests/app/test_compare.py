@@ -19,11 +19,6 @@ def compare(models: list[Path], *arguments: str) -> Answer:
     return invoke("compare", *naming(models), "-n", "24", "-r", "2", "--seed", "1", *arguments)
 
 
-@pytest.fixture(scope="module")
-def models(target_file: Path, draft_file: Path) -> list[Path]:
-    return [target_file, draft_file]
-
-
 def test_the_table(models: list[Path]) -> None:
     answer = run("compare", *naming(models), "-n", "24", "-r", "2", "-k", "4", "--seed", "1")
     assert answer.code == 0

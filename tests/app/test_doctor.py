@@ -249,17 +249,21 @@ def test_room(changes: dict[str, Any], n_ctx: int, level: str) -> None:
 )
 def test_ways_back(n_kept: int, states: bool, level: str, says: str) -> None:
     memory, facts = replace(TARGET.memory, n_kept=n_kept), replace(FACTS, keeps_states=states)
-    found = only(list(model_findings(replace(TARGET, memory=memory, facts=facts))), "target rollback")
+    found = only(
+        list(model_findings(MACHINE, replace(TARGET, memory=memory, facts=facts))), "target rollback"
+    )
     assert found.level == level
     assert says in found.text
 
 
 def test_flash_attention() -> None:
-    def said(asked: str, chosen: bool | None) -> Finding:
+    def said(asked: str, chosen: bool | None = None, machine: Machine = MACHINE) -> Finding:
         model = replace(TARGET, options=ModelOptions(flash_attention=asked), flash_attention=chosen)
-        return only(list(model_findings(model)), "target flash attention")
+        return only(list(model_findings(machine, model)), "target flash attention")
 
-    assert said("off", None).level == "warning"
+    with_gpu = replace(MACHINE, can_offload=True, devices=(GPU, CPU))
+    assert said("off", machine=with_gpu).level == "warning"
+    assert (said("off").level, said("off").text) == ("ok", "off")  # CPUs are not slower without it
     assert [said("auto", chosen).text for chosen in (True, False, None)] == [
         "auto: on",
         "auto: off, not possible here",
@@ -277,7 +281,7 @@ def test_pace(step: float, level: str) -> None:
 def test_a_mixture_of_experts_near_its_draft(active: int, level: str) -> None:
     target = replace(TARGET, facts=replace(FACTS, n_active_parameters=active))
     assert only(list(pace_findings(target, DRAFT)), "experts").level == level
-    assert "billion of them active" in only(list(model_findings(target)), "target").text
+    assert "billion of them active" in only(list(model_findings(MACHINE, target)), "target").text
 
 
 def test_active_parameters() -> None:

@@ -17,13 +17,7 @@ PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
 LONG, SHORT = WORTH_KEEPING + 16, WORTH_KEEPING - 1
 
-
-@pytest.fixture
-def models(
-    target_file: Path, draft_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[Path]:
-    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))
-    return [target_file, draft_file]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def text(models: list[Path], n: int = LONG) -> str:

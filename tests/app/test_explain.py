@@ -13,11 +13,6 @@ from llamaspec import AutoLength, FixedLength, open_pair
 from llamaspec.app.policy import make_policy
 
 
-@pytest.fixture(scope="module")
-def models(target_file: Path, draft_file: Path) -> list[Path]:
-    return [target_file, draft_file]
-
-
 def timeline_data(page: Path) -> dict[str, object]:
     found = re.search(
         r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL

@@ -19,13 +19,7 @@ FOURS = CostCurve((1, 2, 3, 4, 5), (1.0, 1.6, 2.2, 1.8, 2.6), 0.05)
 STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
 FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)
 
-
-@pytest.fixture
-def models(
-    target_file: Path, draft_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[Path]:
-    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))
-    return [target_file, draft_file]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_what_the_curve_says() -> None:

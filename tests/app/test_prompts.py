@@ -1,0 +1,76 @@
+"""Where the prompt of `llamaspec generate` comes from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from command import ENTRY, PROMPT, environment, expected, generate, naming
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        ([PROMPT], b""),
+        (["-p", PROMPT], b""),
+        (["--prompt", PROMPT], b""),
+        (["-f", "PROMPT_FILE"], b""),
+        (["--file", "PROMPT_FILE"], b""),
+        ([], PROMPT.encode()),
+        (["-"], PROMPT.encode()),
+        (["-f", "-"], PROMPT.encode()),
+        (["-p", "-"], PROMPT.encode()),
+        # A pipe that nobody asked for is not read.
+        ([PROMPT], b"something else"),
+    ],
+)
+def test_places_of_the_prompt(models: list[Path], tmp_path: Path, arguments: list[str], stdin: bytes) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    arguments = [str(file) if part == "PROMPT_FILE" else part for part in arguments]
+    answer = generate(*arguments, "--seed", "3", "-n", "12", "--json", models=models, stdin=stdin)
+    assert answer.code == 0
+    right = expected(models, 3, 12)
+    assert (answer.json["text"], answer.json["prompt_tokens"]) == (right.text, right.n_prompt_tokens)
+
+
+@pytest.mark.parametrize("content", [b"x", b"x\n", b"x\n\n", b"\n", b"x\r\n", "é€\n".encode(), b" x "])
+def test_a_prompt_is_taken_byte_for_byte(models: list[Path], tmp_path: Path, content: bytes) -> None:
+    """Also the newline at its end, from a file and from a pipe."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    right = expected(models, 3, 4, prompt=content.decode())
+    for arguments, stdin in ((["-f", str(file)], b""), (["-"], content)):
+        answer = generate(*arguments, "--seed", "3", "-n", "4", "--json", models=models, stdin=stdin)
+        assert answer.json["prompt_tokens"] == right.n_prompt_tokens
+        assert answer.json["tokens"] == list(right.tokens)
+
+
+def test_a_prompt_that_begins_with_a_dash(models: list[Path]) -> None:
+    answer = generate("-n", "3", "--seed", "3", "--json", "--", "-x", models=models)
+    assert answer.json["tokens"] == list(expected(models, 3, 3, prompt="-x").tokens)
+
+
+def test_a_terminal_is_asked_for_the_prompt(models: list[Path]) -> None:
+    arguments = [*ENTRY[1:], "generate", *map(str, naming(models)), "-n", "8", "--seed", "3", "--no-stats"]
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child.expect("Prompt")
+    child.sendline("the end")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
+    arguments = [*ENTRY[1:], "generate", *map(str, naming(models))]
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child.expect("Prompt: ")
+    time.sleep(0.5)  # a signal just before Python waits for a line is noticed after the line
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert b"Traceback" not in child.before
