@@ -215,9 +215,12 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
         return Finding(OK, topic, "not needed, there is no attention")
     if asked == "off" and on_gpu:
         return Finding(WARNING, topic, "off: long contexts are slower and larger", "drop --flash-attn off")
-    if asked != "auto" or model.flash_attention is None:
-        return Finding(OK, topic, asked)
-    return Finding(OK, topic, f"auto: {'on' if model.flash_attention else 'off, not possible here'}")
+    text = asked
+    if asked == "auto" and model.flash_attention is not None:
+        text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
+    if model.flash_attention and not on_gpu and model.options.cache_type_v == "f16":
+        text += "; behind 256 tokens a CPU may be much faster with --cache-type-v bf16 or --flash-attn off"
+    return Finding(OK, topic, text)
 
 
 def pace_findings(target: Examined, draft: Examined) -> Iterator[Finding]:

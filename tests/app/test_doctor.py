@@ -264,11 +264,13 @@ def test_flash_attention() -> None:
     with_gpu = replace(MACHINE, can_offload=True, devices=(GPU, CPU))
     assert said("off", machine=with_gpu).level == "warning"
     assert (said("off").level, said("off").text) == ("ok", "off")  # CPUs are not slower without it
-    assert [said("auto", chosen).text for chosen in (True, False, None)] == [
+    assert [said("auto", chosen, with_gpu).text for chosen in (True, False, None)] == [
         "auto: on",
         "auto: off, not possible here",
         "auto",
     ]
+    assert "--cache-type-v bf16" in said("auto", chosen=True).text
+    assert "--cache-type-v bf16" not in said("auto", chosen=False).text
 
 
 @pytest.mark.parametrize(("step", "level"), [(0.03, "ok"), (0.04, "warning"), (0.2, "warning")])
