@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamaspec import Ask, LlamaModel
+from llamaspec.llama.trie import Node
 from llamaspec.values import Logits, TokenArray
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
@@ -127,3 +128,20 @@ class Rounds:
         if self.judges:
             return [Ask(0, path, n + 1)]
         return [Ask(0, path[:end], 1) for end in range(start, len(path) + 1)]
+
+
+@dataclass
+class Count:
+    """Positions that llama.cpp was given to evaluate."""
+
+    nodes: list[Node]
+
+    @property
+    def n(self) -> int:
+        return len(self.nodes)
+
+    def taken(self) -> int:
+        """The number since the last look."""
+        n = self.n
+        self.nodes.clear()
+        return n

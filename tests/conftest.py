@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from llama_cpp import llama_cpp as lib
 
+from asks import Count
 from llamaspec import LlamaModel, ModelOptions
+from llamaspec.llama.batch import Batch
+from llamaspec.llama.trie import Node
 from model_store import ModelStore, OpenModel, demo_pair
 from tiny_models import Recipe
 
@@ -50,3 +54,17 @@ def opened(store: ModelStore) -> Iterator[OpenModel]:
             return stack.enter_context(LlamaModel(path, ModelOptions(threads=1, **options)))  # type: ignore[arg-type]
 
         yield open_model
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
+    """What llama.cpp is given to evaluate during a test."""
+    count = Count([])
+    fill = Batch.fill
+
+    def counted(self: Batch, nodes: Sequence[Node]) -> lib.llama_batch:
+        count.nodes.extend(nodes)
+        return fill(self, nodes)
+
+    monkeypatch.setattr(Batch, "fill", counted)
+    return count

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from asks import Count
 from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
 from llamaspec.app.transcript import Transcript
-from llamaspec.llama import model as model_module
 from llamaspec.llama.template import ChatTemplate
-from llamaspec.llama.trie import Trie, merge
 from llamaspec.values import Message
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -46,25 +45,17 @@ def test_an_answer_that_ends_is_remembered_as_a_whole(chat_folder: Path) -> None
             known = n_prompt + n_answer
 
 
-def test_what_is_remembered_is_not_evaluated(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_not_evaluated(pair: Pair, evaluated: Count) -> None:
     """Also when the conversation is longer than the parts in which a prompt is read."""
-    evaluated: list[int] = []
-
-    def counted(*arguments: object, **settings: object) -> Trie:
-        trie = merge(*arguments, **settings)  # type: ignore[arg-type]
-        evaluated.append(len(trie.nodes))
-        return trie
-
-    monkeypatch.setattr(model_module, "merge", counted)
     with open_pair(pair.target.path, target_options=ModelOptions(n_ctx=2048, threads=1)) as alone:
         chat = session(alone, n_guesses=0)
         say(chat, "once upon a time " * 60)
         assert last(chat)[0] > 600
-        evaluated.clear()
+        evaluated.taken()
         say(chat, "and then?")
         n_prompt, n_remembered, n_answer = last(chat)
         assert n_remembered > 600
-        assert sum(evaluated) == n_prompt - n_remembered + n_answer - 1
+        assert evaluated.taken() == n_prompt - n_remembered + n_answer - 1
 
 
 @pytest.mark.parametrize("forgets", [False, True])

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as lib
 
-from asks import LANES, RandomCalls, asked, tokens
+from asks import LANES, MEMORIES, Count, RandomCalls, asked, tokens
 from llamaspec import Ask
-from llamaspec.llama.batch import Batch
 from llamaspec.llama.snapshots import SPACING
-from llamaspec.llama.trie import Node
 from model_store import OpenModel
-
-
-@dataclass
-class Count:
-    """Positions that llama.cpp was given to evaluate."""
-
-    nodes: list[Node]
-
-    @property
-    def n(self) -> int:
-        return len(self.nodes)
-
-    def taken(self) -> int:
-        """The number since the last look."""
-        n = self.n
-        self.nodes.clear()
-        return n
-
-
-@pytest.fixture
-def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
-    count = Count([])
-    fill = Batch.fill
-
-    def counted(self: Batch, nodes: Sequence[Node]) -> lib.llama_batch:
-        count.nodes.extend(nodes)
-        return fill(self, nodes)
-
-    monkeypatch.setattr(Batch, "fill", counted)
-    return count
 
 
 def test_every_distinct_position_is_evaluated_once(opened: OpenModel, evaluated: Count) -> None:
@@ -144,3 +108,16 @@ def test_reading_alone_scores_nothing_and_what_is_remembered_is_not_read_again(
     assert len(evaluated.nodes) == 30
     model.logits([Ask(0, tokens, 2)])
     assert len(evaluated.nodes) == 50
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_is_remembered_is_not_evaluated(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    model, random = opened(kind), np.random.default_rng(1)
+    sequence = tokens(2)
+    for _ in range(60):
+        kept = sequence[: random.integers(1, len(sequence) + 1)] if random.random() < 0.4 else sequence
+        new = random.integers(2, 6, size=random.integers(0, 8), dtype=np.int32)
+        sequence = np.concatenate([kept, new])[:200]
+        remembered = model.remembered(sequence)
+        model.logits([Ask(0, sequence, 1)])
+        assert evaluated.taken() == len(sequence) - remembered
