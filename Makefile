@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= def read_lines(path):
 ARGS ?=
-# Four guesses a round, because for a target this small the automatic length would not guess.
+# Four draft tokens a round, because for a target this small the automatic length would draft none.
 RUN_ARGS := --draft-length 4 --show-drafts
 
 # Only the library itself, without what crashes; the file says more.
@@ -30,7 +30,7 @@ PROJECT_READY := $(VENV)/.project-ready
 help:
 	@echo "make run     write text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
 	@echo "make test    run the tests                      (ARGS='-k name')"
-	@echo "make check   style, types, floors, docs in step with the commands"
+	@echo "make check   style, types, layers, docs in step with the commands"
 	@echo "make bench   measure                            (ARGS='--help')"
 	@echo "make demo    probe and compare on a target of real cost, made from the embedded one"
 	@echo "make docs    write docs/commands.md anew"

@@ -6,11 +6,13 @@
 ...         print(piece.text, end="", flush=True)
 """
 
-from llamaspec.app.pair import Pair, demo_draft, demo_target, open_pair
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.silent import SilentDrafter
-from llamaspec.engine.generate import Completion, Piece, StopReason, TextStream
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.statistics import Summary
+from llamaspec.engine.stream import Completion, Piece, StopReason, TextStream
 from llamaspec.errors import (
+    ClosedError,
+    ContextFullError,
     EvaluationError,
     LlamaspecError,
     MemoryFullError,
@@ -18,19 +20,22 @@ from llamaspec.errors import (
     PairError,
     PromptError,
 )
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.rules.auto_length import AutoLength
-from llamaspec.rules.lengths import FixedLength
-from llamaspec.rules.stats import Summary
-from llamaspec.values import Ask, Distribution, Draft, Round, Sampling
+from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
+from llamaspec.values import Distribution, Draft, Round, Sampling
 
 __version__ = "0.1.0"
 
+SilentDrafter = NoDrafter  # its name in the first version
+
 __all__ = [
-    "Ask",
     "AutoLength",
+    "ClosedError",
     "Completion",
+    "ContextFullError",
     "Distribution",
     "Draft",
     "EvaluationError",
@@ -41,6 +46,7 @@ __all__ = [
     "ModelDrafter",
     "ModelFileError",
     "ModelOptions",
+    "NoDrafter",
     "Pair",
     "PairError",
     "Piece",

@@ -1,14 +1,26 @@
-"""The exceptions that llamaspec raises on purpose. Each message names the fault, the value and the remedy.
+"""The exceptions that llamaspec raises on purpose. Each message names the cause, the value and the remedy.
 
 LlamaspecError
-├── ModelFileError    the file is missing, damaged or of a kind that cannot generate text
-├── PairError         target and draft do not speak the same tokens
-├── PromptError       the prompt is empty, too long or not readable
-├── MemoryFullError   the context or the machine has no room
-└── EvaluationError   llama.cpp failed while it computed
+├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
+├── PairError                 target and draft do not speak the same tokens
+├── PromptError               the prompt is empty, too long or not readable
+├── ClosedError               the pair was closed, or belongs to the process before a fork
+├── MemoryFullError           the machine has no room
+│   └── ContextFullError      the context has no room for a text
+└── EvaluationError           llama.cpp failed while it computed
+    └── EvaluationAbortedError  somebody asked for it
 """
 
 from __future__ import annotations
+
+import re
+
+# Control characters (C0, C1, DEL), line separators, bidirectional and invisible format characters, halves of
+# surrogate pairs. Joiners stay: scripts and emoji need them.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 class LlamaspecError(Exception):
@@ -27,9 +39,41 @@ class PromptError(LlamaspecError):
     """The prompt cannot be used."""
 
 
+class ClosedError(LlamaspecError):
+    """A pair is used that is not open in this process."""
+
+
 class MemoryFullError(LlamaspecError):
     """There is no room for what was asked."""
 
 
+class ContextFullError(MemoryFullError):
+    """The context has no room for a text."""
+
+
 class EvaluationError(LlamaspecError):
     """llama.cpp reported a failure during an evaluation."""
+
+
+class EvaluationAbortedError(EvaluationError):
+    """An evaluation was ended on purpose."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text of models, files and hubs as a terminal may show it: control characters become escapes.
+
+    Parameters
+    ----------
+    text : str
+    keep : str
+        Characters that stay as they are, such as a newline.
+
+    Examples
+    --------
+    >>> printable("a\\x1b[2Jb\\n", keep="\\n")
+    'a\\\\x1b[2Jb\\n'
+    """
+    return _UNPRINTABLE.sub(
+        lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1],
+        text,
+    )

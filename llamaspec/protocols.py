@@ -1,4 +1,4 @@
-"""The seams: what the loop needs from models, drafters, policies, rules and chance, and nothing more.
+"""The seams: what the loop and the scheduler need from models, drafters, length policies, rules and chance.
 
 Nothing here must be inherited: whatever has these methods fits. The fakes beside the tests show each
 protocol in a few lines.
@@ -6,33 +6,87 @@ protocol in a few lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from llamaspec.values import Ask, Distribution, Draft, Logits, Round, TokenArray, Verdict
+from llamaspec.errors import ContextFullError
+from llamaspec.values import (
+    Distribution,
+    Draft,
+    Forward,
+    ForwardRequest,
+    Logits,
+    Round,
+    TokenArray,
+    Verification,
+)
+
+Drafting: TypeAlias = Generator[ForwardRequest, Forward, Draft]  # asks for evaluations, ends with a draft
+Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 
 
 class Model(Protocol):
-    """A pure function of token sequences; its memory is a cache that nobody sees."""
+    """Evaluates sequences; only the scheduler calls it.
+
+    A *row* is a text that goes on, named by any integer. What the KV cache holds of a row is found again by
+    comparing tokens, so nobody says "go back": a request that does not contain the rejected tokens is enough.
+    """
 
     @property
     def vocabulary_size(self) -> int:
-        """V, the number of scores for each position."""
+        """V, the number of logits for each position."""
 
     @property
     def context_size(self) -> int:
-        """The longest sequence, in tokens, that can be asked."""
+        """The longest sequence, in tokens."""
 
-    def logits(self, asks: Sequence[Ask]) -> list[Logits]:
-        """Scores after each of the last `n` tokens of every asked sequence.
+    @property
+    def batch_size(self) -> int:
+        """The most positions of one evaluation."""
+
+    @property
+    def max_scored(self) -> int:
+        """The most positions of one evaluation whose logits are wanted."""
+
+    def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
+        """Make room for requests of distinct rows; what they do not contain of the rows' texts is forgotten.
+
+        Parameters
+        ----------
+        batch : sequence of (row, request, positions of padding that may come with it)
 
         Returns
         -------
-        list of [ask.n, V] float32
-            Row i of an answer scores the token that follows the first `len(tokens) - n + 1 + i` tokens.
-            Views of the model's buffer: valid until the next call, and not to be written to.
+        sequence of int or ContextFullError
+            For each how many of its tokens are cached, at most those before the first whose logits are
+            wanted; or why this row has no room, even without the prefixes that nobody uses.
         """
+
+    def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        """Evaluate requests of distinct rows together; each must have been prepared.
+
+        Returns
+        -------
+        list of [n_logits + K, V] float32
+            Valid until the next call, and not to be written to.
+
+        Raises
+        ------
+        EvaluationAbortedError
+            `abort` was called from another thread. The cache is as before.
+        EvaluationError
+            llama.cpp failed.
+        """
+
+    def release(self, row: int) -> None:
+        """The row has ended. What is cached of it may serve others, until its room is needed."""
+
+    def forget(self) -> None:
+        """Empty the KV cache, as if nothing had been evaluated."""
+
+    def abort(self) -> None:
+        """End a running evaluation soon; may be called from any thread."""
 
 
 class Vocabulary(Protocol):
@@ -48,85 +102,93 @@ class Vocabulary(Protocol):
         """Whether a token ends the text."""
 
 
-class LengthPolicy(Protocol):
-    """Decides how many tokens to guess."""
+class RowLength(Protocol):
+    """How many tokens are drafted for one text."""
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether one guess more than those in `draft` is worth its time. Called before every guess."""
+        """Whether one more token than those in `draft`, by the same source, is worth its time.
 
-    def n_to_verify(self, draft: Draft) -> int:
-        """How many of the guesses are worth an evaluation: the first ones, up to `len(draft)`.
-
-        Asked only where guesses may be dropped for what they are: copies, and all guesses under a rule that
-        allows it.
+        Called before every draft token.
         """
 
-    def width(self, n_guesses: int) -> int:
-        """How many positions the target should evaluate at once: `n_guesses + 1`, or more.
+    def width(self, n_positions: int) -> int | None:
+        """How many positions to evaluate where `n_positions` are needed, by all rows together.
 
         More is padding, for machines where a wider batch is cheaper, or exact where a narrower one is not.
+        None: no evaluation as wide as that is allowed.
         """
 
     def observe(self, round_: Round) -> None:
-        """Learn from what a round brought and cost."""
+        """Learn from what a round of this text cost and gained."""
+
+    def close(self) -> None:
+        """The text has ended."""
+
+
+class LengthPolicy(Protocol):
+    """How many tokens are drafted: shared by all rows of a pair."""
+
+    def start_row(self) -> RowLength:
+        """A text begins."""
 
 
 class Drafter(Protocol):
-    """Whatever guesses tokens. Caches are welcome; state that can be wrong is not."""
+    """Whatever proposes tokens. Caches are welcome; state that can be wrong is not.
 
-    def prepare(self, context: TokenArray) -> None:
-        """Read a prompt ahead of the first round. Doing nothing is allowed."""
+    Both methods may be plain functions, or coroutines that yield what they want evaluated.
+    """
 
-    def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
-        """Guess what follows the whole `context`, for as long as the policy wants more.
+    def prepare(self, context: TokenArray) -> Preparing | None:
+        """Take in a prompt ahead of the first round. Doing nothing is allowed."""
 
-        Fewer guesses, or none, are always allowed.
+    def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
+        """Draft what follows the whole `context`, for as long as `length` wants more.
+
+        Fewer tokens, or none, are always allowed.
         """
 
 
-class Use(IntEnum):
-    """What a random number is for: numbers for different uses are independent."""
+class Stream(IntEnum):
+    """What a random number is for: numbers of different streams are independent."""
 
     TOKEN = 0  # the token at a position; shared by draft and target under the coupled rule
-    GUESS = 1  # a guess of the draft under the rejection and block rules
-    ACCEPT = 2  # whether a guess stands
-    RESIDUAL = 3  # the token in place of a rejected guess
+    DRAFT = 1  # a draft token under the rejection and block rules
+    ACCEPT = 2  # whether a draft token is accepted
+    RESIDUAL = 3  # the token in place of a rejected one
 
 
-class Dice(Protocol):
-    """All chance of a run. The same (use, position, attempt) has the same answer for the same seed.
+class RandomStreams(Protocol):
+    """All chance of a text. The same (stream, position, attempt) has the same answer for the same seed.
 
     `attempt` tells apart draws for one position that must be independent of each other: the index at
     which the round began, or 0 where position alone decides.
     """
 
-    def choose(self, distribution: Distribution, use: Use, position: int, attempt: int = 0) -> int:
+    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
         """Draw one token of `distribution`."""
 
-    def chance(self, probability: float, use: Use, position: int, attempt: int = 0) -> bool:
+    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
 
 
-class Judge(Protocol):
-    """The target's distributions behind every guess, computed on demand."""
+class TargetDistributions(Protocol):
+    """The target's distributions behind a draft, computed on demand."""
 
-    def distribution(self, i: int) -> Distribution:
-        """p after the context and the first `i` guesses, 0 <= i <= K."""
+    def after(self, i: int) -> Distribution:
+        """p after the context and the path to draft token `i`; -1 = after the context."""
 
 
 class Rule(Protocol):
-    """Decides which guesses stand, so that the text keeps the target's law."""
+    """Decides which draft tokens are accepted, so that the text keeps the target's law."""
 
     @property
     def name(self) -> str:
         """The name by which users choose the rule."""
 
-    @property
-    def may_drop(self) -> bool:
-        """Whether a guess may be left unjudged because of what it is, without a change to the text's law."""
+    def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
+        """Draw draft token `i`, counted from 0, of a round whose first one stands at index `start`."""
 
-    def guess(self, distribution: Distribution, dice: Dice, start: int, i: int) -> int:
-        """Draw guess `i`, counted from 0, of a round whose first guess stands at index `start`."""
-
-    def verify(self, draft: Draft, target: Judge, dice: Dice, start: int) -> Verdict:
-        """Judge a draft whose first guess would stand at index `start` of the whole sequence."""
+    def verify(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> Verification:
+        """Verify a draft whose first token would stand at index `start` of the whole sequence."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,69 @@ NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ask:
-    """One question to a model: the scores after each of the last `n` tokens of `tokens`.
+TARGET, DRAFT = "target", "draft"  # the models of a pair, as requests name them
 
-    With n = 0 the model only reads the sequence, and does nothing if it remembers it.
-    `lane` names the row of the model's memory that should remember the sequence.
+
+class Source(str, Enum):
+    """Who made the draft tokens."""
+
+    MODEL = "model"  # a draft model, one token at a time
+    STAGE = "stage"  # a draft model that has a draft of its own
+    NGRAM = "ngram"  # copied from earlier text, at no cost
+    GRAMMAR = "grammar"  # the only tokens that a constraint allows
+    MTP = "mtp"  # the target's own prediction heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardRequest:
+    """What a text wants evaluated: a sequence, and draft tokens behind it.
+
+    The answer has a row of logits for each of the last `n_logits` tokens of the sequence, then one for each
+    draft token. With n_logits = 0 and no draft the sequence only goes into the KV cache (prefill).
+
+    Raises
+    ------
+    ValueError
+        The parts do not belong together.
     """
 
-    lane: int
-    tokens: TokenArray
-    n: int
+    model: str  # TARGET, DRAFT, or a name that the scheduler knows
+    tokens: TokenArray  # [n] the whole sequence
+    n_logits: int = 1  # at most n
+    draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
+    parents: TokenArray | None = (
+        None  # [K] index of the draft token before it, -1 = the sequence; None = chain
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.n_logits <= len(self.tokens):
+            raise ValueError(f"cannot score {self.n_logits} of {len(self.tokens)} tokens")
+        if len(self.draft) and not self.n_logits:
+            raise ValueError("draft tokens need the logits of the token before them")
+        if self.parents is not None and len(self.parents) != len(self.draft):
+            raise ValueError(f"{len(self.draft)} draft tokens have {len(self.parents)} parents")
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions of the KV cache that the sequence and its draft tokens fill."""
+        return len(self.tokens) + len(self.draft)
+
+    @property
+    def n_scored(self) -> int:
+        """Rows of logits in the answer."""
+        return self.n_logits + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """The answer to a request, and the evaluation that computed it."""
+
+    logits: Logits  # [n_logits + K, V] valid until the text makes its next request; not to be written to
+    seconds: float  # of the evaluation
+    n_positions: int  # in the evaluation: those of all rows, and padding
+    n_rows: int  # that shared the evaluation
+    n_cached: int  # tokens of the request that the KV cache held before
+    evaluation: int  # serial number of the evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +178,71 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Guesses for the tokens that come next."""
+    """Draft tokens: a chain, or a tree whose first branch is what the drafter believes most.
+
+    Raises
+    ------
+    ValueError
+        A parent does not stand before its child, or the parts differ in length.
+    """
 
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    distributions: tuple[Distribution, ...] = ()  # K of them: what each guess was drawn from
-    confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each guess
-    is_copy: bool = False  # copied from earlier text: no model was asked, no chance was needed
+    distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty where unknown
+    confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
+    source: Source = Source.MODEL
+    parents: TokenArray | None = (
+        None  # [K] index of the draft token before it, -1 = the context; None = chain
+    )
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if len(self.confidences) != n or len(self.distributions) not in (0, n):
+            raise ValueError(f"{n} draft tokens need {n} confidences, and {n} distributions or none")
+        if self.parents is not None:
+            if len(self.parents) != n:
+                raise ValueError(f"{n} draft tokens need {n} parents, got {len(self.parents)}")
+            if any(not -1 <= parent < i for i, parent in enumerate(self.parents.tolist())):
+                raise ValueError("the parent of a draft token must stand before it")
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def certain(cls, tokens: Sequence[int], confidence: float = 0.5) -> Draft:
-        """Guesses that no chance was needed for."""
+    def certain(cls, tokens: Sequence[int], confidence: float = 0.5, source: Source = Source.MODEL) -> Draft:
+        """A chain that no randomness was needed for."""
         return cls(
             np.array(tokens, dtype=np.int32),
             tuple(Distribution.certain(token) for token in tokens),
             (confidence,) * len(tokens),
+            source,
         )
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every draft token follows the one before it."""
+        return self.parents is None or bool((self.parents == np.arange(-1, len(self.tokens) - 1)).all())
+
+    def parent(self, i: int) -> int:
+        """Index of the draft token before draft token `i`; -1 = the context."""
+        return i - 1 if self.parents is None else int(self.parents[i])
+
+    def children(self, i: int) -> list[int]:
+        """Indices of the draft tokens behind draft token `i`, or behind the context for -1."""
+        if self.parents is None:
+            return [i + 1] if i + 1 < len(self.tokens) else []
+        children: list[int] = np.flatnonzero(self.parents == i).tolist()
+        return children
+
+    def path(self, i: int) -> list[int]:
+        """Indices of the draft tokens from the context to draft token `i`, with it."""
+        path: list[int] = []
+        while i >= 0:
+            path.append(i)
+            i = self.parent(i)
+        return path[::-1]
+
     def plus(self, token: int, distribution: Distribution, confidence: float) -> Draft:
-        """The same draft with one more guess."""
+        """The same chain with one more draft token."""
         return replace(
             self,
             tokens=np.append(self.tokens, np.int32(token)),
@@ -154,45 +251,84 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """The same draft cut to its first `n` guesses."""
-        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.is_copy)
+        """The same draft cut to its first `n` tokens."""
+        if n >= len(self):
+            return self
+        parents = None if self.parents is None else self.parents[:n]
+        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.source, parents)
+
+    def without_distributions(self) -> Draft:
+        """The same draft without its arrays of vocabulary size."""
+        if not self.distributions:
+            return self
+        return Draft(self.tokens, (), self.confidences, self.source, self.parents)
 
 
 NO_DRAFT = Draft()
-NO_COPY = Draft(is_copy=True)
+NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the target made of a draft: the first `n_accepted` guesses stand, then comes `next_token`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """What the target made of a draft: the tokens along `path` are accepted, then comes `next_token`."""
 
-    n_accepted: int
+    path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
     next_token: int
+    distributions: tuple[Distribution, ...] = ()  # p after the context and after each accepted token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One turn of the loop: guesses, one evaluation of the target, the tokens that stand."""
+    """One turn of the loop: a draft, one evaluation of the target, the tokens that it adds to the text."""
 
-    drafted: TokenArray  # [K] the guesses
-    confidences: tuple[float, ...]  # K of them
-    n_verified: int  # guesses that the target evaluated
-    n_accepted: int
-    next_token: int  # the target's own token after the accepted guesses
-    draft_seconds: float
-    verify_seconds: float
-    rest_seconds: float
-    is_copy: bool = False  # the guesses were copied from earlier text
+    draft: Draft  # without distributions
+    path: tuple[int, ...]  # indices of the accepted draft tokens
+    next_token: int  # the target's own token after the accepted ones
+    width: int  # positions in the target's evaluation: those of all rows, and padding
+    n_rows: int = 1  # that shared the evaluation
+    evaluation: int = 0  # serial number of the evaluation: several rows may share one
+    n_draft_steps: int = 0  # evaluations of draft models
+    draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
+    verify_seconds: float = 0.0  # the target's evaluation
+    overhead_seconds: float = 0.0  # everything else that this row needed
+
+    @property
+    def drafted(self) -> TokenArray:
+        """The draft tokens: int32 [K]."""
+        return self.draft.tokens
+
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        """The drafter's own probability of each draft token: K of them."""
+        return self.draft.confidences
+
+    @property
+    def source(self) -> Source:
+        """Who made the draft tokens."""
+        return self.draft.source
+
+    @property
+    def n_verified(self) -> int:
+        """Draft tokens that the target evaluated: all of them."""
+        return len(self.draft)
+
+    @property
+    def n_accepted(self) -> int:
+        """Draft tokens that the text keeps."""
+        return len(self.path)
 
     @property
     def tokens(self) -> TokenArray:
         """The tokens that this round adds to the text: int32 [n_accepted + 1]."""
-        return np.append(self.drafted[: self.n_accepted], np.int32(self.next_token))
+        tokens = np.empty(len(self.path) + 1, dtype=np.int32)
+        tokens[:-1] = self.draft.tokens[list(self.path)] if self.path else NO_TOKENS
+        tokens[-1] = self.next_token
+        return tokens
 
     @property
     def seconds(self) -> float:
-        """Wall clock of the whole round."""
-        return self.draft_seconds + self.verify_seconds + self.rest_seconds
+        """Wall clock of the whole round, without what only other rows needed."""
+        return self.draft_seconds + self.verify_seconds + self.overhead_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +343,7 @@ class CostCurve:
 
     widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
     verify_seconds: tuple[float, ...]  # one for each width
-    draft_step_seconds: float  # one guess of the draft; 0 when guesses cost nothing
+    draft_step_seconds: float  # one draft token; 0 where they cost nothing
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):

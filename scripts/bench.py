@@ -1,10 +1,11 @@
-"""Measure plain decoding, fixed draft lengths and automatic length on the same prompts, arms taking turns.
+"""Measure plain decoding, fixed lengths, a simple policy and automatic length on the same prompts, in turns.
 
     python scripts/bench.py                                   # the embedded pair
     python scripts/bench.py --target big.gguf --draft small.gguf --llama-cpp path/to/build/bin
+    python scripts/bench.py --against ../before               # a worktree of an earlier commit
 
-The physics: a memory-bound target costs about the same for one position as for a few, so guesses that
-are accepted are nearly free tokens. Arms are interleaved in one process, prompt by prompt, because machines
+The physics: a memory-bound target costs about the same for one position as for a few, so draft tokens
+that are accepted are nearly free. Arms are interleaved in one process, prompt by prompt, because machines
 drift; every figure is a ratio to plain decoding in the same turn. Texts are compared before speeds.
 A table goes to stderr; the last line of stdout is one JSON object.
 """
@@ -17,6 +18,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,27 +27,31 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from checkout_arms import Checkout
 from foresight import bound_seconds
 from llama_cpp_arms import LlamaCpp
 from llamaspec import (
     Completion,
     FixedLength,
     ModelOptions,
+    NoDrafter,
     Pair,
     Sampling,
-    SilentDrafter,
     demo_draft,
     demo_target,
     open_pair,
 )
-from llamaspec.app.policy import make_policy
-from llamaspec.app.terminal import SlowProgress
+from llamaspec.cli.terminal import SlowProgress
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.llama.options import DRAFT_SCORED
+from llamaspec.measure.learned_length import auto_length
+from llamaspec.measure.store import stored_probe
 from llamaspec.protocols import LengthPolicy
-from llamaspec.rules.auto_length import AutoLength
+from simple_length import SimpleLength
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
-BOUND = "bound: all guesses known"
+BOUND = "bound: all drafts known"
 HINDSIGHT = {"best fixed K per prompt": ("K=", "plain"), "llama.cpp's best per prompt": ("llama.cpp",)}
 
 
@@ -61,7 +67,7 @@ class Run:
     tokens_per_second: float
     same_text: bool | None  # as plain decoding in the same turn; None where the arm promises no such thing
     acceptance_rate: float | None = None
-    rest_share: float | None = None  # controller time / decode time
+    overhead_share: float | None = None  # controller time / decode time
     prediction: float | None = None  # seconds that the cost model predicted / measured, rounds that happened
 
 
@@ -76,7 +82,7 @@ class Score:
     worst: float
     worst_prompt: int
     same_text: bool | None
-    rest_share: float | None
+    overhead_share: float | None
     predictions: tuple[float, float, float] | None  # least, median and greatest
     per_prompt: dict[int, float] = field(default_factory=dict)
 
@@ -92,6 +98,9 @@ class Score:
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
+@click.option(
+    "--against", type=Path, metavar="DIR", help="Also another checkout of llamaspec, in this folder."
+)
 def main(
     target: Path,
     draft: Path,
@@ -103,21 +112,28 @@ def main(
     lengths: tuple[int, ...],
     threads: int | None,
     llama_cpp: Path | None,
+    against: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
     options = ModelOptions(threads=threads)
-    draft_options = ModelOptions(threads=threads, max_scored=1)
+    draft_options = ModelOptions(threads=threads, max_scored=DRAFT_SCORED)
     runs: list[Run] = []
-    with open_pair(target, draft, target_options=options, draft_options=draft_options) as pair:
-        peer = LlamaCpp(llama_cpp, pair, threads) if llama_cpp else None
+    with (
+        open_pair(target, draft, target_options=options, draft_options=draft_options) as pair,
+        ExitStack() as stack,
+    ):
+        peers: list[LlamaCpp | Checkout] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
+        if against is not None:
+            probe = stored_probe(pair).value
+            peers.append(stack.enter_context(Checkout(against, pair, probe.curve if probe else None)))
         arms = _arms(pair, lengths)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
             for done, (temperature, prompt, turn) in enumerate(cases):
                 runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens)
-                if peer is not None:
+                for peer in peers:
                     for arm, n_tokens, speed in peer.turn(texts[prompt], temperature, turn, max_tokens):
                         runs.append(Run(arm, prompt, temperature, turn, n_tokens, speed, None))
                 progress.part(done + 1, len(cases))
@@ -137,7 +153,10 @@ def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], Length
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
     kept = AutoLength()
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
-    arms["auto"] = lambda: make_policy(pair, {"draft_length": None, "exact": False})
+    arms["auto, cold"] = AutoLength
+    if stored_probe(pair).value is not None:
+        arms["auto"] = lambda: auto_length(pair)
+    arms["simple"] = SimpleLength
     return arms
 
 
@@ -168,10 +187,10 @@ def _turn(
             summary.tokens_per_second or math.nan,
             completion.tokens == plain.tokens,
             summary.acceptance_rate,
-            summary.rest_seconds / summary.decode_seconds,
+            summary.overhead_seconds / summary.decode_seconds,
             _prediction(policy),
         )
-    fixed = {policy.n_guesses: run for run, policy in done.values() if isinstance(policy, FixedLength)}
+    fixed = {policy.n_draft: run for run, policy in done.values() if isinstance(policy, FixedLength)}
     if len(plain.tokens):
         seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _ in done.values()])
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
@@ -189,7 +208,7 @@ def _run(
 ) -> Completion:
     pair.forget()
     policy = make_policy()
-    drafter = SilentDrafter() if isinstance(policy, FixedLength) and policy.n_guesses == 0 else None
+    drafter = NoDrafter() if isinstance(policy, FixedLength) and policy.n_draft == 0 else None
     sampling = Sampling(temperature=temperature)
     stream = pair.stream(text, sampling=sampling, seed=seed, max_tokens=n, policy=policy, drafter=drafter)
     return stream.run()
@@ -215,7 +234,7 @@ def _scores(runs: list[Run]) -> Iterator[Score]:
 def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float]) -> Score:
     logs = [math.log(ratio) for ratio in ratios.values()]
     worst_prompt = min(ratios, key=lambda prompt: ratios[prompt])
-    rests = [run.rest_share for run in own if run.rest_share is not None]
+    shares = [run.overhead_share for run in own if run.overhead_share is not None]
     same = [run.same_text for run in own if run.same_text is not None]
     predictions = [run.prediction for run in own if run.prediction is not None]
     return Score(
@@ -226,7 +245,7 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
         worst=ratios[worst_prompt],
         worst_prompt=worst_prompt,
         same_text=all(same) if same else None,
-        rest_share=statistics.median(rests) if rests else None,
+        overhead_share=statistics.median(shares) if shares else None,
         predictions=(min(predictions), statistics.median(predictions), max(predictions))
         if predictions
         else None,
@@ -243,7 +262,7 @@ def _show(scores: list[Score], description: str) -> None:
         "spread",
         "worst prompt",
         "same text",
-        "rest",
+        "overhead",
         "predicted",
     )
     for title in titles:
@@ -256,7 +275,7 @@ def _show(scores: list[Score], description: str) -> None:
             f"×/÷ {score.spread:.2f}",
             f"{score.worst:.2f} (#{score.worst_prompt})",
             {True: "yes", False: "NO", None: "-"}[score.same_text],
-            f"{score.rest_share:.1%}" if score.rest_share is not None else "-",
+            f"{score.overhead_share:.1%}" if score.overhead_share is not None else "-",
             "{1:.2f} ({0:.2f}-{2:.2f})".format(*score.predictions) if score.predictions else "-",
         )
     for temperature in dict.fromkeys(score.temperature for score in scores):

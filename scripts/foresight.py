@@ -1,7 +1,7 @@
-"""The bound for a chain of guesses: how fast a text could have been, had it been known which guesses stand.
+"""The bound for chains of draft tokens: how fast a text could be, if it were known which are accepted.
 
-Whether the guess for a position stands depends on the text before it, not on the round that makes it, so one
-run that guesses far ahead tells it for nearly all positions. The shortest way through them, at the costs that
+Whether the draft token at a position is accepted depends on the text before it, not on the round, so one
+run that drafts far ahead tells it for nearly all positions. The shortest way through them, at the costs that
 were measured, is what no choice of draft lengths can beat with this draft on this machine.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from llamaspec.values import Round
 
-RARE = 3  # times that a number of guesses must have been judged, for its cost to be known
+RARE = 3  # times that a number of draft tokens must have been verified, for its cost to be known
 
 
 def bound_seconds(farthest: Sequence[Round], runs: Sequence[Sequence[Round]]) -> float:
@@ -22,15 +22,15 @@ def bound_seconds(farthest: Sequence[Round], runs: Sequence[Sequence[Round]]) ->
     Parameters
     ----------
     farthest : sequence of rounds
-        The run that guessed farthest ahead, always equally many tokens.
+        The run that drafted farthest ahead, always equally many tokens.
     runs : sequence of runs
-        All runs of the text: they tell what judging 0, 1, 2, ... guesses costs.
+        All runs of the text: they tell what verifying 0, 1, 2, ... draft tokens costs.
     """
     return shortest(standing(farthest), costs(runs))
 
 
 def standing(rounds: Sequence[Round]) -> list[bool]:
-    """For each position of the text, whether the guess for it stands; where nobody guessed, that it does."""
+    """For each position of the text, whether its draft token is accepted; where none was drafted, True."""
     found: list[bool] = []
     for round_ in rounds:
         found += [True] * round_.n_accepted
@@ -39,12 +39,12 @@ def standing(rounds: Sequence[Round]) -> list[bool]:
 
 
 def costs(runs: Sequence[Sequence[Round]]) -> list[float]:
-    """Median seconds of a round with 0, 1, 2, ... guesses that all stand; padded where that is cheaper."""
+    """Median seconds of a round with 0, 1, 2, ... accepted draft tokens; padded where that is cheaper."""
     verify, step, rest = defaultdict[int, list[float]](list), list[float](), list[float]()
     for rounds in runs:
         for round_ in rounds:
             verify[round_.n_verified].append(round_.verify_seconds)
-            rest.append(round_.rest_seconds)
+            rest.append(round_.overhead_seconds)
             if round_.drafted.size:
                 step.append(round_.draft_seconds / len(round_.drafted))
     times = {n: statistics.median(seconds) for n, seconds in verify.items() if n == 0 or len(seconds) >= RARE}
@@ -56,7 +56,7 @@ def costs(runs: Sequence[Sequence[Round]]) -> list[float]:
 
 
 def shortest(stands: Sequence[bool], seconds: Sequence[float]) -> float:
-    """The least sum of rounds; a round of n guesses makes n + 1 tokens, if all n stand."""
+    """The least sum of rounds; a round of n draft tokens makes n + 1 tokens, if all n are accepted."""
     best = [0.0] * (len(stands) + len(seconds))
     for start in range(len(stands) - 1, -1, -1):
         least = float("inf")

@@ -64,12 +64,12 @@ class LlamaCpp:
         target, draft = self._pair.target, self._pair.draft
         assert draft is not None
         models = ["-m", str(target.path), "-md", str(draft.path), "-c", str(target.context_size)]
-        guesses = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(k)]
+        drafts = ["--spec-type", "draft-simple", "--spec-draft-n-max", str(k)]
         text = ["-n", str(n), "--temp", str(temperature), "--seed", str(seed), *SAMPLING]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(prompt + "\n" * prompt.endswith("\n"))  # llama.cpp drops one newline at the end
             file.flush()
-            command = [str(self._speculative), *models, *guesses, *text, *self._threads, "-f", file.name]
+            command = [str(self._speculative), *models, *drafts, *text, *self._threads, "-f", file.name]
             done = _run(command)
         found = _DECODED.search(done.stderr + done.stdout)
         if found is None:

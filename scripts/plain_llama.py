@@ -1,6 +1,6 @@
 """llama.cpp with as little around it as possible: one sequence, scores of every position.
 
-The reference that faster code is compared with, and the reader of files that scripts write. It remembers
+The reference that faster code is compared with, and the reader of files that scripts write. It caches
 only what it was last told, shares nothing with llamaspec but the start of llama.cpp, and is slow on purpose.
 """
 

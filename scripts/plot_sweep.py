@@ -1,7 +1,7 @@
 """Draw what sweep_probe.py has measured: one line for each model and setting.
 
 Left: the time of a batch relative to that of a single position; below the dotted line a position more is
-cheaper than a single one. Right: the predicted speed-up of the best fixed number of guesses, by acceptance.
+cheaper than a single one. Right: the predicted speed-up of the best fixed draft length, by acceptance.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def draw(lines: list[Line], picture: Path) -> None:
     )
     right.axhline(1, color="grey", linestyle=":")
     right.set(
-        title="Best fixed number of guesses",
-        xlabel="acceptance of a guess",
+        title="Best fixed draft length",
+        xlabel="acceptance of a draft token",
         ylabel="predicted speed-up",
     )
     if not any(line.has_draft for line in lines):

@@ -1,6 +1,6 @@
 """Shuffle the rows of every matrix of a GGUF: the same cost, and nothing learnt is left.
 
-For measuring what guessing costs with a draft that is never right.
+For measuring what drafting costs with a draft that is never right.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from typing import Any
 import click
 
 from llamaspec import LlamaspecError, ModelOptions, open_pair
-from llamaspec.app.measure import FULL, QUICK, measure
-from llamaspec.app.probe import as_json
-from llamaspec.app.terminal import SlowProgress
+from llamaspec.cli.terminal import SlowProgress
 from llamaspec.llama import runtime
+from llamaspec.measure.probe import FULL, QUICK, measure
+from llamaspec.measure.saturation import conclusions
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def probed(case: Case) -> dict[str, Any]:
             open_pair(case.target, case.draft, target_options=options, draft_options=one_score) as pair,
             SlowProgress(case.label) as progress,
         ):
-            found = measure(pair, FULL if case.full else QUICK, time.perf_counter, progress)
-            return {**line, "description": pair.target.description, "probe": as_json(found)}
+            found = measure(pair, FULL if case.full else QUICK, progress)
+            return {**line, "description": pair.target.description, "probe": conclusions(found)}
     except (LlamaspecError, ValueError) as error:
         return {**line, "error": str(error)}
 

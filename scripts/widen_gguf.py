@@ -1,7 +1,7 @@
 """Make a small Llama GGUF as costly as a large one, without changing what it says.
 
 Repeating every hidden unit r times gives the same function at r² the cost; layers that add nothing and
-tokens that are never said cost more still. So the gain of guessing can be measured without a download, on
+tokens that are never said cost more still. So the gain of drafting can be measured without a download, on
 a target whose cost is real. State plainly wherever you show figures that the target is widened.
 
 It prints the files it wrote, one a line; a file that is newer than its source is not written again.
@@ -18,7 +18,7 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamaspec import demo_target
-from llamaspec.app.terminal import stderr_console
+from llamaspec.cli.terminal import stderr_console
 from widening.compare import compare
 from widening.plan import Plan, Widening
 from widening.quantize import FILE_TYPES, quantize

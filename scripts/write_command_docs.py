@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
-from llamaspec.app.cli import main as llamaspec
+from llamaspec.cli.main import main as llamaspec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 WIDTH = 100  # columns; the terminal's own width would make the page depend on who wrote it

@@ -13,8 +13,8 @@ from pathlib import Path
 import gguf
 
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.app.session import Session, Settings
-from llamaspec.llama.template import ChatTemplate
+from llamaspec.chat.conversation import Session, Settings
+from llamaspec.chat.template import ChatTemplate
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
 
@@ -83,10 +83,10 @@ def session(
     system: str | None = None,
     tell: Remarks | None = None,
     template: ChatTemplate | None = None,
-    n_guesses: int = 3,
+    n_drafted: int = 3,
 ) -> Session:
     pair.target.forget()
-    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", FixedLength(n_guesses))
+    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", FixedLength(n_drafted))
     template = template or ChatTemplate.of(pair.target)
     return Session(pair, template, settings, system=system, tell=Remarks() if tell is None else tell)
 
@@ -96,7 +96,7 @@ def say(session: Session, text: str) -> str:
 
 
 def last(session: Session) -> tuple[int, int, int]:
-    """Of the last answer: tokens of its prompt, those remembered, tokens of the answer."""
+    """Of the last answer: tokens of its prompt, those cached, tokens of the answer."""
     assert session.last is not None
     completion = session.last.completion
-    return completion.n_prompt_tokens, completion.n_remembered, len(completion.tokens)
+    return completion.n_prompt_tokens, completion.n_cached, len(completion.tokens)

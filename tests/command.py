@@ -14,9 +14,9 @@ from typing import Any
 from click.testing import CliRunner
 
 from llamaspec import Completion, ModelOptions, open_pair
-from llamaspec.app.cli import main
+from llamaspec.cli.main import main
 
-ENTRY = [sys.executable, "-c", "from llamaspec.app.cli import main; main()"]
+ENTRY = [sys.executable, "-c", "from llamaspec.cli.main import main; main()"]
 PROMPT = "def f(self):\n    return "
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 

@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share: tiny model files, and models opened from them."""
+"""Fixtures that several folders of tests share: tiny models, a hub on this machine, a pair that converses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from asks import Count
-from llamaspec import LlamaModel, ModelOptions
-from llamaspec.llama.batch import Batch
-from llamaspec.llama.trie import Node
+from chat_models import TALKER, write_chat_model
+from forward_requests import Count
+from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
+from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec.llama.batch import Batch, Stretch
 from model_store import ModelStore, OpenModel, demo_pair
 from tiny_models import Recipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither what other programs have learnt is read, nor is anything left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +40,7 @@ def target_file(store: ModelStore) -> Path:
 
 @pytest.fixture(scope="session")
 def draft_file(store: ModelStore) -> Path:
-    """A draft that guesses about three of four of the target's tokens."""
+    """A draft that proposes about three of four of the target's tokens."""
     return store.path("llama", Recipe(dtype="q8_0").draft())
 
 
@@ -46,7 +55,7 @@ def demo_files() -> tuple[Path, Path]:
 
 @pytest.fixture
 def opened(store: ModelStore) -> Iterator[OpenModel]:
-    """Open tiny models that are closed after the test: opened("mamba", n_lanes=3)."""
+    """Open tiny models that are closed after the test: opened("mamba", n_ctx=256)."""
     with ExitStack() as stack:
 
         def open_model(kind: str = "llama", recipe: Recipe | None = None, **options: object) -> LlamaModel:
@@ -59,12 +68,86 @@ def opened(store: ModelStore) -> Iterator[OpenModel]:
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
     """What llama.cpp is given to evaluate during a test."""
-    count = Count([])
+    count = Count()
     fill = Batch.fill
 
-    def counted(self: Batch, nodes: Sequence[Node]) -> lib.llama_batch:
-        count.nodes.extend(nodes)
-        return fill(self, nodes)
+    def counted(self: Batch, stretches: Sequence[Stretch]) -> lib.llama_batch:
+        count.stretches.extend(stretches)
+        return fill(self, stretches)
 
     monkeypatch.setattr(Batch, "fill", counted)
     return count
+
+
+@pytest.fixture
+def split_files(store: ModelStore) -> list[Path]:
+    """The target in parts."""
+    first = store.path("llama", Recipe(dtype="q8_0", tensors_per_file=8))
+    return sorted(first.parent.glob(first.name.replace("-00001-", "-*-")))
+
+
+@pytest.fixture
+def hub(target_file: Path, draft_file: Path, split_files: list[Path]) -> Iterator[Hub]:
+    files = {
+        BIG: target_file.read_bytes(),
+        SMALL: draft_file.read_bytes(),
+        LARGE: target_file.read_bytes() + bytes(24 << 20),
+        **{f"acme/split-GGUF/{part.name}": part.read_bytes() for part in split_files},
+    }
+    with serving(Hub(files)) as server:
+        yield server
+
+
+@pytest.fixture
+def env(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "models.yaml").write_text(OWN_LIST)
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "hub"),
+        "LLAMASPEC_CONFIG": str(config),
+        "LLAMASPEC_CACHE": str(tmp_path / "cache"),
+    }
+
+
+@pytest.fixture
+def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The person's own list, for commands in this process."""
+    for name in ("LLAMASPEC_TARGET", "LLAMASPEC_DRAFT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))
+    path = tmp_path / "models.yaml"
+    path.write_text(OWN_LIST)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chat")
+
+
+@pytest.fixture(scope="module")
+def talker(chat_folder: Path) -> list[Path]:
+    """A target that talks without end, and its draft."""
+    target = write_chat_model(chat_folder / "talker.gguf", TALKER)
+    return [target, write_chat_model(chat_folder / "draft.gguf", TALKER.draft(), template=None)]
+
+
+@pytest.fixture(scope="module")
+def pair(talker: list[Path]) -> Iterator[Pair]:
+    options = ModelOptions(n_ctx=1024, threads=1)
+    with open_pair(*talker, target_options=options, draft_options=options) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def models(target_file: Path, draft_file: Path) -> list[Path]:
+    """A target and its draft."""
+    return [target_file, draft_file]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache folder for commands in this process."""
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))

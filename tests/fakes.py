@@ -1,44 +1,227 @@
-"""Hand-written stand-ins for the protocols: models, drafters and policies of a few lines."""
+"""Hand-written stand-ins for the protocols: a model, length policies, drafters, a clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from llamaspec.protocols import LengthPolicy
-from llamaspec.values import NO_DRAFT, Ask, Distribution, Draft, Logits, Round, TokenArray
+from llamaspec.errors import ContextFullError, EvaluationAbortedError
+from llamaspec.protocols import RowLength
+from llamaspec.values import (
+    NO_DRAFT,
+    NO_TOKENS,
+    Distribution,
+    Draft,
+    Forward,
+    ForwardRequest,
+    Logits,
+    Round,
+    TokenArray,
+)
+
+Batch = Sequence[tuple[int, ForwardRequest]]
+
+
+class Clock:
+    """Stands still until somebody lets time pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation, as the model saw it."""
+
+    rows: tuple[int, ...]
+    requests: tuple[ForwardRequest, ...]
+    n_new: int  # positions that were not cached
+    n_padding: int
+
+    @property
+    def width(self) -> int:
+        return self.n_new + self.n_padding
 
 
 @dataclass
 class FakeModel:
-    """A pure function of the sequence: its scores are drawn from a generator seeded with the tokens."""
+    """A pure function of the tokens: its logits come from a generator seeded with the path to a position.
+
+    It refuses what llama.cpp would not survive: requests that were not prepared, batches that are too wide,
+    two evaluations at once. Logits that are no longer valid become NaN.
+    """
 
     seed: int = 0
     vocabulary_size: int = 3
     context_size: int = 64
+    batch_size: int = 64
+    max_scored: int = 64
     spread: float = 1.5
-    asked: list[int] = field(default_factory=list)  # positions scored by each call
+    before: Callable[[int], None] = lambda n: None  # told the number of the evaluation; may raise, or wait
+    is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False
+    seconds: float = 0.0  # that an evaluation takes
+    clock: Clock = field(default_factory=Clock)
+    evaluated: list[Evaluated] = field(default_factory=list)
+    n_attempts: int = 0  # evaluations, with those that failed
+    aborted: threading.Event = field(default_factory=threading.Event)
+    released: list[int] = field(default_factory=list)
+    _prepared: dict[int, tuple[ForwardRequest, int, int]] = field(default_factory=dict)
+    _cached: dict[int, TokenArray] = field(default_factory=dict)
+    _latest: list[Logits] = field(default_factory=list)
+    _known: dict[bytes, Logits] = field(default_factory=dict)
+    _busy: threading.Lock = field(default_factory=threading.Lock)
 
-    def logits(self, asks: Sequence[Ask]) -> list[Logits]:
-        self.asked.append(sum(ask.n for ask in asks))
-        return [self._scores(ask) for ask in asks]
+    def after(self, tokens: TokenArray) -> Logits:
+        """The logits after all of some tokens: float32 [V]."""
+        key = tokens.tobytes()
+        if key not in self._known:
+            random = np.random.default_rng([self.seed, *tokens.tolist()])
+            row = random.standard_normal(self.vocabulary_size) * self.spread
+            self._known[key] = row.astype(np.float32)
+        return self._known[key]
 
-    def row(self, tokens: TokenArray) -> Logits:
-        """Scores after all of `tokens`: float32 [V]."""
-        random = np.random.default_rng([self.seed, *tokens.tolist()])
-        return (random.standard_normal(self.vocabulary_size) * self.spread).astype(np.float32)
+    def logits(self, request: ForwardRequest) -> Logits:
+        """What a request is answered with, computed from its tokens alone."""
+        tokens, n = request.tokens, len(request.tokens)
+        assert request.n_tokens <= self.context_size, "the context has no such position"
+        tree = Draft(request.draft, (), (0.5,) * len(request.draft), parents=request.parents)
+        paths = [tokens[: n - request.n_logits + i + 1] for i in range(request.n_logits)]
+        paths += [np.concatenate([tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
+        rows = [self.after(path) for path in paths]
+        return np.array(rows, dtype=np.float32).reshape(request.n_scored, self.vocabulary_size)
 
-    def _scores(self, ask: Ask) -> Logits:
-        assert 0 <= ask.n <= len(ask.tokens) <= self.context_size
-        first = len(ask.tokens) - ask.n + 1
-        rows = [self.row(ask.tokens[: first + i]) for i in range(ask.n)]
-        return np.array(rows, dtype=np.float32).reshape(ask.n, self.vocabulary_size)
+    def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> list[int | ContextFullError]:
+        assert len({row for row, _, _ in batch}) == len(batch)
+        for _, request, _ in batch:
+            for token in [*request.tokens.tolist(), *request.draft.tolist()]:
+                if not 0 <= token < self.vocabulary_size:
+                    raise ValueError(f"token ids must be from 0 to {self.vocabulary_size - 1}")
+        return [self._prepare(*entry) for entry in batch]
+
+    def _prepare(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
+        if self.is_full(row, request):
+            return ContextFullError("the context is full")
+        assert request.n_tokens + n_padding <= self.context_size
+        n_cached = max((shared(tokens, request.tokens) for tokens in self._cached.values()), default=0)
+        n_cached = min(n_cached, len(request.tokens) - request.n_logits)
+        self._cached[row] = request.tokens[:n_cached]
+        self._prepared[row] = request, n_cached, n_padding
+        return n_cached
+
+    def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        assert self._busy.acquire(blocking=False), "two evaluations at once"
+        try:
+            return self._evaluate(batch, n_padding)
+        finally:
+            self._busy.release()
+
+    def _evaluate(self, batch: Batch, n_padding: int) -> list[Logits]:
+        prepared = [self._prepared[row] for row, _ in batch]
+        for (_, request), (whole, _, _) in zip(batch, prepared, strict=True):
+            is_part = not request.n_scored and shared(request.tokens, whole.tokens) == len(request.tokens)
+            assert request is whole or is_part, "not what was prepared"
+        n_new = sum(request.n_tokens - n for (_, request), (_, n, _) in zip(batch, prepared, strict=True))
+        assert n_new > 0
+        assert 0 <= n_padding <= sum(padding for _, _, padding in prepared), "no room for the padding"
+        assert n_new + n_padding <= self.batch_size
+        assert sum(request.n_scored for _, request in batch) <= self.max_scored
+        self.n_attempts += 1
+        self.aborted.clear()
+        self.before(self.n_attempts)
+        if self.aborted.is_set():
+            raise EvaluationAbortedError("aborted")
+        for old in self._latest:
+            old[:] = np.nan
+        self.clock.passes(self.seconds)
+        self._latest = [self.logits(request) for _, request in batch]
+        for row, request in batch:
+            self._cached[row] = np.concatenate([request.tokens, request.draft])
+            del self._prepared[row]
+        rows, requests = tuple(row for row, _ in batch), tuple(request for _, request in batch)
+        self.evaluated.append(Evaluated(rows, requests, n_new, n_padding))
+        return self._latest
+
+    def release(self, row: int) -> None:
+        self.released.append(row)
+
+    def forget(self) -> None:
+        self._cached.clear()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def shared(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common beginning."""
+    pairs = zip(a.tolist(), b.tolist(), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
+    """Run a coroutine by answering each request at once, without a scheduler: what else it yields."""
+    said: list[Any] = []
+    try:
+        wanted = next(text)
+        while True:
+            if isinstance(wanted, ForwardRequest):
+                logits = models[wanted.model].logits(wanted)
+                wanted = text.send(Forward(logits, 0.0, wanted.n_scored, 1, 0, len(said)))
+            else:
+                said.append(wanted)
+                wanted = text.send(wanted)
+    except StopIteration:
+        return said
+
+
+@dataclass
+class Length:
+    """A policy for one row, and the row itself: `n_draft` tokens, and any widths."""
+
+    n_draft: int = 0
+    widths: Callable[[int], int | None] = lambda n: n
+    rounds: list[Round] = field(default_factory=list)  # observed
+    n_closed: int = 0
+
+    def start_row(self) -> Length:
+        return self
+
+    def wants_more(self, draft: Draft) -> bool:
+        return len(draft) < self.n_draft
+
+    def width(self, n_positions: int) -> int | None:
+        return self.widths(n_positions)
+
+    def observe(self, round_: Round) -> None:
+        self.rounds.append(round_)
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+class UntilToken(Length):
+    """Drafts until a certain token was drafted: a length that depends on what the draft says."""
+
+    def __init__(self, token: int, longest: int = 3) -> None:
+        super().__init__(longest, lambda n: n + 1)
+        self.token = token
+
+    def wants_more(self, draft: Draft) -> bool:
+        return super().wants_more(draft) and (len(draft) == 0 or int(draft.tokens[-1]) != self.token)
 
 
 class CountingUp:
-    """Guesses that each token is one more than the last, without chance, as an n-gram drafter would."""
+    """Drafts that each token is one more than the last, without chance; as plain functions."""
 
     def __init__(self, vocabulary_size: int = 3) -> None:
         self.vocabulary_size = vocabulary_size
@@ -46,45 +229,50 @@ class CountingUp:
     def prepare(self, context: TokenArray) -> None:
         pass
 
-    def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
         draft = NO_DRAFT
-        while policy.wants_more(draft):
+        while length.wants_more(draft):
             token = (int(context[-1]) + len(draft) + 1) % self.vocabulary_size
             draft = draft.plus(token, Distribution.certain(token), 0.6)
         return draft
 
 
-class DropsUnlikely:
-    """Guesses two tokens and leaves unjudged what the drafter itself thinks little of, and all behind it."""
+class OverDelivers(CountingUp):
+    """Drafts `n` tokens, whatever was asked for."""
 
-    def wants_more(self, draft: Draft) -> bool:
-        return len(draft) < 2
+    def __init__(self, n: int = 5, vocabulary_size: int = 3) -> None:
+        super().__init__(vocabulary_size)
+        self.n = n
 
-    def n_to_verify(self, draft: Draft) -> int:
-        unlikely = [i for i, confidence in enumerate(draft.confidences) if confidence < 0.55]
-        return unlikely[0] if unlikely else len(draft)
-
-    def width(self, n_guesses: int) -> int:
-        return n_guesses + 1
-
-    def observe(self, round_: Round) -> None:
-        assert round_.n_accepted <= round_.n_verified <= len(round_.drafted)
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        return super().propose(context, Length(self.n)) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 
-class UntilToken:
-    """Guesses until a certain token was guessed: a length that depends on what the draft says."""
+class Branching:
+    """A tree with every token as first token, each with every token behind it, to the depth asked for."""
 
-    def __init__(self, token: int, longest: int = 3) -> None:
-        self.token, self.longest = token, longest
+    def __init__(self, vocabulary_size: int = 3) -> None:
+        self.vocabulary_size = vocabulary_size
 
-    def wants_more(self, draft: Draft) -> bool:
-        return len(draft) < self.longest and (len(draft) == 0 or int(draft.tokens[-1]) != self.token)
-
-    def n_to_verify(self, draft: Draft) -> int:
-        return len(draft)
-
-    def width(self, n_guesses: int) -> int:
-        return n_guesses + 2  # padded
-
-    def observe(self, round_: Round) -> None:
+    def prepare(self, context: TokenArray) -> None:
         pass
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        level, depth = [-1], NO_DRAFT
+        while length.wants_more(depth):
+            begin = len(tokens)
+            for parent in level:
+                for token in reversed(range(self.vocabulary_size)):
+                    tokens.append(token)
+                    parents.append(parent)
+            level = list(range(begin, len(tokens)))
+            depth = depth.plus(0, Distribution.certain(0), 0.5)
+        if not tokens:
+            return NO_DRAFT
+        return Draft(np.array(tokens, np.int32), (), (0.5,) * len(tokens), parents=np.array(parents))
+
+
+def tokens(*ids: int) -> TokenArray:
+    return np.array(ids, dtype=np.int32) if ids else NO_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
@@ -44,6 +44,16 @@ class Hub:
     stalls: bool = False  # stop in the middle of a file, and keep the connection
     ranges: list[str] = field(default_factory=list)  # asked for, in order
     authorizations: list[str | None] = field(default_factory=list)
+    headers: dict[str, str | None] = field(
+        default_factory=dict
+    )  # instead of those that are true; None: left out
+    elsewhere: str = ""  # a server that content is fetched from; this one only points to it
+    elsewhere_with_content: str = ""  # the same, but told only to whoever asks for the content
+    next_commits: list[str] = field(default_factory=list)  # told one after the other, instead of the commit
+    extra_bytes: int = 0  # sent after the content
+    knows_ranges: bool = True
+    listing: bytes = b""  # instead of the true list of files
+    n_sent: int = 0  # bytes of content
     n_requests: int = 0
     commit: str = COMMIT  # the main branch's
     url: str = ""
@@ -91,11 +101,12 @@ def serving(hub: Hub) -> Iterator[Hub]:
         def _list(self, repo: str) -> None:
             named = [name.removeprefix(f"{repo}/") for name in hub.files if name.startswith(f"{repo}/")]
             listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in named]
-            content = json.dumps(listed).encode()
+            content = hub.listing or json.dumps(listed).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            with suppress(OSError):  # whoever asked has read enough
+                self.wfile.write(content)
 
         def _refuse(self, status: int, code: str) -> None:
             self.send_response(status)
@@ -104,21 +115,29 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.end_headers()
 
         def _send(self, name: str, with_content: bool) -> None:
-            content, asked = hub.files[name], self.headers["Range"]
+            content, asked = hub.files[name], self.headers["Range"] if hub.knows_ranges else None
             start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
             if asked:
                 hub.ranges.append(asked)
-            self.send_response(206 if asked else 200)
-            self.send_header("X-Repo-Commit", hub.commit)
-            self.send_header("ETag", f'"{hub.tag(name)}"')
-            self.send_header("X-Linked-Etag", f'"{hub.tag(name)}"')
-            self.send_header("X-Linked-Size", str(hub.sizes.get(name, len(content))))
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-            self.send_header("Content-Length", str(len(content) - start))
+            elsewhere = hub.elsewhere or (hub.elsewhere_with_content if with_content else "")
+            headers: dict[str, str | None] = {
+                "X-Repo-Commit": hub.next_commits.pop(0) if hub.next_commits else hub.commit,
+                "ETag": f'"{hub.tag(name)}"',
+                "X-Linked-Etag": f'"{hub.tag(name)}"',
+                "X-Linked-Size": str(hub.sizes.get(name, len(content))),
+                "Content-Length": str(len(content) - start + hub.extra_bytes),
+                **({"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if asked else {}),
+                **({"Location": f"{elsewhere}{self.path}", "Content-Length": "0"} if elsewhere else {}),
+                **hub.headers,
+            }
+            self.send_response(302 if elsewhere else 206 if asked else 200)
+            for header, value in headers.items():
+                if value is not None:
+                    self.send_header(header, value)
             self.end_headers()
-            if with_content:
-                self._write(content[start:])
+            if with_content and not elsewhere:
+                with suppress(OSError):  # whoever asked has gone
+                    self._write(content[start:])
 
         def _write(self, content: bytes) -> None:
             if hub.drops or hub.stalls:
@@ -129,9 +148,18 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 hub.drops -= bool(hub.drops)
                 self.close_connection = True
             else:
-                self.wfile.write(content)
+                n_left = hub.extra_bytes
+                hub.n_sent += len(content)  # counted first: whoever has read them finds them counted
+                self.wfile.write(content + bytes(min(n_left, 1 << 16)))  # together: no pause tells them apart
+                for _ in range(1 << 16, n_left, 1 << 16):
+                    hub.n_sent += 1 << 16
+                    self.wfile.write(bytes(1 << 16))
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """Whoever asked has gone: that is what some tests are about."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # it looks often whether to end
     thread.start()

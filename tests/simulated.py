@@ -12,21 +12,22 @@ from math import exp, log
 
 import numpy as np
 
-from llamaspec.rules.auto_length import AutoLength
-from llamaspec.rules.lengths import FixedLength
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed_length import FixedLength
 from llamaspec.values import CostCurve
 from simulator import Machine, Passage, Run, passage, play, table
 
 N = 512
 SEEDS = range(3)
 FIXED = (1, 2, 3, 4, 6, 8)
-# Milliseconds by width, measured or reported: see ALGORITHMS, section 3.
+# Milliseconds by width, measured or reported: docs/hardware.md says how curves differ.
 CURVES = {
     "q4_0": {1: 16.4, 2: 26.4, 3: 36.5, 4: 29.2, 5: 42.3, 6: 52.5, 8: 54.0, 12: 79.0, 16: 89.0},
     "q8_0": {1: 28.5, 2: 66.5, 3: 82.2, 4: 92.1, 5: 117.0, 6: 125.0, 8: 118.0, 12: 137.0, 16: 178.0},
     "q4_k": {1: 16.4, 2: 26.4, 3: 35.8, 4: 45.7, 5: 60.1, 6: 69.1, 8: 80.2, 12: 111.0, 16: 108.0},
     "f16": {1: 42.5, 2: 58.0, 3: 62.5, 4: 69.2, 5: 75.5, 6: 78.0, 8: 94.3, 12: 117.0, 16: 137.0},
     "flat": {1: 10.0, 2: 10.3, 4: 10.7, 8: 12.0, 12: 13.5, 16: 15.0},  # bound by memory, like a GPU
+    "filling": {1: 10.0, 8: 11.0, 16: 22.0, 32: 44.0, 512: 704.0},  # dear from 8 positions on
     "m4": {1: 20.0, 2: 36.0, 4: 77.0, 8: 149.0, 16: 290.0},  # guessing does not pay
 }
 LEVELS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -126,5 +127,5 @@ PAYS = [
 
 
 @cache
-def fixed(curve: str, draft_ms: float, n_guesses: int, name: str, seed: int, growth: float = 1.0) -> Run:
-    return play(FixedLength(n_guesses), machine(curve, draft_ms, growth), text(name, seed))
+def fixed(curve: str, draft_ms: float, n_draft: int, name: str, seed: int, growth: float = 1.0) -> Run:
+    return play(FixedLength(n_draft), machine(curve, draft_ms, growth), text(name, seed))

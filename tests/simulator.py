@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.protocols import LengthPolicy
-from llamaspec.values import NO_COPY, NO_DRAFT, CostCurve, Draft, Round
+from llamaspec.protocols import LengthPolicy, RowLength
+from llamaspec.values import CostCurve, Draft, Round, Source
 
 Array = npt.NDArray[np.float64]
-N_WIDTHS = 40
+N_WIDTHS = 512
 
 
 @dataclass(frozen=True)
@@ -86,65 +86,110 @@ class Run:
 def play(
     policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0, copies: Passage | None = None
 ) -> Run:
-    """Let a policy decode a passage. `copies` are guesses that cost nothing, preferred to others.
+    """Let a policy decode a passage. `copies` are n-gram drafts that cost nothing, preferred to others.
 
-    Where they are the passage itself, nobody else guesses.
+    Where they are the passage itself, nobody else drafts.
     """
+    return play_rows(policy, machine, [passage], seed, copies)
+
+
+def play_rows(
+    policy: LengthPolicy,
+    machine: Machine,
+    passages: Sequence[Passage],
+    seed: int = 0,
+    copies: Passage | None = None,
+) -> Run:
+    """The same for several texts that share every evaluation, and draft in lock-step."""
     rng = np.random.default_rng(seed)
-    position, lag, seconds, plain = 0, 0, 0.0, 0.0
+    rows = [Row(policy.start_row(), passage, copies) for passage in passages]
+    seconds, plain, evaluation = 0.0, 0.0, 0
     run: list[tuple[int, float, float, int]] = []
-    while position < len(passage):
-        draft = _propose(policy, passage, position, copies)
-        n, n_verified = len(draft), policy.n_to_verify(draft)
-        width = policy.width(n_verified)
-        scale = machine.scale(position)
-        drafting = machine.draft_seconds * (n + machine.catch_up * lag) if n and not draft.is_copy else 0.0
+    while rows:
+        evaluation += 1
+        n_steps = 0
+        while sum(row.step() for row in rows):
+            n_steps += 1
+        n_drafted = sum(len(row.draft) for row in rows)
+        width = rows[0].length.width(n_drafted + len(rows))
+        assert width is not None
+        scale = machine.scale(max(row.position for row in rows))
+        lag = max((row.lag for row in rows if row.n_steps), default=0)
+        drafting = machine.draft_seconds * (n_steps + machine.catch_up * lag) if n_steps else 0.0
         verifying = float(machine.verify_seconds[width - 1]) * scale
-        source = copies if copies is not None and draft.is_copy else passage
-        stands = source.stands[position : position + n_verified]
-        accepted = n_verified if stands.all() else int(np.argmin(stands))
-        policy.observe(
-            Round(
-                drafted=draft.tokens,
-                confidences=draft.confidences,
-                n_verified=n_verified,
-                n_accepted=accepted,
-                next_token=0,
-                draft_seconds=drafting * machine.noise(rng) + 1e-6,
-                verify_seconds=verifying * machine.noise(rng),
-                rest_seconds=machine.rest_seconds * machine.noise(rng),
-                is_copy=draft.is_copy,
+        drafting_noise, verifying_noise, overhead_noise = (machine.noise(rng) for _ in range(3))
+        for row in rows:
+            n_made = row.verify(
+                width=width,
+                n_rows=len(rows),
+                evaluation=evaluation,
+                draft_seconds=drafting * drafting_noise * row.n_steps / max(n_steps, 1) + 1e-6,
+                verify_seconds=verifying * verifying_noise,
+                overhead_seconds=machine.rest_seconds * overhead_noise,
             )
-        )
-        lag = lag + accepted + 1 if n == 0 or draft.is_copy else int(accepted == n)
-        plain += sum(
-            float(machine.verify_seconds[0]) * machine.scale(position + i) + machine.rest_seconds
-            for i in range(accepted + 1)
-        )
-        position += accepted + 1
-        seconds += drafting + verifying + machine.rest_seconds
-        run.append((position, seconds, plain, n))
+            plain += sum(
+                float(machine.verify_seconds[len(rows) - 1]) / len(rows) * machine.scale(row.position - i - 1)
+                + machine.rest_seconds
+                for i in range(n_made)
+            )
+        seconds += drafting + verifying + len(rows) * machine.rest_seconds
+        run.append((sum(row.position for row in rows), seconds, plain, n_drafted))
+        for row in rows:
+            if row.is_over:
+                row.length.close()
+        rows = [row for row in rows if not row.is_over]
     positions, times, plain_times, lengths = zip(*run, strict=True)
     return Run(positions, times, plain_times, lengths)
 
 
-def _propose(policy: LengthPolicy, passage: Passage, position: int, copies: Passage | None) -> Draft:
-    if copies is not None:
-        draft = _guess(policy, copies, position, NO_COPY)
-        draft = draft.first(policy.n_to_verify(draft))
-        if len(draft) or copies is passage:
-            return draft
-    return _guess(policy, passage, position, NO_DRAFT)
+class Row:
+    """One text of a batch."""
 
+    def __init__(self, length: RowLength, text: Passage, copies: Passage | None) -> None:
+        self.length, self.position, self.lag, self.n_steps = length, 0, 0, 0
+        self._texts = {Source.MODEL: text}
+        if copies is not None:
+            self._texts = {Source.NGRAM: copies, **({} if copies is text else self._texts)}
+        self._length = len(text)
+        self._open: list[Source] = []  # sources that have not been asked yet, the first being asked
+        self.draft = Draft()
+        self._start()
 
-def _guess(policy: LengthPolicy, passage: Passage, position: int, draft: Draft) -> Draft:
-    room = len(passage) - position - 1
-    n, confidences = 0, list[float]()
-    while n < room and policy.wants_more(draft):
-        confidences.append(float(passage.confidences[position + n]))
-        n += 1
-        draft = Draft(np.zeros(n, dtype=np.int32), (), tuple(confidences), draft.is_copy)
-    return draft
+    @property
+    def is_over(self) -> bool:
+        return self.position >= self._length
+
+    def step(self) -> bool:
+        """Draft until the draft model is wanted; answers whether it is."""
+        while self._open:
+            room = self._length - self.position - 1
+            if len(self.draft) >= room or not self.length.wants_more(self.draft):
+                self._open = [] if len(self.draft) else self._open[1:]
+                self.draft = self.draft if len(self.draft) or not self._open else Draft(source=self._open[0])
+                continue
+            text, n = self._texts[self.draft.source], len(self.draft) + 1
+            confidences = text.confidences[self.position : self.position + n].tolist()
+            self.draft = Draft(np.zeros(n, dtype=np.int32), (), tuple(confidences), self.draft.source)
+            if self.draft.source is Source.MODEL:
+                self.n_steps += 1
+                return True
+        return False
+
+    def verify(self, **measured: float) -> int:
+        """Take the draft tokens that are right; returns the number of new tokens."""
+        n = len(self.draft)
+        right = self._texts[self.draft.source].stands[self.position : self.position + n]
+        n_accepted = n if right.all() else int(np.argmin(right))
+        path = tuple(range(n_accepted))
+        self.length.observe(Round(self.draft, path, 0, n_draft_steps=self.n_steps, **measured))  # type: ignore[arg-type]
+        self.lag = int(n_accepted == n) if self.n_steps else self.lag + n_accepted + 1
+        self.position += n_accepted + 1
+        self._start()
+        return n_accepted + 1
+
+    def _start(self) -> None:
+        self.n_steps, self._open = 0, list(self._texts)
+        self.draft = Draft(source=self._open[0])
 
 
 def table(seconds: dict[int, float]) -> Array:

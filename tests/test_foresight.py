@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foresight import RARE, costs, shortest, standing
-from llamaspec.values import Round
+from llamaspec.values import Draft, Round
 
 
 def brute_force(stands: list[bool], seconds: list[float]) -> float:
@@ -31,14 +30,14 @@ def test_no_way_is_shorter(stands: list[bool], seconds: list[float]) -> None:
 
 def made(n_verified: int, n_accepted: int, verify: float) -> Round:
     return Round(
-        drafted=np.zeros(n_verified, dtype=np.int32),
-        confidences=(0.5,) * n_verified,
-        n_verified=n_verified,
-        n_accepted=n_accepted,
+        draft=Draft.certain([0] * n_verified),
+        path=tuple(range(n_accepted)),
         next_token=1,
+        width=n_verified + 1,
+        n_draft_steps=n_verified,
         draft_seconds=0.1 * n_verified,
         verify_seconds=verify,
-        rest_seconds=0.01,
+        overhead_seconds=0.01,
     )
 
 

@@ -1,79 +1,88 @@
-"""Guesses from a small model, one token after the other, each from the model's own distribution.
+"""Draft tokens from a small model, one after the other, each from the model's own distribution.
 
-The model remembers what it has read, so every guess costs one step, and tokens that the target kept are
-not read twice. Knows nothing of the target. tests/drafters/test_model.py counts the evaluations.
+What the draft model has read stays in its KV cache, so every token costs one step, and tokens that the target
+kept are not read twice. Knows nothing of the target. tests/drafters/test_model.py counts the evaluations.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.protocols import Dice, LengthPolicy, Model, Rule
-from llamaspec.rules.sampling import confidence, distribution
-from llamaspec.values import NO_DRAFT, Ask, Draft, Sampling, TokenArray
+from llamaspec.errors import ContextFullError
+from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
+from llamaspec.sampling.distributions import confidence, distribution
+from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, Sampling, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafter:
-    """Draws guesses from a model.
+    """Draws draft tokens from a model.
 
     Parameters
     ----------
-    model : Model
-        The draft; its vocabulary must number the same tokens as the target's.
+    vocabulary_size : int
+        Of the draft model; its vocabulary must number the same tokens as the target's.
+    context_size : int
+        Of the draft model, in tokens.
     sampling : Sampling
         The draft's own chain; the target's is the natural choice.
     rule : Rule
-        Says with which chance a guess is drawn.
-    dice : Dice
+        Says with which chance a token is drawn.
+    streams : RandomStreams
         The same as the target's.
     n_tokens : int, optional
-        Guess only token ids below this: the target's vocabulary size, where the draft's is larger.
-    lane : int
-        The row of the model's memory to use.
+        Draft only token ids below this: the target's vocabulary size, where the draft's is larger.
+    model : str
+        The name of the model in requests.
     """
 
-    model: Model
+    vocabulary_size: int
+    context_size: int
     sampling: Sampling
     rule: Rule
-    dice: Dice
+    streams: RandomStreams
     n_tokens: int | None = None
-    lane: int = 0
+    model: str = DRAFT
 
-    def prepare(self, context: TokenArray) -> None:
-        """Read all but the last token, so that the first guess costs no more than the next."""
-        read = self._readable(self._known(context))[:-1]
-        if len(read):
-            self.model.logits([Ask(self.lane, read, 0)])
+    def prepare(self, context: TokenArray) -> Preparing:
+        """Read all but the last token, so that the first draft token costs no more than the next."""
+        prefix = self._window(self._known(context))[:-1]
+        if len(prefix):
+            with suppress(ContextFullError):  # without the draft it is only slower
+                yield ForwardRequest(self.model, prefix, n_logits=0)
 
-    def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
-        """Guess until the policy has enough or the model's context is full."""
+    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+        """Draft until the policy has enough, or the draft's KV cache has no room."""
         context, draft = self._known(context), NO_DRAFT
-        while policy.wants_more(draft):
+        while length.wants_more(draft):
             path = np.concatenate([context, draft.tokens])
-            readable = self._readable(path)
-            scores = self.model.logits([Ask(self.lane, readable, 1)])[0][0, : self.n_tokens]
-            q = distribution(scores, self.sampling, path)
-            guess = self.rule.guess(q, self.dice, len(context), len(draft))
-            draft = draft.plus(guess, q, confidence(scores, guess, q))
+            try:
+                forward = yield ForwardRequest(self.model, self._window(path))
+            except ContextFullError:
+                break
+            logits = forward.logits[0, : self.n_tokens]
+            q = distribution(logits, self.sampling, path)
+            token = self.rule.draw(q, self.streams, len(context), len(draft))
+            draft = draft.plus(token, q, confidence(logits, token, q))
         return draft
 
     def _known(self, context: TokenArray) -> TokenArray:
         """The context, with token 0 in place of tokens that only the target knows."""
-        if self.n_tokens is None or self.n_tokens <= self.model.vocabulary_size:
+        if self.n_tokens is None or self.n_tokens <= self.vocabulary_size:
             return context
-        return np.where(context < self.model.vocabulary_size, context, np.int32(0))
+        return np.where(context < self.vocabulary_size, context, np.int32(0))
 
-    def _readable(self, path: TokenArray) -> TokenArray:
+    def _window(self, path: TokenArray) -> TokenArray:
         """The end of the path that fits the model's context.
 
         What is left out grows by half a context at a time: in between, the start stays where it is and
-        the model's memory stays useful.
+        the KV cache stays useful.
         """
-        excess = len(path) - self.model.context_size
+        excess = len(path) - self.context_size
         if excess <= 0:
             return path
-        half = max(1, self.model.context_size // 2)
+        half = max(1, self.context_size // 2)
         return path[-(-excess // half) * half :]

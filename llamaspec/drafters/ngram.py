@@ -1,14 +1,15 @@
-"""Guesses that need no model: what followed when the last tokens stood here before.
+"""Prompt lookup: draft tokens that need no model, because they followed the same tokens before.
 
 The longest end of the text that also occurs earlier is found with a suffix automaton, which grows by
 amortised constant time for each token. Editing, summarising and rewriting copy long stretches, and there
-such guesses cost nothing. Knows no probabilities. tests/drafters/test_ngram.py compares with plain search.
+such draft tokens cost nothing. Knows no probabilities. tests/drafters/test_ngram.py compares with plain
+search.
 """
 
 from __future__ import annotations
 
-from llamaspec.protocols import LengthPolicy
-from llamaspec.values import NO_COPY, NO_TOKENS, Distribution, Draft, TokenArray
+from llamaspec.protocols import RowLength
+from llamaspec.values import NO_NGRAM_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 
@@ -81,7 +82,7 @@ class NgramDrafter:
     Parameters
     ----------
     min_match : int
-        Shorter matches give no guesses.
+        Shorter matches give no draft.
     """
 
     def __init__(self, min_match: int = MIN_MATCH) -> None:
@@ -98,18 +99,18 @@ class NgramDrafter:
             self._automaton.append(token)
         self._read = context
 
-    def propose(self, context: TokenArray, policy: LengthPolicy) -> Draft:
-        """Copy while the policy wants more, and keep what it finds worth an evaluation.
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        """Copy while the policy wants more.
 
-        The confidence of a guess is that of the longer match that it would be part of.
+        The confidence of a token is that of the longer match that it would be part of.
         """
         self.prepare(context)
-        match = self._automaton.match_length
+        draft, match = NO_NGRAM_DRAFT, self._automaton.match_length
         if match < self._min_match:
-            return NO_COPY
-        draft, source = NO_COPY, self._automaton.match_end
-        while source < len(context) and policy.wants_more(draft):
+            return draft
+        source = self._automaton.match_end
+        while source < len(context) and length.wants_more(draft):
             token = int(context[source])
             draft = draft.plus(token, Distribution.certain(token), match / (match + 1.0))
             source, match = source + 1, match + 1
-        return draft.first(policy.n_to_verify(draft))
+        return draft

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of text and whether it came from an accepted guess."""
+    """A stretch of text and whether it came from an accepted draft token."""
 
     text: str
     drafted: bool

@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.trie import Node
+from llamaspec.values import TokenArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Consecutive positions of one sequence."""
+
+    sequence: int
+    start: int  # position of the first token
+    tokens: TokenArray  # [n]
+    n_scored: int  # the last of them whose logits are wanted
 
 
 class Batch:
-    """Room for up to `size` positions, each in up to `n_lanes` lanes."""
+    """Room for up to `size` positions, each in one sequence."""
 
-    def __init__(self, size: int, n_lanes: int) -> None:
+    def __init__(self, size: int) -> None:
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
-        self._n_lanes = np.zeros(size, dtype=np.int32)
-        self._lanes = np.zeros((size, n_lanes), dtype=np.int32)
+        self._n_sequences = np.ones(size, dtype=np.int32)
+        self._sequence = np.zeros(size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
-        # llama.cpp wants one pointer per position; the rows of `_lanes` do not move.
-        rows = self._lanes.ctypes.data + self._lanes.strides[0] * np.arange(size + 1)
-        rows[size] = 0
-        self._rows = rows.astype(np.uintp)
-
-    def fill(self, nodes: Sequence[Node]) -> lib.llama_batch:
-        """The batch that evaluates these positions; valid until the next call."""
-        n = len(nodes)
-        self._token[:n] = [node.token for node in nodes]
-        self._position[:n] = [node.position for node in nodes]
-        self._n_lanes[:n] = [len(node.lanes) for node in nodes]
-        self._wanted[:n] = [node.wanted for node in nodes]
-        for i, node in enumerate(nodes):
-            self._lanes[i, : len(node.lanes)] = node.lanes
-        return lib.llama_batch(
-            n_tokens=n,
+        # llama.cpp wants one pointer per position; the entries of `_sequence` do not move.
+        pointers = self._sequence.ctypes.data + self._sequence.itemsize * np.arange(size + 1)
+        pointers[size] = 0
+        self._pointers = pointers.astype(np.uintp)
+        self._batch = lib.llama_batch(
+            n_tokens=0,
             token=_pointer(self._token, lib.llama_token),
             embd=None,
             pos=_pointer(self._position, lib.llama_pos),
-            n_seq_id=_pointer(self._n_lanes, ctypes.c_int32),
-            seq_id=ctypes.cast(self._rows.ctypes.data, ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))),
+            n_seq_id=_pointer(self._n_sequences, ctypes.c_int32),
+            seq_id=ctypes.cast(self._pointers.ctypes.data, ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))),
             logits=_pointer(self._wanted, ctypes.c_int8),
         )
+
+    def fill(self, stretches: Sequence[Stretch]) -> lib.llama_batch:
+        """The batch that evaluates these positions; valid until the next call."""
+        end = 0
+        for stretch in stretches:
+            start, end = end, end + len(stretch.tokens)
+            self._token[start:end] = stretch.tokens
+            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start)
+            self._sequence[start:end] = stretch.sequence
+            self._wanted[start:end] = 0
+            self._wanted[end - stretch.n_scored : end] = 1
+        self._batch.n_tokens = end
+        return self._batch
 
 
 def _pointer(array: np.ndarray, kind: type) -> object:

@@ -1,26 +1,30 @@
-"""What a loaded model is, and what its memory does: measured where that is possible, not looked up by name.
+"""What a loaded model is, and what its KV cache does: measured where that is possible, not looked up by name.
 
-The memory is tried as a round uses it: some tokens are read, some guesses are evaluated, and then a sequence
-is asked that differs from the last of them.
+The KV cache is tried as a round uses it: some tokens are read, some draft tokens are evaluated, and then a
+sequence is wanted that differs in the last of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.memory import LaneMemory
-from llamaspec.values import Ask, TokenArray
+from llamaspec.llama.state_cache import StateCache
+from llamaspec.values import TARGET, ForwardRequest, TokenArray
+
+if TYPE_CHECKING:
+    from llamaspec.llama.context import Context
+    from llamaspec.llama.model import LlamaModel
 
 Metadata = Callable[[str], str | None]  # key -> value as text
-Read = Callable[[TokenArray, int], None]  # evaluate a sequence and score its last n tokens
 
-N_READ, N_GUESSES = 16, 4  # tokens of the trial
-N_WRONG = 2  # the last guesses that the trial takes back
+N_READ, N_DRAFTED = 16, 4  # tokens of the trial
+N_REJECTED = 2  # the last draft tokens, which the trial rejects
+_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,8 @@ class ModelFacts:
     n_active_parameters: int | None  # used for one token, roughly; None where all of them are
     weights_bytes: int
     window: int | None  # positions that some layers look back; None = all layers see everything
-    keeps_states: bool  # some layers remember a state
-    keeps_positions: bool  # some layers remember keys and values
+    keeps_states: bool  # some layers keep a state
+    keeps_positions: bool  # some layers keep keys and values
 
     @property
     def n_computing(self) -> int:
@@ -43,7 +47,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What the memory needs, and what is left of it when the last guesses are taken back."""
+    """What the KV cache needs, and what is left of it when the last draft tokens are rejected."""
 
     bytes_per_token: float
     fixed_bytes: int  # of states, whatever the length of the text
@@ -99,35 +103,37 @@ def active_parameters(metadata: Metadata, n_parameters: int) -> int | None:
     return active if 0 < active < n_parameters else None
 
 
-def try_memory(context: Any, memory: LaneMemory, read: Read, most_scored: int) -> MemoryFacts:
-    """Try the memory of lane 0, which is emptied before and afterwards."""
-    tokens = np.ones(N_READ + N_GUESSES, dtype=np.int32)
+def try_memory(model: LlamaModel, context: Context) -> MemoryFacts:
+    """Try the KV cache of a model with no rows, which is emptied before and afterwards."""
+    tokens = np.ones(N_READ + N_DRAFTED, dtype=np.int32)
     try:
-        first = _held_bytes(context, memory, read, tokens[:1])
-        all_read = _held_bytes(context, memory, read, tokens[:N_READ])
+        first = _held_bytes(model, context, tokens[:1])
+        all_read = _held_bytes(model, context, tokens[:N_READ])
         per_token = (all_read - first) / (N_READ - 1)
-        if most_scored > N_GUESSES:  # guesses are judged at once
-            read(tokens, N_GUESSES + 1)
-        else:  # guesses are made one by one
+        if model.max_scored > N_DRAFTED:  # draft tokens are verified at once
+            model.forward(ForwardRequest(TARGET, tokens, N_DRAFTED + 1), _ROW)
+        else:  # they are drafted one by one
             for n in range(N_READ + 1, len(tokens) + 1):
-                read(tokens[:n], 1)
+                model.forward(ForwardRequest(TARGET, tokens[:n]), _ROW)
         turned = tokens.copy()
-        turned[-N_WRONG:] = 0
-        n_kept = memory.keep([Ask(0, turned, 1)])[0]
-        snapshot_bytes, snapshot_seconds = memory.try_snapshot()
+        turned[-N_REJECTED:] = 0
+        (n_kept,) = model.prepare([(_ROW, ForwardRequest(TARGET, turned), 0)])
+        cache = context.cache
+        snapshot_bytes, snapshot_seconds = cache.try_snapshot() if isinstance(cache, StateCache) else (0, 0.0)
         return MemoryFacts(
             bytes_per_token=per_token,
             fixed_bytes=max(0, round(first - per_token)),
-            n_right=len(tokens) - N_WRONG,
-            n_kept=n_kept,
+            n_right=len(tokens) - N_REJECTED,
+            n_kept=n_kept if isinstance(n_kept, int) else 0,
             snapshot_bytes=snapshot_bytes,
             snapshot_seconds=snapshot_seconds,
         )
     finally:
-        memory.clear()
+        model.forget()
+        model.release(_ROW)
 
 
-def _held_bytes(context: Any, memory: LaneMemory, read: Read, tokens: TokenArray) -> int:
-    memory.clear()
-    read(tokens, 1)
-    return int(lib.llama_state_seq_get_size(context, 0))
+def _held_bytes(model: LlamaModel, context: Context, tokens: TokenArray) -> int:
+    model.forget()
+    model.forward(ForwardRequest(TARGET, tokens), _ROW)
+    return int(lib.llama_state_seq_get_size(context.pointer, context.cache.sequence(_ROW).number))

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from llama_cpp import llama_cpp as lib
 
-MAX_GUESSES = 64  # in one round
+MAX_DRAFT = 64  # draft tokens in one round
 DEFAULT_CONTEXT = 4096  # tokens; a model trained on less gets what it was trained on
 BATCH = 512  # positions that llama.cpp takes at once
+DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
+N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -47,14 +49,14 @@ class ModelOptions:
         A field is outside its range.
     """
 
-    n_ctx: int | None = None  # tokens; None = 4096, or the model's own if that is less
+    n_ctx: int | None = None  # tokens of the longest text; None = 4096, or the model's own if that is less
     gpu_layers: int | None = None  # None = all that the backend takes
     threads: int | None = None  # None = the machine's full-speed physical cores
     flash_attention: str = "auto"  # auto, on or off
-    cache_type_k: str = "f16"  # of the keys in memory
-    cache_type_v: str = "f16"  # of the values in memory
-    n_lanes: int = 1  # sequences that the memory can hold side by side
-    max_scored: int = MAX_GUESSES + 1  # positions that can be scored by one evaluation
+    cache_type_k: str = "f16"  # of the keys in the KV cache
+    cache_type_v: str = "f16"  # of the values in the KV cache
+    n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
+    max_scored: int = MAX_DRAFT + 1  # positions of one evaluation whose logits are wanted
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
 
     def __post_init__(self) -> None:
@@ -70,5 +72,7 @@ class ModelOptions:
             raise ValueError(f"cache types must be among {', '.join(CACHE_TYPES)}")
         if self.flash_attention == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
             raise ValueError(f"cache-type-v {self.cache_type_v} needs flash attention; drop --flash-attn off")
-        if not 1 <= self.n_lanes <= 64 or self.max_scored < self.n_lanes:
-            raise ValueError("n_lanes must be from 1 to 64, and at most max_scored")
+        if self.n_cells is not None and not 2 <= self.n_cells < 2**31:
+            raise ValueError(f"n_cells must be from 2 to {2**31 - 1}, got {self.n_cells}")
+        if self.max_scored < 1:
+            raise ValueError(f"max_scored must be >= 1, got {self.max_scored}")

@@ -11,7 +11,7 @@ MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
     """Refuse a draft of another vocabulary.
 
-    Guesses are token ids, so the same id must mean the same text in both models.
+    Draft tokens are token ids, so the same id must mean the same text in both models.
 
     Raises
     ------

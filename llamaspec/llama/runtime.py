@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,19 @@ def raising_callbacks() -> Iterator[None]:
         sys.unraisablehook = usual
     if raised:
         raise raised[0]
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """Raise what the handler of a signal raises while llama.cpp calls the log: Ctrl-C would be lost there.
+
+    Handlers run in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with raising_callbacks():
+        yield
 
 
 def available_bytes() -> int | None:

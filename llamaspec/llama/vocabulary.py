@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import PromptError
+from llamaspec.errors import ClosedError, PromptError
+from llamaspec.llama.handles import Handle
 from llamaspec.values import TokenArray
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model; valid while the model is.
+    """The vocabulary of a loaded model, which it keeps alive until it is closed.
 
     Parameters
     ----------
-    model : llama_model pointer
-        From `llama_model_load_from_file`.
+    model : Handle
+        Of a llama_model.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._vocab = lib.llama_model_get_vocab(model)
+    def __init__(self, model: Handle) -> None:
+        self._model: Handle | None = model
+        self._vocab = lib.llama_model_get_vocab(model.pointer)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 where the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
-        self._is_open = True
-        self.piece = functools.lru_cache(maxsize=None)(self._piece)
-        self.is_end = functools.lru_cache(maxsize=None)(self._is_end)
+        self._pieces: dict[int, bytes] = {}  # not lru_cache, whose circle would keep the model alive
+        self._ends: dict[int, bool] = {}
 
-    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
+    @functools.cached_property
+    def controls(self) -> tuple[str, ...]:
+        """How the control tokens are spelled: what `parse_special` recognises besides ordinary tokens."""
+        self._check_open()
+        kinds = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        tokens = (token for token in range(self.size) if lib.llama_vocab_get_attr(self._vocab, token) & kinds)
+        return tuple(self.text(token).decode("utf-8", errors="replace") for token in tokens)
+
+    def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Token ids of a UTF-8 text: int32 [n].
 
-        The model's special tokens are recognised in the text, and those it wants at its start are added,
-        unless `add_special` is False. Some vocabularies put a space before the text in any case.
+        Parameters
+        ----------
+        text : bytes
+            Some vocabularies put a space before it in any case.
+        add_special : bool
+            Add the special tokens that the model wants at the start of a text.
+        parse_special : bool
+            Read what is spelled like a control token as that token. Only for text that is trusted: a user's
+            or a file's could forge the turns of a conversation.
 
         Raises
         ------
@@ -58,15 +73,14 @@ class LlamaVocabulary:
             tokens.ctypes.data_as(lib.llama_token_p),
             len(tokens),
             add_special,
-            True,
+            parse_special,
         )
         if n < 0:
             raise PromptError(f"the tokenizer made more tokens than bytes of a prompt of {len(text)} bytes")
         return tokens[:n].copy()
 
-    def tokenize_rendered(self, text: bytes) -> TokenArray:
-        """Token ids of what a chat template wrote: begun once, whether or not the template has done it."""
-        tokens = self.tokenize(text, add_special=False)
+    def begun(self, tokens: TokenArray) -> TokenArray:
+        """Tokens of a whole text: with the token that begins one, unless a chat template has written it."""
         if not self.adds_bos or self.bos < 0 or tokens[:1].tolist() == [self.bos]:
             return tokens
         return np.concatenate([np.array([self.bos], dtype=np.int32), tokens])
@@ -78,16 +92,28 @@ class LlamaVocabulary:
 
     def close(self) -> None:
         """Answer no more: the model is about to be freed, and the vocabulary with it."""
-        self._is_open = False
-        self.piece.cache_clear()
-        self.is_end.cache_clear()
+        self._model = None
+        self._pieces.clear()
+        self._ends.clear()
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none for control tokens."""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token)
+        return self._pieces[token]
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the text."""
+        if token not in self._ends:
+            self._check_open()
+            self._ends[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
+        return self._ends[token]
 
     def _check_open(self) -> None:
-        if not self._is_open:
-            raise ValueError("the model is closed")
+        if self._model is None:
+            raise ClosedError("the model is closed")
 
     def _piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
         self._check_open()
         buffer = ctypes.create_string_buffer(64)
         n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
@@ -95,8 +121,3 @@ class LlamaVocabulary:
             buffer = ctypes.create_string_buffer(-n)
             n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         return buffer.raw[:n]
-
-    def _is_end(self, token: int) -> bool:
-        """Whether a token ends the text."""
-        self._check_open()
-        return bool(lib.llama_vocab_is_eog(self._vocab, token))

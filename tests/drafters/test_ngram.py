@@ -1,39 +1,28 @@
-"""n-gram guesses against plain search."""
+"""n-gram draft tokens against plain search; drafters in order of preference."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from fakes import CountingUp
-from llamaspec.drafters.chain import FirstThatGuesses
+from fakes import CountingUp, tokens
+from llamaspec.drafters.coroutines import drafting
+from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.ngram import NgramDrafter, SuffixAutomaton
-from llamaspec.drafters.silent import SilentDrafter
-from llamaspec.rules.lengths import FixedLength
-from llamaspec.values import Draft, Round, TokenArray
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.length.fixed_length import FixedLength
+from llamaspec.protocols import Drafter, Preparing
+from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
 
 
-class OnlySure:
-    """Wants four guesses, and keeps them if the first is sure enough, or was not copied."""
-
-    def __init__(self, least: float) -> None:
-        self.least = least
-
-    def wants_more(self, draft: Draft) -> bool:
-        return len(draft) < 4
-
-    def n_to_verify(self, draft: Draft) -> int:
-        return 0 if draft.is_copy and draft.confidences[0] < self.least else len(draft)
-
-    def width(self, n_guesses: int) -> int:
-        return n_guesses + 1
-
-    def observe(self, round_: Round) -> None:
-        pass
-
-
-def tokens(*ids: int) -> TokenArray:
-    return np.array(ids, dtype=np.int32)
+def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
+    """What a drafter proposes that asks no model."""
+    try:
+        next(drafting(drafter, context, FixedLength(n)))
+    except StopIteration as end:
+        made: Draft = end.value
+        return made
+    raise AssertionError("a model was asked")
 
 
 def longest_repeated_end(sequence: list[int]) -> int:
@@ -62,7 +51,7 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "n", "guesses"),
+    ("context", "n", "expected"),
     [
         ((), 3, []),
         ((1,), 3, []),
@@ -73,32 +62,29 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
         ((1, 2, 3, 9, 1, 2, 4, 9, 1, 2), 1, [4]),  # the recent place, not the first
     ],
 )
-def test_guesses(context: tuple[int, ...], n: int, guesses: list[int]) -> None:
+def test_draft_tokens(context: tuple[int, ...], n: int, expected: list[int]) -> None:
     draft = NgramDrafter().propose(tokens(*context), FixedLength(n))
-    assert draft.tokens.tolist() == guesses
-    assert [q.tokens.tolist() for q in draft.distributions] == [[guess] for guess in guesses]
+    assert draft.tokens.tolist() == expected
+    assert [q.tokens.tolist() for q in draft.distributions] == [[token] for token in expected]
     assert all(0 < confidence < 1 for confidence in draft.confidences)
 
 
-def test_a_guess_is_as_sure_as_the_match_that_it_would_be_part_of() -> None:
+def test_a_draft_token_is_as_sure_as_the_match_that_it_would_be_part_of() -> None:
     draft = NgramDrafter().propose(tokens(1, 2, 3, 4, 1, 2), FixedLength(3))
-    assert draft.is_copy
+    assert draft.source is Source.NGRAM
     assert draft.confidences == (2 / 3, 3 / 4, 4 / 5)
-
-
-def test_what_is_not_worth_an_evaluation_is_not_proposed() -> None:
-    context = tokens(1, 2, 3, 4, 1, 2)
-    assert len(NgramDrafter().propose(context, OnlySure(0.7))) == 0
-    assert len(NgramDrafter().propose(context, OnlySure(0.6))) == 4
-    chain = FirstThatGuesses([NgramDrafter(), CountingUp(9)])
-    assert chain.propose(context, OnlySure(0.6)).is_copy
-    assert not chain.propose(context, OnlySure(0.7)).is_copy
 
 
 def test_longer_matches_are_more_confident() -> None:
     short = NgramDrafter().propose(tokens(7, 1, 2, 3, 8, 1, 2), FixedLength(1))
     long = NgramDrafter().propose(tokens(7, 0, 1, 2, 3, 8, 7, 0, 1, 2), FixedLength(1))
     assert long.confidences > short.confidences
+
+
+def test_the_place_that_was_looked_up_last_is_preferred() -> None:
+    """1 2 was followed by 3, 4, 5 and 6: what is copied stood behind the last of them."""
+    context = tokens(1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2)
+    assert proposed(NgramDrafter(), context, 1).tokens.tolist() == [6]
 
 
 def test_another_context_is_not_taken_for_a_longer_one() -> None:
@@ -108,8 +94,28 @@ def test_another_context_is_not_taken_for_a_longer_one() -> None:
     assert drafter.propose(tokens(1, 2, 3, 1, 2), FixedLength(1)).tokens.tolist() == [3]
 
 
-def test_the_first_drafter_that_guesses_speaks() -> None:
-    chain = FirstThatGuesses([SilentDrafter(), NgramDrafter(), SilentDrafter()])
-    chain.prepare(tokens(1, 2))
-    assert chain.propose(tokens(1, 2, 3, 1, 2), FixedLength(1)).tokens.tolist() == [3]
-    assert len(FirstThatGuesses([SilentDrafter()]).propose(tokens(1, 2), FixedLength(1))) == 0
+class Prepared(NoDrafter):
+    """Notes what it was given to take in, and asks a model about it."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def prepare(self, context: TokenArray) -> Preparing:  # type: ignore[override]
+        self.seen.append(context.tolist())
+        yield ForwardRequest(DRAFT, context, n_logits=0)
+
+
+def test_the_first_drafter_with_a_draft_speaks() -> None:
+    fallback = FallbackDrafter([NoDrafter(), NgramDrafter(), CountingUp(9)])
+    assert proposed(fallback, tokens(1, 2, 3, 1, 2), 1).source is Source.NGRAM
+    assert proposed(fallback, tokens(1, 2, 3), 2).tokens.tolist() == [4, 5]
+    assert len(proposed(FallbackDrafter([NoDrafter()]), tokens(1, 2), 1)) == 0
+
+
+def test_every_drafter_takes_in_the_prompt() -> None:
+    """Those that are coroutines, and those that are plain functions."""
+    one, other = Prepared(), Prepared()
+    fallback = FallbackDrafter([NgramDrafter(), one, NoDrafter(), other])
+    requests = list(fallback.prepare(tokens(1, 2)))
+    assert [request.tokens.tolist() for request in requests] == [[1, 2], [1, 2]]
+    assert one.seen == other.seen == [[1, 2]]

@@ -103,9 +103,12 @@ def test_text_that_is_not_utf8(byte_level: LlamaVocabulary, text: bytes, positio
 
 
 def test_special_tokens(byte_level: LlamaVocabulary) -> None:
-    """Recognised in a text, as prompts of chat models need, and silent in the output."""
-    tokens = byte_level.tokenize(b"a</s>b").tolist()
-    assert tokens.count(BYTES.eos) == 1
+    """Recognised where that is asked for, as chat templates need, and silent in the output."""
+    assert byte_level.tokenize(b"a</s>b", parse_special=True).tolist().count(BYTES.eos) == 1
+    plain = byte_level.tokenize(b"a</s>b").tolist()
+    assert BYTES.eos not in plain
+    assert joined(byte_level, plain) == b"a</s>b"
+    assert byte_level.controls == ("<s>", "</s>")
     assert byte_level.piece(BYTES.eos) == b""
     assert byte_level.piece(BYTES.bos) == b""
     assert byte_level.text(BYTES.eos) == b"</s>"

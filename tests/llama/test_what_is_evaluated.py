@@ -1,123 +1,151 @@
-"""What a question costs: only what the memory does not hold, also after wrong guesses."""
+"""What a request costs: only what the KV cache does not hold, also after rejected draft tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from asks import LANES, MEMORIES, Count, RandomCalls, asked, tokens
-from llamaspec import Ask
-from llamaspec.llama.snapshots import SPACING
+from forward_requests import MEMORIES, Count, RandomRows, evaluate, request, text
+from llamaspec.errors import ContextFullError
+from llamaspec.llama.state_cache import SPACING
+from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 
-
-def test_every_distinct_position_is_evaluated_once(opened: OpenModel, evaluated: Count) -> None:
-    """Whatever the memory holds, a call costs the distinct prefixes that it does not hold, and the scored."""
-    model = opened(n_lanes=LANES)
-    calls = RandomCalls(np.random.default_rng(3))
-    for _ in range(200):
-        asks = calls.call()
-        model.logits(asks)
-        given = [(node.position, tuple(sorted(node.lanes))) for node in evaluated.nodes]
-        distinct = {ask.tokens[: i + 1].tobytes() for ask in asks for i in range(len(ask.tokens))}
-        by_prefix = [
-            next(ask for ask in asks if ask.lane == lanes[0]).tokens[: position + 1].tobytes()
-            for position, lanes in given
-        ]
-        assert len(by_prefix) == len(set(by_prefix))
-        assert set(by_prefix) <= distinct
-        for ask in asks:  # the scored ones are among them, with the lane of the ask
-            scored = {(i, ask.lane) for i in range(len(ask.tokens) - ask.n, len(ask.tokens))}
-            assert scored <= {(position, lane) for position, lanes in given for lane in lanes}
-        evaluated.taken()
+CUT = ("llama", "gemma3")  # memories from which the end can be taken
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", CUT)
 def test_what_a_call_costs(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    model = opened(kind, n_lanes=3)
-    costs = []
-    for asks in (
-        [asked(50)],  # everything
-        [asked(50)],  # asked again: the scored position only
-        [asked(54, n_scored=5)],  # the last token and four guesses
-        [asked(53)],  # two guesses rejected: one position
-        [asked(53, lane=1)],  # another lane takes over what the first knows
-        [
-            asked(60, lane=0),
-            Ask(2, np.append(asked(56).tokens, tokens(5)), 1),
-        ],  # 7 in common (53..59), 1 alone
+    model, costs = opened(kind), []
+    for row, wanted in (
+        (0, request(50)),  # everything
+        (0, request(50)),  # asked again: the scored position only
+        (0, request(50, draft=text(54)[50:])),  # the last token and four draft tokens
+        (0, request(53)),  # two of them rejected: one position
+        (1, request(53)),  # another row takes over what the first knows
+        (1, request(20)),
+        (0, request(54)),  # and the first has lost nothing by that
+        (2, request(60, 1)),  # another text
     ):
-        model.logits(asks)
+        model.forward(wanted, row)
         costs.append(evaluated.taken())
-    assert costs == [50, 1, 5, 1, 1, 8]
+    assert costs == [50, 1, 5, 1, 1, 1, 1, 60]
+
+
+@pytest.mark.parametrize(("n", "cost"), [(32, 1), (31, 32)])
+def test_how_long_a_prefix_must_be_to_be_taken_over(
+    opened: OpenModel, evaluated: Count, n: int, cost: int
+) -> None:
+    """A row that is running looks at others only where that pays; one that begins takes what it gets."""
+    model = opened()
+    model.forward(request(100), row=0)
+    evaluated.taken()
+    model.forward(request(4), row=1)
+    assert evaluated.taken() == 1
+    model.forward(request(4 + n + 1), row=1)
+    assert evaluated.taken() == cost
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_rows_that_share_a_prompt_read_it_once(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """Also where its row has ended, and where several rows come at once."""
+    model, batch = opened(kind), [(row, request(200, n_logits=0)) for row in range(5)]
+    model.forward(request(150), row=9)
+    model.release(9)
+    evaluated.taken()
+    for entry in batch:
+        evaluate(model, [entry])
+    assert evaluated.taken() == 50
+    evaluate(model, [(row, request(201 + row, draft=text(3, row))) for row in range(5)])
+    assert evaluated.taken() == sum(range(1, 6)) + 15
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
+def test_states_of_several_rows_go_back_side_by_side(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """Every row has a context of its own; once, several rows read their text again with every round."""
+    model = opened(kind)
+    for row in range(3):
+        model.forward(request(60, row, n_logits=0), row)
+    evaluated.taken()
+    for n in (61, 62, 63):
+        evaluate(model, [(row, request(n, row, draft=text(4, 9))) for row in range(3)])
+        assert evaluated.taken() <= 3 * (5 + 2)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """The row of the first turn has ended; its text is found again."""
+    model = opened(kind)
+    model.forward(request(100, n_logits=0), row=0)
+    model.forward(request(70, 1), row=1)
+    model.release(0)
+    model.forward(request(80, 1), row=1)
+    evaluated.taken()
+    model.forward(request(120), row=2)
+    assert evaluated.taken() == 20
 
 
 @pytest.mark.parametrize(("kind", "back"), [("mamba", 3), ("jamba", 3), ("lfm2", 1)])
-def test_states_go_back_to_a_copy(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
-    """Where llama.cpp keeps no earlier states, what stood since the last copy is read again, no more."""
-    model = opened(kind)
-    costs = []
-    for n in (50, 55, 53, 54):  # a copy is taken at 50
-        model.logits([asked(n)])
+def test_states_go_back_to_a_snapshot(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
+    """Where llama.cpp keeps no earlier states, what stood since the last snapshot is read again, no more."""
+    model, costs = opened(kind), []
+    for n in (50, 55, 53, 54):  # a snapshot is taken at 50
+        model.forward(request(n))
         costs.append(evaluated.taken())
     assert costs == [50, 5, back, 1]
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
-def test_states_of_several_lanes_are_read_again(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    model = opened(kind, n_lanes=2)
-    costs = []
-    for n in (50, 55, 53, 54):
-        model.logits([asked(n)])
-        costs.append(evaluated.taken())
-    assert costs == [50, 5, 53, 1]
-
-
-@pytest.mark.parametrize(("kind", "judges", "most"), [
+@pytest.mark.parametrize(("kind", "verifies", "most"), [
     ("llama", True, 0), ("llama", False, 0),
     ("lfm2", True, 0), ("lfm2", False, SPACING),
     ("mamba", True, 2 * SPACING), ("mamba", False, SPACING),
     ("jamba", True, 2 * SPACING), ("jamba", False, SPACING),
 ])  # fmt: skip
-def test_what_wrong_guesses_cost(
-    opened: OpenModel, evaluated: Count, kind: str, judges: bool, most: int
+def test_what_rejected_draft_tokens_cost(
+    opened: OpenModel, evaluated: Count, kind: str, verifies: bool, most: int
 ) -> None:
-    """Tokens read again in a round of up to eight guesses: a few, however long the text is."""
+    """Tokens read again in a round of up to eight draft tokens: a few, however long the text is."""
     model, rng = opened(kind, max_scored=16), np.random.default_rng(2)
-    text = asked(100).tokens
-    model.logits([Ask(0, text[:-1], 0)])
+    path = text(100)
+    model.forward(ForwardRequest(TARGET, path[:-1], 0))
     evaluated.taken()
     for _ in range(60):
-        n_guesses, n_new = int(rng.integers(0, 9)), 1  # the last token of the text has not been read yet
-        path = np.concatenate([text, rng.integers(2, 288, n_guesses).astype(np.int32)])
-        n_right = int(rng.integers(0, n_guesses + 1))
-        for end in [len(path)] if judges else range(len(text), len(path) + 1):
-            model.logits([Ask(0, path[:end], n_guesses + 1 if judges else 1)])
-        assert evaluated.taken() - n_guesses - n_new <= most
-        text = np.concatenate([path[: len(text) + n_right], rng.integers(2, 288, 1).astype(np.int32)])
+        n_draft, n_new = int(rng.integers(0, 9)), 1  # the last token of the text has not been read yet
+        draft = rng.integers(2, 288, n_draft).astype(np.int32)
+        n_accepted = int(rng.integers(0, n_draft + 1))
+        if verifies:
+            model.forward(ForwardRequest(TARGET, path, draft=draft))
+        else:
+            for end in range(n_draft + 1):
+                model.forward(ForwardRequest(TARGET, np.concatenate([path, draft[:end]])))
+        assert evaluated.taken() - n_draft - n_new <= most
+        path = np.concatenate([path, draft[:n_accepted], rng.integers(2, 288, 1).astype(np.int32)])
 
 
-def test_reading_alone_scores_nothing_and_what_is_remembered_is_not_read_again(
+def test_reading_scores_nothing_and_what_is_cached_is_not_read_again(
     opened: OpenModel, evaluated: Count
 ) -> None:
     model = opened()
-    tokens = np.arange(1, 41, dtype=np.int32)
-    assert model.logits([Ask(0, tokens[:30], 0)])[0].shape == (0, model.vocabulary_size)
-    model.logits([Ask(0, tokens[:30], 0)])
-    model.logits([Ask(0, tokens[:20], 0)])
-    assert len(evaluated.nodes) == 30
-    model.logits([Ask(0, tokens, 2)])
-    assert len(evaluated.nodes) == 50
+    assert evaluate(model, [(0, request(30, n_logits=0))])[0].shape == (0, model.vocabulary_size)
+    evaluate(model, [(0, request(30, n_logits=0))])
+    evaluate(model, [(0, request(20, n_logits=0))])
+    assert evaluated.n == 30
+    evaluate(model, [(0, request(40, n_logits=2))])
+    assert evaluated.n == 40
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_what_is_remembered_is_not_evaluated(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    model, random = opened(kind), np.random.default_rng(1)
-    sequence = tokens(2)
-    for _ in range(60):
-        kept = sequence[: random.integers(1, len(sequence) + 1)] if random.random() < 0.4 else sequence
-        new = random.integers(2, 6, size=random.integers(0, 8), dtype=np.int32)
-        sequence = np.concatenate([kept, new])[:200]
-        remembered = model.remembered(sequence)
-        model.logits([Ask(0, sequence, 1)])
-        assert evaluated.taken() == len(sequence) - remembered
+@pytest.mark.parametrize("kind", CUT)
+def test_what_is_cached_is_not_evaluated(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """The answer of `prepare` is what the evaluation saves, whatever was asked before."""
+    model, rows = opened(kind, n_ctx=256), RandomRows(np.random.default_rng(1))
+    for _ in range(200):
+        for row in rows.leaving():
+            model.release(row)
+        batch = [(row, wanted) for row, wanted in rows.batch() if wanted.n_logits]
+        prepared = model.prepare([(row, wanted, 0) for row, wanted in batch])
+        assert not any(isinstance(n_cached, ContextFullError) for n_cached in prepared)
+        for (row, wanted), n_cached in zip(batch, prepared, strict=True):
+            model.evaluate([(row, wanted)])
+            assert isinstance(n_cached, int)
+            assert n_cached <= len(wanted.tokens) - wanted.n_logits
+            assert evaluated.taken() == wanted.n_tokens - n_cached

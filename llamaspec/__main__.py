@@ -1,0 +1,6 @@
+"""`python -m llamaspec`: the same as the `llamaspec` command."""
+
+from llamaspec.cli.main import main
+
+if __name__ == "__main__":
+    main()

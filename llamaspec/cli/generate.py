@@ -1,0 +1,162 @@
+"""`llamaspec generate`: a prompt in, text on stdout as it becomes certain, statistics on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
+from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
+from llamaspec.cli.explain import explain
+from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
+from llamaspec.cli.opening import open_files
+from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.cli.prompt import PromptSource, prompt_options
+from llamaspec.cli.report import completion_json, statistics_lines
+from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
+from llamaspec.cli.timeline import check_timeline, write_timeline
+from llamaspec.engine.stream import StopReason, TextStream
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.measure.learned_length import keep_prior
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.values import TokenArray
+
+EXIT_INTERRUPTED = 130
+
+_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--special", is_flag=True,
+                 help="Read control tokens spelled in the prompt, such as <|im_end|>, as these tokens."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
+    click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
+    click.option("--stats/--no-stats", default=True, show_default=True,
+                 help="A few lines of statistics on stderr."),
+    click.option("--explain", is_flag=True,
+                 help="Say on stderr why tokens were drafted, and with which results."),
+    click.option("--timeline", metavar="FILE", help="Write a page that shows every round, for a browser."),
+    click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What only `generate` can be asked for.
+
+    Raises
+    ------
+    ValueError
+        A stop string is empty.
+    """
+
+    special: bool
+    stop: tuple[str, ...]
+    show_drafts: bool
+    stats: bool
+    explain: bool
+    timeline: str | None
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise ValueError("a stop string must not be empty")
+
+
+def _generate_options(command: Command) -> Command:
+    return option_group("output", GenerateOptions, _OPTIONS)(command)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  llamaspec generate "def quicksort(items):"
+  llamaspec generate --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -p "Dear editor,"
+  llamaspec generate -f prompt.txt -t 0 -n 512 --show-drafts
+  llamaspec generate --chat --target big-instruct.gguf --system "Be brief." "Why is the sky blue?"
+  git diff | llamaspec generate --target big.gguf --draft small.gguf --json | jq .statistics
+"""
+)
+@prompt_options("The prompt.", with_argument=True)
+@optional_chat_options
+@model_or_plain_options
+@decoding_options
+@_generate_options
+def generate(
+    source: PromptSource,
+    conversation: ChatOptions,
+    models: ModelChoice,
+    decoding: DecodingOptions,
+    output: GenerateOptions,
+) -> None:
+    """Continue PROMPT. Without --target the small embedded pair answers."""
+    if output.timeline is not None:
+        check_timeline(Path(output.timeline))
+    text = source.read()
+    seed = decoding.seed_or_random()
+    with open_files(find_files(models), models) as pair:
+        policy = make_policy(pair, decoding)
+        with SlowProgress("prefilling the prompt") as progress:
+            stream = pair.stream(
+                _prompt(pair, text, conversation, output),
+                sampling=decoding.sampling,
+                seed=seed,
+                max_tokens=decoding.max_tokens,
+                stops=output.stop,
+                rule=decoding.rule,
+                policy=policy,
+                on_prefill=progress.part,
+            )
+            interrupted = _consume(stream, output)
+        _report(pair, stream, seed, decoding.rule, output)
+        keep_prior(pair, policy)
+        if output.explain:
+            _explain(policy, decoding)
+    if interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _prompt(
+    pair: Pair, text: bytes, conversation: ChatOptions, output: GenerateOptions
+) -> TokenArray | bytes:
+    if conversation.chat:
+        return conversation.first_turn(pair, text, parse_special=output.special)
+    return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
+
+
+def _consume(stream: TextStream, output: GenerateOptions) -> bool:
+    """Write the text as it comes; answers whether the person interrupted."""
+    coloured = output.show_drafts and not os.environ.get("NO_COLOR")
+    try:
+        for piece in stream:
+            for span in piece.spans if not output.as_json else ():
+                write_text(span.text, colour="green" if coloured and span.drafted else None)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: GenerateOptions) -> None:
+    completion = stream.completion
+    if output.timeline is not None:
+        summary = statistics_lines(completion, seed)[0]
+        write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
+    if output.as_json:
+        click.echo(json.dumps(completion_json(completion, pair, seed, rule)))
+        return
+    click.echo()
+    if completion.stop_reason is StopReason.CONTEXT:
+        say("the context is full; pass a larger --n-ctx for more")
+    if output.stats:
+        for line in statistics_lines(completion, seed):
+            click.echo(line, err=True)
+
+
+def _explain(policy: LengthPolicy, decoding: DecodingOptions) -> None:
+    if isinstance(policy, AutoLength):
+        explain(policy.explain(), stderr_console())
+    else:
+        say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

@@ -1,0 +1,185 @@
+"""Options that say which models to load and how, and the files that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from llamaspec.cli.fetching import fetched_model, known_draft
+from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.hub.names import AUTO, locate_model
+from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
+from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.pair import NGRAM, demo_draft, demo_target
+
+_CACHE = click.Choice(list(CACHE_TYPES))
+
+_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--target", metavar="MODEL", envvar="LLAMASPEC_TARGET",
+                 help="The model that decides what is said: a file, a name, or hf:owner/repo:file."),
+    click.option("--draft", metavar="MODEL|auto|ngram", envvar="LLAMASPEC_DRAFT",
+                 help="The small model that proposes tokens; auto = the one known for the target, ngram = "
+                      "look up draft tokens in earlier text instead."),
+    click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
+    click.option("--ngram", is_flag=True,
+                 help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
+    click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
+    click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
+    click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
+    click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
+    click.option("--threads", type=int, help="Threads for the target; default: physical cores."),
+    click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
+    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto", show_default=True,
+                 help="Flash attention."),
+    click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
+                 help="Keys in the target's KV cache."),
+    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
+                 help="Values in the target's KV cache."),
+    click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
+                 help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
+    click.option("--draft-cache-type-v", type=_CACHE, default="f16", show_default=True,
+                 help="Values in the draft's KV cache; below q8_0 acceptance suffers."),
+    click.option("--verbose", is_flag=True, help="Show llama.cpp's own log on stderr."),
+)  # fmt: skip
+_NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, to compare with.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The models that a command was asked for, as named on the command line.
+
+    Raises
+    ------
+    ValueError
+        An option is out of range.
+    """
+
+    target: str | None
+    draft: str | None
+    pair: str | None
+    ngram: bool
+    n_ctx: int | None
+    draft_ctx: int | None
+    gpu_layers: int | None
+    draft_gpu_layers: int | None
+    threads: int | None
+    draft_threads: int | None
+    flash_attn: str
+    cache_type_k: str
+    cache_type_v: str
+    draft_cache_type_k: str
+    draft_cache_type_v: str
+    verbose: bool
+    no_draft: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.target_options, self.draft_options  # what is out of range is refused here
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether no model was named, so that the embedded pair serves."""
+        return self.target is None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether draft tokens are looked up in earlier text."""
+        return not self.no_draft and (self.ngram or self.draft == NGRAM)
+
+    @property
+    def target_options(self) -> ModelOptions:
+        """How to load the target."""
+        return ModelOptions(
+            n_ctx=self.n_ctx,
+            gpu_layers=self.gpu_layers,
+            threads=self.threads,
+            flash_attention=self.flash_attn,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
+        )
+
+    @property
+    def draft_options(self) -> ModelOptions:
+        """How to load the draft: one draft token at a time is all that it is asked for."""
+        return ModelOptions(
+            n_ctx=self.n_ctx if self.draft_ctx is None else self.draft_ctx,
+            gpu_layers=self.draft_gpu_layers,
+            threads=self.threads if self.draft_threads is None else self.draft_threads,
+            flash_attention=self.flash_attn,
+            cache_type_k=self.draft_cache_type_k,
+            cache_type_v=self.draft_cache_type_v,
+            max_scored=DRAFT_SCORED,
+        )
+
+
+def _choice(**given: Any) -> ModelChoice:
+    """From the command line, where a pair in the environment gives way to names that are nearer."""
+    choice = ModelChoice(**given)
+    if choice.pair is None:
+        return choice
+    for name in ("target", "draft"):
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--pair names both models; drop --{name}", click.get_current_context())
+    return replace(choice, target=choice.pair, draft=AUTO)
+
+
+def model_options(command: Command) -> Command:
+    """Options for the models; the command gets a ModelChoice as `models`."""
+    return option_group("models", _choice, _OPTIONS)(command)
+
+
+def model_or_plain_options(command: Command) -> Command:
+    """The same with --no-draft."""
+    return option_group("models", _choice, (*_OPTIONS, _NO_DRAFT))(command)
+
+
+def find_files(choice: ModelChoice) -> PairFiles:
+    """The files of the models; fetched first if they lie on the hub and not here.
+
+    Raises
+    ------
+    PairError
+        The known draft was asked for, and none is known.
+    ModelFileError
+        There is no such model, or it cannot be fetched.
+    """
+    return _find(choice, fetched_model)
+
+
+def find_files_here(choice: ModelChoice) -> PairFiles:
+    """The files of the models, which must all be on this machine; nothing is fetched.
+
+    Raises
+    ------
+    PairError
+        The known draft was asked for, and none is known.
+    ModelFileError
+        There is no such model, it is not here, or a file is no model.
+    """
+    found = _find(choice, locate_model)
+    for model in (found.target, found.draft):
+        if model is not None:
+            check_gguf(model.path)
+    return found
+
+
+def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
+    named = choice.draft
+    if named == AUTO:
+        named = known_draft(choice.target) if choice.target is not None else None
+    target = demo_target() if choice.target is None else find(choice.target)
+    draft = None
+    if named not in (None, NGRAM) and not choice.no_draft:
+        draft = find(str(named))
+    elif named is None and choice.is_embedded and not choice.no_draft:
+        draft = demo_draft()
+    return PairFiles(
+        ModelFile(target, choice.target_options),
+        ModelFile(draft, choice.draft_options) if draft is not None else None,
+        ngram=choice.looks_up,
+    )

@@ -1,0 +1,234 @@
+"""`llamaspec models`: what is known by name, what of it is here, and how to get the rest.
+
+`fetch` is imported where it is used: every command would start a fifth of a second later. Names, notes and
+paths come from lists and hubs: on a terminal their control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from llamaspec.cli.fetching import fetch_report
+from llamaspec.errors import ModelFileError, printable
+from llamaspec.hub.cache import find_here, remove
+from llamaspec.hub.catalog import Catalog, add_own, own_list, read_catalog, remove_own
+from llamaspec.hub.entries import Entry, Quantization, as_listed, expanded
+from llamaspec.hub.names import find_remote, is_path, locate_model
+from llamaspec.hub.remote import HUB
+from llamaspec.llama.gguf_header import check_gguf
+
+
+@click.group(no_args_is_help=False)
+def models() -> None:
+    """Models and pairs by name: fetched once, then used without a network."""
+
+
+@models.command(
+    "list",
+    epilog="""\b
+Examples:
+  llamaspec models list
+  llamaspec models list --json | jq -r '.[] | select(.memory_gb == 16) | .name'
+""",
+)
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+def list_models(as_json: bool) -> None:
+    """Show all names. Those with a draft can be given to --pair."""
+    catalog = read_catalog()
+    entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
+    for entry in entries:
+        if entry.draft is not None and not _is_known(catalog, entry.draft):
+            names = f"{printable(entry.name)} has the draft {printable(entry.draft)}"
+            click.echo(f"llamaspec: {names}, which is in no list", err=True)
+    if as_json:
+        click.echo(json.dumps([_as_json(entry) for entry in entries]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "for memory", "size", "draft", "licence", "here"):
+        is_number = title in ("for memory", "size")
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "licence")
+    for entry in entries:
+        table.add_row(
+            _cell(entry.name),
+            f"{entry.memory_gb} GB" if entry.memory_gb else "",
+            _size(entry),
+            _cell(entry.draft or ""),
+            _cell(entry.licence or ""),
+            "yes" if _path_here(entry) is not None else "",
+        )
+    Console(highlight=False).print(table)
+
+
+@models.command(
+    epilog="""\b
+Examples:
+  llamaspec models show qwen3-14b
+"""
+)
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+def show(name: str, as_json: bool) -> None:
+    """Show what is known of a model."""
+    entry = read_catalog().find(name)
+    if as_json:
+        click.echo(json.dumps(_as_json(entry)))
+        return
+    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
+    for key, value in _as_json(entry).items():
+        if value not in (None, {}, False):
+            for shown in map(_as_line, value.items()) if isinstance(value, dict) else [str(value)]:
+                table.add_row(key.replace("_", " "), _cell(shown))
+                key = ""
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+@models.command(
+    epilog="""\b
+Examples:
+  llamaspec models pull qwen3-14b                             the model and its draft
+  llamaspec models pull qwen3-14b:Q8_0 --no-draft
+  llamaspec models pull hf:Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf
+"""
+)
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", nargs=-1, required=True)
+@click.option("--no-draft", is_flag=True, help="Leave out the drafts.")
+def pull(called: tuple[str, ...], no_draft: bool) -> None:
+    """Fetch models and their drafts. What was cut off goes on where it stopped."""
+    from llamaspec.hub.download import fetch
+
+    wanted = list(called)
+    if not no_draft:
+        drafts = (read_catalog().draft_of(name) for name in called)
+        wanted += [draft for draft in drafts if draft is not None]
+    for name in dict.fromkeys(wanted):
+        remote = find_remote(name)
+        if remote is None:
+            click.echo(f"llamaspec: {printable(name)} lies on this machine already", err=True)
+            continue
+        with fetch_report() as report:
+            _echo_path(find_here(remote) or fetch(remote, report))
+
+
+@models.command(
+    epilog="""\b
+Examples:
+  llama-cli -m "$(llamaspec models path qwen3-14b)"
+"""
+)
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
+def path(called: str) -> None:
+    """Print where a model lies on this machine; nothing is fetched."""
+    _echo_path(locate_model(called))
+
+
+@models.command(
+    "remove",
+    epilog="""\b
+Examples:
+  llamaspec models remove qwen3-14b
+  llamaspec models remove my-model          your own entry; a file of yours is never deleted
+""",
+)
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
+def remove_model(called: str) -> None:
+    """Delete what was fetched of a model, and the entry if it is your own."""
+    remote = find_remote(called)
+    freed = 0 if remote is None else remove(remote)
+    dropped = remove_own(called)
+    if not freed and not dropped:
+        raise ModelFileError(
+            f"nothing of {printable(called)} is on this machine; `llamaspec models list` shows what is"
+        )
+    done = ([f"freed {freed / 1e9:.2f} GB"] if freed else []) + (["dropped your entry"] if dropped else [])
+    click.echo(f"llamaspec: {' and '.join(done)}", err=True)
+
+
+@models.command(
+    epilog="""\b
+Examples:
+  llamaspec models add big ~/models/big-70b.Q4_K_M.gguf --draft small
+  llamaspec models add small hf:owner/small-GGUF:small-Q8_0.gguf
+"""
+)
+@click.argument("name")
+@click.argument("called", metavar="FILE|hf:OWNER/REPO:FILE")
+@click.option("--draft", metavar="NAME", help="Its draft model, by name.")
+@click.option("--notes", metavar="TEXT")
+@click.option("--force", is_flag=True, help="Also if the name has a meaning already.")
+def add(name: str, called: str, draft: str | None, notes: str | None, force: bool) -> None:
+    """Give a model a name of your own."""
+    if ":" in name or is_path(name) or printable(name) != name or not name.strip():
+        raise click.UsageError(f"{printable(name)} cannot be a name: it looks like a file or an address")
+    catalog = read_catalog()
+    if name in catalog.entries and not force:
+        whose = "your own list" if catalog.entries[name].is_own else "the list that comes with llamaspec"
+        raise ModelFileError(f"{name} is a name in {whose} already; choose another, or --force to replace it")
+    if draft is not None:
+        catalog.find(draft)
+    written = add_own(replace(_own_entry(name, called), draft=draft, notes=notes))
+    click.echo(f"llamaspec: wrote {written}", err=True)
+
+
+def _own_entry(name: str, called: str) -> Entry:
+    remote = None if is_path(called) else find_remote(called)
+    if remote is not None:
+        known = Quantization(remote.file, remote.n_bytes, remote.sha256)
+        return Entry(name, repo=remote.repo, default="default", quantizations={"default": known})
+    file = (expanded(called) if is_path(called) else locate_model(called)).absolute()
+    check_gguf(file)
+    return Entry(name, path=str(file))
+
+
+def _is_known(catalog: Catalog, draft: str) -> bool:
+    return draft.startswith(HUB) or draft.partition(":")[0] in catalog.entries
+
+
+def _cell(text: str) -> Text:
+    """Text from a list, in which nothing is a control character or markup."""
+    return Text(printable(text))
+
+
+def _echo_path(path: Path) -> None:
+    """To a pipe the path as it is: told of colour, click removes nothing."""
+    click.echo(printable(str(path)) if sys.stdout.isatty() else path, color=True)
+
+
+def _as_line(quantization: tuple[str, dict[str, Any]]) -> str:
+    name, known = quantization
+    size = f", {known['bytes'] / 1e9:.1f} GB" if "bytes" in known else ""
+    return f"{name}: {known['file']}{size}"
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    here = _path_here(entry)
+    listed = str(own_list()) if entry.is_own else None
+    quantizations = as_listed(entry).get("quantizations", {})
+    found = {"listed_in": listed, "here": str(here) if here is not None else None}
+    return {**asdict(entry), "quantizations": quantizations, **found}
+
+
+def _path_here(entry: Entry) -> Path | None:
+    """None also for a path that cannot be one: the others are still listed."""
+    try:
+        path = entry.own_file() if entry.path is not None else find_here(entry.file())
+    except ModelFileError:
+        return None
+    return path if path is not None and path.is_file() else None
+
+
+def _size(entry: Entry) -> str:
+    if entry.path is None:
+        n_bytes = entry.file().n_bytes
+    else:
+        here = _path_here(entry)
+        n_bytes = here.stat().st_size if here is not None else None
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes else ""

@@ -1,0 +1,51 @@
+"""Opens the models that a command line names, and tells the person what there is to know about them."""
+
+from __future__ import annotations
+
+from llamaspec.cli.model_options import ModelChoice
+from llamaspec.cli.terminal import SlowProgress, say
+from llamaspec.hub.catalog import read_catalog
+from llamaspec.llama import runtime
+from llamaspec.measure.pair_files import PairFiles
+from llamaspec.pair import Pair, open_pair
+
+_LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
+
+
+def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
+    """Load the models with a progress bar, and warn on stderr of what will surprise."""
+    runtime.set_verbose(choice.verbose)
+    if choice.is_embedded:
+        say("no --target given, using the small embedded pair")
+    elif files.draft is None and not files.ngram and not choice.no_draft:
+        remedy = "auto" if read_catalog().draft_of(str(choice.target)) else "ngram"
+        say(f"no --draft given, decoding plainly; try --draft {remedy}")
+    with SlowProgress("loading") as progress:
+        pair = open_pair(
+            files.target.path,
+            files.draft.path if files.draft is not None else None,
+            ngram=files.ngram,
+            target_options=files.target.options,
+            draft_options=choice.draft_options,
+            on_load=progress,
+        )
+    _warn(pair)
+    return pair
+
+
+def _warn(pair: Pair) -> None:
+    if not runtime.repacking_is_safe():
+        say(
+            "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
+            "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
+        )
+    for name, model in (("target", pair.target), ("draft", pair.draft)):
+        if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
+            say(
+                f"warning: the {name} was trained on {model.trained_context_size} tokens, "
+                f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that"
+            )
+    if pair.draft is not None:
+        types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
+        if types & set(_LOSSY_CACHES):
+            say("warning: a KV cache of the draft below q8_0 makes its draft tokens worse")

@@ -1,0 +1,82 @@
+"""What reaches people: text on stdout, and on stderr messages and progress bars while they wait.
+
+Text of models, files and hubs reaches a terminal with its control characters escaped: it could set the title
+and the clipboard, move the cursor, or forge a line. To a pipe or a file text goes unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from llamaspec.errors import printable
+
+PATIENCE_SECONDS = 2.0  # what is faster needs no bar
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever the message contains."""
+    click.echo(f"llamaspec: {printable(message)}", err=True)
+
+
+def write_text(text: str, colour: str | None = None) -> None:
+    """Generated text on stdout, at once: as it is, or on a terminal escaped and in a colour."""
+    if sys.stdout.isatty():
+        shown = printable(text, keep="\n\t")
+        click.echo(click.style(shown, fg=colour) if colour is not None else shown, nl=False)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode(sys.stdout.encoding, errors="replace"))
+    sys.stdout.buffer.flush()
+
+
+def stderr_console() -> Console:
+    """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class SlowProgress:
+    """A progress bar that appears only when the work takes longer than two seconds.
+
+    Use as a context manager; call it with the finished fraction, 0 to 1.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._start = time.monotonic()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def __call__(self, fraction: float) -> None:
+        """Show how much is done; the bar goes away when all is."""
+        if self._progress is None and time.monotonic() - self._start > PATIENCE_SECONDS and fraction < 1:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=stderr_console(), transient=True)
+            self._task = self._progress.add_task(self._label, total=1.0)
+            self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=fraction)
+            if fraction >= 1:
+                self._stop()
+
+    def part(self, done: int, total: int) -> None:
+        """The same, told as parts done of a total."""
+        self(done / total)
+
+    def __enter__(self) -> SlowProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,104 @@
+"""Speculative decoding on one screen: draft, evaluate the whole draft at once, keep what is accepted,
+repeat.
+
+A coroutine without I/O: it yields what it wants evaluated and is sent the answer; it yields rounds and is
+sent them back with their seconds. Greedy or sampled, chain or tree, with a draft model, with other drafts
+or with none: all are this loop. Rollback of rejected tokens needs no step, because the next request does
+not contain them. Letters: p = target, K = number of draft tokens.
+
+References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviathan et al., arXiv 2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from llamaspec.drafters.coroutines import drafting
+from llamaspec.protocols import Drafter, RandomStreams, RowLength, Rule
+from llamaspec.sampling.distributions import LogitsTarget
+from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, Sampling, TokenArray
+
+Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What the loop works with; only the target and `sampling` decide the law of the text."""
+
+    drafter: Drafter
+    length: RowLength
+    rule: Rule
+    sampling: Sampling
+    streams: RandomStreams
+    context_size: int  # of the target, in tokens
+    max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
+
+
+def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculating:
+    """Continue a sequence.
+
+    Parameters
+    ----------
+    tokens : [n] int32, n >= 1
+        The prompt.
+    limit : int
+        Stop when the sequence has this many tokens, at most the target's context size. The last round
+        does not exceed it.
+
+    Yields
+    ------
+    ForwardRequest
+        To be sent a `Forward`.
+    Round
+        To be sent the same round with its seconds. Each adds at least one token.
+    """
+    while len(tokens) < limit:
+        longest = min(limit - len(tokens), config.max_scored or limit) - 1
+        draft = yield from drafting(config.drafter, tokens, _AtMost(longest, config.length))
+        draft = draft.first(longest)  # a drafter may not have asked
+        draft = _evaluable(draft, config.length, config.context_size + 1 - len(tokens))
+        forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
+
+        p = LogitsTarget(forward.logits, tokens, draft, config.sampling)
+        verification = config.rule.verify(draft, p, config.streams, len(tokens))
+        round_: Round = yield Round(
+            draft=draft.without_distributions(),
+            path=verification.path,
+            next_token=verification.next_token,
+            width=forward.n_positions,
+            n_rows=forward.n_rows,
+            evaluation=forward.evaluation,
+        )
+        tokens = np.concatenate([tokens, round_.tokens])
+        config.length.observe(round_)
+
+
+@dataclass(frozen=True, slots=True)
+class _AtMost:
+    """A length that ends where the text does."""
+
+    n_draft: int
+    length: RowLength
+
+    def wants_more(self, draft: Draft) -> bool:
+        return len(draft) < self.n_draft and self.length.wants_more(draft)
+
+    def width(self, n_positions: int) -> int | None:
+        return self.length.width(n_positions)
+
+    def observe(self, round_: Round) -> None:
+        self.length.observe(round_)
+
+    def close(self) -> None:
+        self.length.close()
+
+
+def _evaluable(draft: Draft, length: RowLength, room: int) -> Draft:
+    """The draft, cut until an evaluation as wide as the policy wants it (padded, or exact) has room."""
+    while len(draft) and (length.width(len(draft) + 1) or room + 1) > room:
+        draft = draft.first(len(draft) - 1)
+    return draft

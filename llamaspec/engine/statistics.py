@@ -1,0 +1,77 @@
+"""What a text cost and gained, folded from its rounds. Every rate is a property with its definition.
+
+Knows no model and no clock: times come with the rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llamaspec.values import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sums over the rounds of one text."""
+
+    n_tokens: int  # tokens that the text kept, the end-of-text token counted
+    n_rounds: int
+    n_rounds_without_draft: int
+    n_rounds_cut: int  # rounds of which the text did not keep every token: end of text, stop string, limit
+    n_drafted: int  # draft tokens
+    n_verified: int  # draft tokens that the target evaluated
+    n_accepted: int  # draft tokens that the text kept; the target's own token of each round is not among them
+    accepted_histogram: tuple[int, ...]  # [i] = rounds in which i draft tokens were accepted
+    draft_seconds: float
+    verify_seconds: float
+    overhead_seconds: float
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall clock of all rounds, without reading the prompt."""
+        return self.draft_seconds + self.verify_seconds + self.overhead_seconds
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted draft tokens divided by verified ones; None where nothing was verified."""
+        return self.n_accepted / self.n_verified if self.n_verified else None
+
+    @property
+    def mean_tokens_per_round(self) -> float | None:
+        """Accepted draft tokens plus the target's own, averaged over all rounds."""
+        return (self.n_accepted + self.n_rounds) / self.n_rounds if self.n_rounds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that the text kept, divided by the wall clock of decoding (prompt apart)."""
+        return self.n_tokens / self.decode_seconds if self.decode_seconds > 0 else None
+
+
+def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
+    """Fold rounds into a summary.
+
+    Parameters
+    ----------
+    rounds : iterable of Round
+        In order; only the last may have been cut.
+    n_tokens : int
+        Tokens of these rounds that the text kept.
+    """
+    rounds = list(rounds)
+    counts = Counter(round_.n_accepted for round_ in rounds)
+    n_made = sum(round_.n_accepted + 1 for round_ in rounds)
+    return Summary(
+        n_tokens=n_tokens,
+        n_rounds=len(rounds),
+        n_rounds_without_draft=sum(len(round_.drafted) == 0 for round_ in rounds),
+        n_rounds_cut=int(n_made > n_tokens),
+        n_drafted=sum(len(round_.drafted) for round_ in rounds),
+        n_verified=sum(round_.n_verified for round_ in rounds),
+        n_accepted=sum(round_.n_accepted for round_ in rounds),
+        accepted_histogram=tuple(counts[i] for i in range(max(counts, default=-1) + 1)),
+        draft_seconds=sum(round_.draft_seconds for round_ in rounds),
+        verify_seconds=sum(round_.verify_seconds for round_ in rounds),
+        overhead_seconds=sum(round_.overhead_seconds for round_ in rounds),
+    )

@@ -1,0 +1,114 @@
+"""Small files that people and llamaspec keep: read whole or refused, validated, written in one step.
+
+Only a regular file below a size is read, so no pipe, device or huge file keeps anybody waiting. Content is
+validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN. Knows
+neither what the files mean nor where they lie. tests/test_files.py has pipes, devices and damaged content.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from contextlib import suppress
+from functools import lru_cache
+from glob import escape
+from pathlib import Path
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from llamaspec.errors import printable
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+T = TypeVar("T")
+Unknown = Literal["forbid", "ignore"]  # what becomes of keys that a dataclass lacks
+
+STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
+_LONGEST_REASON = 200  # characters
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes.
+
+    Raises
+    ------
+    OSError
+        It cannot be read, is no regular file, or is larger; `strerror` says which.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer would block here
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        content = file.read(limit + 1) or b""
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
+    return content
+
+
+def write_file(path: Path, content: str) -> None:
+    """Write a file in one step: a reader finds the old content or the new, whatever happens.
+
+    A link to a regular file stays a link. Folders must exist.
+
+    Raises
+    ------
+    OSError
+        The old content is still there, and nothing else.
+    """
+    real = Path(os.path.realpath(path))
+    path = real if real.is_file() else path
+    prefix = f".{path.name[:40]}."
+    _sweep(path.parent, prefix)
+    new = path.with_name(f"{prefix}{secrets.token_hex(6)}.tmp")
+    try:
+        new.write_text(content, encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def parse_json(kind: type[T], content: str | bytes, unknown: Unknown = "forbid") -> T:
+    """Make a dataclass, or a container of such, from JSON.
+
+    Raises
+    ------
+    ValueError
+        The content is something else; the message is one line.
+    """
+    from pydantic import ValidationError  # takes a while, and most commands read no such file
+
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        return cast(T, _adapter(cast(Any, kind), unknown).validate_json(b"[" + data + b"]")[0])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        message = first["msg"].removeprefix("Value error, ")
+        message = f"{place}: {message[:1].lower()}{message[1:]}" if place else message
+        raise ValueError(printable(message)[:_LONGEST_REASON]) from error
+
+
+@lru_cache(maxsize=32)
+def _adapter(kind: Any, unknown: Unknown) -> TypeAdapter[Any]:
+    """The configuration reaches a dataclass only from a container around it."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    config = ConfigDict(strict=True, extra=unknown, allow_inf_nan=False)
+    one: Any = GenericAlias(tuple, (kind,))
+    return TypeAdapter(one, config=config)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what killed processes left."""
+    for left in folder.glob(f"{escape(prefix)}*.tmp"):
+        with suppress(OSError):  # another process was faster
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink()

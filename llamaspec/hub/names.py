@@ -1,0 +1,119 @@
+"""What people call a model: a file, a name of the lists, or an address on the hub; and which file it is.
+
+`resolve_*` fetch what is not here; `locate_*` and `models path` never do. Knows no options of commands.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.hub.cache import find_here
+from llamaspec.hub.catalog import read_catalog
+from llamaspec.hub.progress import OnFetch
+from llamaspec.hub.remote import HUB, RemoteFile, quoted, remote_file
+
+AUTO = "auto"  # in place of a draft: the one that is known for the target
+
+
+def resolve_model(name: str | Path, on_progress: OnFetch | None = None) -> Path:
+    """The model's file; fetched first if it lies on the hub and not here.
+
+    Parameters
+    ----------
+    name : str or Path
+        A path, NAME or NAME:QUANTIZATION of the lists, or hf:owner/repo:file. A `Path` is always a file.
+    on_progress : callable, optional
+        Told what is fetched, and how much of it is here.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such model, or it cannot be fetched.
+    """
+    found = _own_or_remote(name)
+    if isinstance(found, Path):
+        return found
+    here = find_here(found)
+    if here is not None:
+        return here
+    from llamaspec.hub.download import fetch  # slow to import, and most models are here
+
+    return fetch(found, on_progress)
+
+
+def resolve_draft(draft: str | Path, target: str | Path, on_progress: OnFetch | None = None) -> Path:
+    """The same for a draft; "auto" is the one that is known for the target.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such model, or it cannot be fetched.
+    PairError
+        No draft is known for the target.
+    """
+    return resolve_model(find_draft(str(target)) if draft == AUTO else draft, on_progress)
+
+
+def locate_model(name: str | Path) -> Path:
+    """The model's file, if it is on this machine; asks nobody else.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such model, or it is not here.
+    """
+    found = _own_or_remote(name)
+    here = found if isinstance(found, Path) else find_here(found)
+    if here is None:
+        called = quoted(str(name))
+        raise ModelFileError(f"{called} is not on this machine; run `llamaspec models pull {called}`")
+    return here
+
+
+def is_path(name: str) -> bool:
+    """Whether this names a file: one that exists, or looks as if it should."""
+    if name.startswith(HUB):
+        return False
+    return name.endswith(".gguf") or "/" in name or "\\" in name or os.path.exists(name)  # noqa: PTH110
+
+
+def find_remote(name: str) -> RemoteFile | None:
+    """The file on the hub; None for a name of the lists that is a file on this machine.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such model, or the address is not one.
+    """
+    if name.startswith(HUB):
+        return remote_file(name)
+    plain, _, quantization = name.partition(":")
+    entry = read_catalog().find(plain)
+    return None if entry.path is not None else entry.file(quantization or None)
+
+
+def find_draft(target: str) -> str:
+    """The name of the draft for a target.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such target.
+    PairError
+        No draft is known for it.
+    """
+    catalog = read_catalog()
+    if not is_path(target) and not target.startswith(HUB):
+        catalog.find(target.partition(":")[0])
+    draft = catalog.draft_of(target)
+    if draft is None:
+        raise PairError(f"no draft is known for {quoted(target)}; name one")
+    return draft
+
+
+def _own_or_remote(name: str | Path) -> Path | RemoteFile:
+    if isinstance(name, Path) or is_path(name):
+        return Path(name)
+    return find_remote(name) or read_catalog().find(name.partition(":")[0]).own_file()

@@ -1,0 +1,71 @@
+"""Who gets the next position of the batch: the row where it buys most expected tokens, or nobody.
+
+A position costs what the evaluation of all rows becomes dearer by it, at what they have pledged so far; it
+pays where the probability that its token is accepted exceeds that cost times the tokens per second of the
+whole batch. As rows fill the batch, everybody's drafts vanish by themselves; one row alone has the
+stopping rule of a single text. Knows no beliefs. tests/length/test_allocator.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamaspec.length.cost_model import CostModel
+
+
+@dataclass(eq=False, slots=True)
+class Pledge:
+    """One row's part of the coming evaluation."""
+
+    n_draft: int = 0  # draft tokens so far, or the one being made
+    is_drafting: bool = False  # has not had enough yet
+    is_asking: bool = False  # its round has begun
+    last_evaluation: int = -1  # that it took part in
+
+
+@dataclass(slots=True)
+class Allocator:
+    """The pledges of all rows, priced."""
+
+    costs: CostModel
+    longest: int
+    pledges: list[Pledge] = field(default_factory=list)
+    latest: int = -1  # evaluation
+
+    def present(self) -> list[Pledge]:
+        """Rows that are expected in the coming evaluation."""
+        return [p for p in self.pledges if p.is_asking or p.last_evaluation >= max(self.latest - 1, 0)]
+
+    @property
+    def n_rows(self) -> int:
+        """How many these are, at least one."""
+        return max(len(self.present()), 1)
+
+    def start_evaluation(self, number: int) -> None:
+        """All rows that took part begin a new round."""
+        self.latest = number
+        for pledge in self.pledges:
+            pledge.n_draft = 0
+
+    def level_seconds(self, own: Pledge, step_seconds: float, z: float = 0.0) -> list[float]:
+        """[m] a row's share of what 0, 1, ... more tokens for it, and for those level with it, cost.
+
+        Where the curve has steps, one position alone never pays for the step that all would share.
+        `step_seconds`: one draft step, which all rows that are drafting share. `z`: standard deviations.
+        """
+        rows = [p for p in self.present() if p is not own]
+        drafting = [p for p in rows if p.is_drafting]
+        n_level = 1 + sum(p.n_draft <= own.n_draft for p in drafting)
+        total = 1 + own.n_draft + sum(1 + p.n_draft for p in rows)
+        step = step_seconds / (1 + len(drafting))
+        wider = [total + m * n_level for m in range(self.longest - own.n_draft + 1)]
+        times, base = self.costs.batch_seconds(wider, z, total), self.costs.batch_seconds([total])[0]
+        return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]
+
+    def plain_seconds(self, n_rows: int) -> float:
+        """An evaluation with no draft, and all that its rows need besides."""
+        return self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds
+
+    def plain_rate(self, n_rows: int) -> float:
+        """Tokens per second of rows that do not draft."""
+        return n_rows / self.plain_seconds(n_rows)

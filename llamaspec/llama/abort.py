@@ -1,0 +1,64 @@
+"""A flag that ends a running evaluation: set by another thread, or by Ctrl-C while llama.cpp computes.
+
+llama.cpp asks "abort?" at every node of its graph, by calling a function with a pointer. Asking Python
+would take the interpreter's lock each time, and Python runs no signal handler before the evaluation is
+over. So the function is C's strlen, and the pointer leads to a page that is empty (0: go on) or not (1:
+abort). The page is the memory of a file, and that file is where Python's C-level signal handler writes the
+number of a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+
+from llama_cpp import llama_cpp as lib
+
+STRLEN = lib.ggml_abort_callback(ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0)
+
+
+class AbortFlag:
+    """The flag of one context."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd)
+        os.truncate(self._fd, mmap.PAGESIZE)
+        os.set_blocking(self._fd, False)  # signal.set_wakeup_fd insists
+        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        self._byte = ctypes.c_char.from_buffer(self._page)
+
+    @property
+    def address(self) -> int:
+        """What llama.cpp hands to STRLEN."""
+        return ctypes.addressof(self._byte)
+
+    def set(self) -> None:
+        """Abort the evaluation; from any thread."""
+        self._byte.value = b"1"
+
+    def clear(self) -> None:
+        """Evaluations go on."""
+        self._byte.value = b"\0"
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Clear the flag; in the main thread signals may set it until the end."""
+        self.clear()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        before = signal.set_wakeup_fd(self._fd, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)

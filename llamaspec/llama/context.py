@@ -1,0 +1,277 @@
+"""A llama.cpp context over loaded weights: evaluates rows in one batch, with its KV cache as their memory.
+
+Several contexts may lie over the same weights. Logits are views of llama.cpp's buffer, and a view keeps the
+context alive. Knows neither texts nor drafts. tests/test_rows.py compares rows with texts that are
+alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.errors import (
+    ClosedError,
+    ContextFullError,
+    EvaluationAbortedError,
+    EvaluationError,
+    MemoryFullError,
+    ModelFileError,
+)
+from llamaspec.llama import runtime
+from llamaspec.llama.abort import STRLEN, AbortFlag
+from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.handles import Handle
+from llamaspec.llama.kv_cache import Bytes, KVCache, Prepared
+from llamaspec.llama.options import (
+    BATCH,
+    CACHE_BYTES,
+    CACHE_TYPES,
+    DEFAULT_CONTEXT,
+    FLASH_ATTENTION,
+    N_SEQUENCES,
+    ModelOptions,
+)
+from llamaspec.llama.state_cache import Snapshots, StateCache
+from llamaspec.llama.weights import Weights
+from llamaspec.values import ForwardRequest, Logits
+
+LONG = 64  # positions of an evaluation that is long enough to be interrupted
+CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
+STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
+
+
+class Context:
+    """A context; `close` it.
+
+    Parameters
+    ----------
+    weights : Weights
+    options : ModelOptions
+
+    Raises
+    ------
+    MemoryFullError
+        The machine has no room for the KV cache.
+    ModelFileError
+        The model does not generate text.
+    """
+
+    def __init__(self, weights: Weights, options: ModelOptions) -> None:
+        self._n_vocabulary = weights.vocabulary.size
+        n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
+        self.context_size = n_ctx
+        n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
+        self.max_scored = options.max_scored
+        pointer = _open(weights, options, n_cells)
+        self._abort = AbortFlag()
+        self._handle: Handle | None = Handle(pointer, lib.llama_free, weights.handle, self._abort)
+        if not lib.llama_get_memory(pointer):
+            self.close()
+            raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
+        self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
+        lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
+        self._batch = Batch(self.batch_size)
+        self.cache: KVCache | StateCache
+        if weights.keeps_states:
+            snapshots = Snapshots(pointer) if _can_restore_states(weights) else None
+            self.cache = StateCache(pointer, n_ctx, snapshots)
+        else:
+            cells = LlamaCells(pointer, can_copy=weights.window is None)
+            self.cache = KVCache(cells, n_cells, _n_sequences(options))
+
+    @property
+    def pointer(self) -> Any:
+        """The llama_context."""
+        if self._handle is None:
+            raise ClosedError("the model is closed")
+        self._handle.check()
+        return self._handle.pointer
+
+    def prepare(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
+        """Make room for requests; how many tokens of each are cached, or why there is no room."""
+        _ = self.pointer
+        return self.cache.prepare_all(batch)
+
+    def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        """Evaluate prepared requests together: views [n_logits + K, V] float32."""
+        stretches = [self._stretch(row, request) for row, request in batch]
+        n_scored = sum(stretch.n_scored for stretch in stretches)
+        if n_padding:
+            stretches.append(_padding(stretches[-1], n_padding, self.max_scored - n_scored))
+            n_scored += stretches[-1].n_scored
+        n_positions = sum(len(stretch.tokens) for stretch in stretches)
+        if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
+            raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
+        if isinstance(self.cache, StateCache):
+            self.cache.take_snapshot(n_scored)
+        self._decode(stretches)
+        new = [(row, stretch.tokens) for (row, _), stretch in zip(batch, stretches, strict=False)]
+        self.cache.commit(new, n_padding)
+        return self._answers(batch, n_scored)
+
+    def release(self, row: int) -> None:
+        """The row has ended."""
+        self.cache.release(row)
+
+    def forget(self) -> None:
+        """Empty the KV cache, as if nothing had been evaluated."""
+        _ = self.pointer
+        self.cache.forget()
+
+    def abort(self) -> None:
+        """End a running evaluation soon; from any thread."""
+        self._abort.set()
+
+    def close(self) -> None:
+        """Free the context, once no view of its logits is left; more than once is allowed."""
+        self._handle = None
+
+    def _stretch(self, row: int, request: ForwardRequest) -> Stretch:
+        if request.parents is not None and (request.parents != np.arange(-1, len(request.draft) - 1)).any():
+            raise ValueError("this model evaluates chains of draft tokens, not trees")
+        held = self.cache.sequence(row)
+        new = np.concatenate([request.tokens[held.n :], request.draft])
+        return Stretch(held.number, held.n, new, request.n_scored)
+
+    def _decode(self, stretches: Sequence[Stretch]) -> None:
+        pointer, batch = self.pointer, self._batch.fill(stretches)
+        self.cache.begin()
+        if batch.n_tokens < LONG:
+            self._abort.clear()
+            status = lib.llama_decode(pointer, batch)
+        else:
+            with self._abort.armed(), runtime.raising_signals():
+                status = lib.llama_decode(pointer, batch)
+        if status == 0:
+            return
+        if status == 1:
+            self.cache.forget()
+            raise MemoryFullError("the KV cache is full; use a larger context")
+        if status == 2:
+            raise EvaluationAbortedError("the evaluation was aborted")
+        self.cache.forget()
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
+
+    def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
+        if not n_scored:
+            return [np.empty((0, self._n_vocabulary), dtype=np.float32) for _ in batch]
+        logits, end, answers = self._logits(n_scored), 0, []
+        for _, request in batch:
+            start, end = end, end + request.n_scored
+            answers.append(logits[start:end])
+        return answers
+
+    def _logits(self, n: int) -> Logits:
+        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive."""
+        address = ctypes.addressof(lib.llama_get_logits(self.pointer).contents)
+        memory = (ctypes.c_float * (n * self._n_vocabulary)).from_address(address)
+        memory.handle = self._handle  # type: ignore[attr-defined]
+        return np.ndarray((n, self._n_vocabulary), np.float32, buffer=memoryview(memory))
+
+
+class LlamaCells:
+    """The cells of a context whose layers keep keys and values.
+
+    Parameters
+    ----------
+    context : llama_context pointer
+    can_copy : bool
+        Whether a copy of a sequence has all its positions: not where some layers look through a window.
+    """
+
+    def __init__(self, context: Any, *, can_copy: bool) -> None:
+        self._context = context
+        self._memory = lib.llama_get_memory(context)
+        self._can_copy = can_copy
+
+    def remove(self, sequence: int, start: int) -> None:
+        """Take a sequence's positions from `start` on out of their cells."""
+        lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def share(self, source: int, sequence: int, start: int, end: int) -> None:
+        """Let `sequence` hold the cells of some positions of `source`, too."""
+        lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+
+    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+        """The content of a sequence's cells from a position on; it gives up the cells before it."""
+        if not self._can_copy:
+            return None
+        lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
+        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
+        n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
+        return content if n == len(content) else None
+
+    def copy_in(self, sequence: int, content: Bytes) -> bool:
+        """Put the content into the first empty cells."""
+        n = lib.llama_state_seq_set_data(self._context, _bytes(content), len(content), sequence)
+        return bool(n == len(content))
+
+    def clear(self) -> None:
+        """Empty all cells."""
+        lib.llama_memory_clear(self._memory, False)
+
+
+def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
+    """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
+    tokens = np.full(n, last.tokens[-1], dtype=np.int32)
+    return Stretch(last.sequence, last.start + len(last.tokens), tokens, max(0, min(n, n_scorable)))
+
+
+def _bytes(content: Bytes) -> Any:
+    return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _can_restore_states(weights: Weights) -> bool:
+    """Not where other layers look through a window: llama.cpp may have given away positions it would need."""
+    return weights.keeps_states and weights.window is None
+
+
+def _n_sequences(options: ModelOptions) -> int:
+    """Sequences that llama.cpp tells apart: it wants room for one row of logits for each."""
+    return max(2, min(N_SEQUENCES, options.max_scored))
+
+
+def _open(weights: Weights, options: ModelOptions, n_cells: int) -> Any:
+    """The llama_context."""
+    _check_room(weights, options, n_cells)
+    parameters = lib.llama_context_default_params()
+    parameters.n_ctx = n_cells
+    parameters.n_batch = parameters.n_ubatch = BATCH
+    parameters.n_seq_max = 1 if weights.keeps_states else _n_sequences(options)
+    parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
+    parameters.kv_unified = True
+    parameters.swa_full = True
+    parameters.n_rs_seq = STATES_BACK if _can_restore_states(weights) else 0
+    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+    parameters.type_k = CACHE_TYPES[options.cache_type_k]
+    parameters.type_v = CACHE_TYPES[options.cache_type_v]
+    runtime.clear_errors()
+    with runtime.raising_callbacks():
+        context = lib.llama_init_from_model(weights.pointer, parameters)
+    if not context:
+        raise MemoryFullError(
+            f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
+            f"{runtime.last_error()}; use a smaller context"
+        )
+    return context
+
+
+def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
+    """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
+    room = runtime.available_bytes()
+    if room is None or (runtime.can_offload() and options.gpu_layers != 0):
+        return
+    per_token = weights.kv_bytes_per_token(
+        CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
+    )
+    if per_token * n_cells > room:
+        raise MemoryFullError(
+            f"a context of {n_cells} tokens needs {per_token * n_cells / 2**30:.1f} GiB, this machine has "
+            f"{room / 2**30:.1f} GiB to give; use a smaller context"
+        )

@@ -1,0 +1,144 @@
+"""The weights of a GGUF model, loaded once. Contexts are opened over them: one or several.
+
+Knows no KV cache and evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
+from llamaspec.llama import runtime
+from llamaspec.llama.facts import ModelFacts, model_facts
+from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.handles import Handle
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.vocabulary import LlamaVocabulary
+
+LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
+
+
+class Weights:
+    """Loaded weights and their vocabulary.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file.
+    options : ModelOptions
+        `gpu_layers` and `repack` count here, the rest for contexts.
+    on_load : callable, optional
+        Told the fraction that is loaded.
+
+    Raises
+    ------
+    ModelFileError
+        The file is missing, damaged, or cannot generate text.
+    MemoryFullError
+        The machine has no room for the weights.
+    """
+
+    def __init__(self, path: Path, options: ModelOptions, on_load: LoadProgress | None = None) -> None:
+        self.path = path
+        runtime.start()
+        check_gguf(path)
+        self._handle: Handle | None = Handle(_load(path, options, on_load), lib.llama_model_free)
+        try:
+            self._check_kind()
+        except ModelFileError:
+            self.close()
+            raise
+        self.vocabulary = LlamaVocabulary(self.handle)
+        self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
+        self.is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
+        self.keeps_states = self.is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer))  # some do
+        self.window: int | None = int(lib.llama_model_n_swa(self.pointer)) or None
+
+    @property
+    def handle(self) -> Handle:
+        """What contexts must keep alive."""
+        if self._handle is None:
+            raise ClosedError("the model is closed")
+        self._handle.check()
+        return self._handle
+
+    @property
+    def pointer(self) -> Any:
+        """The llama_model."""
+        return self.handle.pointer
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation, as llama.cpp names them."""
+        buffer = ctypes.create_string_buffer(128)
+        lib.llama_model_desc(self.pointer, buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace")
+
+    def metadata(self, key: str) -> str | None:
+        """One metadata entry of the file as text, whole; None where there is none."""
+        size = 1 << 12
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, size)
+            if n < size:
+                return buffer.value.decode("utf-8", errors="replace") if n >= 0 else None
+            size = n + 1
+
+    def facts(self) -> ModelFacts:
+        """What the weights are."""
+        return model_facts(self.pointer, self.metadata)
+
+    def kv_bytes_per_token(self, bytes_per_key: float, bytes_per_value: float) -> float:
+        """Roughly what one token takes in the KV cache; 0 where there are only states."""
+        if self.is_recurrent:
+            return 0.0
+        model = self.pointer
+        n_layers, n_heads_kv = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
+        if n_heads_kv == 0:  # the first layer keeps a state; some other keeps at least one head's keys
+            n_layers, n_heads_kv = max(1, n_layers // 8), 1
+        row = n_heads_kv * lib.llama_model_n_embd(model) / max(1, lib.llama_model_n_head(model))
+        return float(n_layers * row * (bytes_per_key + bytes_per_value))
+
+    def close(self) -> None:
+        """Free the weights, once no context needs them; more than once is allowed."""
+        if hasattr(self, "vocabulary"):
+            self.vocabulary.close()
+        self._handle = None
+
+    def _check_kind(self) -> None:
+        remedy = "give a decoder-only text model"
+        if lib.llama_model_has_encoder(self.pointer):
+            raise ModelFileError(f"{self.path} has an encoder; {remedy}")
+        if lib.llama_model_is_diffusion(self.pointer):
+            raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
+
+
+def _load(path: Path, options: ModelOptions, on_load: LoadProgress | None) -> Any:
+    """The llama_model of a file."""
+    parameters = lib.llama_model_default_params()
+    if options.gpu_layers is not None:
+        parameters.n_gpu_layers = options.gpu_layers
+    parameters.use_extra_bufts = options.repack and runtime.repacking_is_safe()
+
+    def report(fraction: float, _user_data: object) -> bool:
+        if on_load is not None:
+            on_load(fraction)
+        return True
+
+    parameters.progress_callback = callback = lib.llama_progress_callback(report)
+    runtime.clear_errors()
+    with runtime.raising_callbacks():
+        model = lib.llama_model_load_from_file(os.fsencode(path), parameters)
+    del callback  # it had to live until here
+    if model:
+        return model
+    reason = runtime.last_error()
+    if "alloc" in reason or "memory" in reason:
+        raise MemoryFullError(f"no room for {path}: {reason}; close programs or put fewer layers on the GPU")
+    raise ModelFileError(f"llama.cpp cannot load {path}: {reason}; download or convert it again")

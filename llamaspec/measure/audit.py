@@ -1,0 +1,118 @@
+"""Does drafting change the text, on this machine, with these files?
+
+A text is generated with draft tokens, then replayed one position at a time without them. Where the replay
+contradicts it, a wider batch was rounded differently: a fork, with how close the choice was. Under the
+coupled rule, or at temperature 0, the replay must choose the very token; other rules draw otherwise, and
+there the token must at least be possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaspec.engine.stream import Completion
+from llamaspec.measure.bit_exactness import Measurement, logit_differences
+from llamaspec.measure.task import Task
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy, Stream
+from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import TARGET, ForwardRequest, TokenArray
+
+Report = Callable[[float], None]  # the finished fraction, 0 to 1
+WIDEST = 16  # positions; widths up to this are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A token that plain decoding would not have chosen after the same text."""
+
+    index: int  # in the completion
+    width: int  # positions that were evaluated at once when it was chosen
+    said: str  # with draft tokens
+    alone: str  # without
+    logit_gap: float  # between the two best logits there, evaluated alone
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What the replay of one text found."""
+
+    n_tokens: int
+    forks: tuple[Fork, ...]
+    compares_texts: bool  # whether the text must be that of plain decoding with the same seed
+    first_difference: int | None  # index at which it is not; None = same text, or not compared
+    largest_logit_difference: dict[int, float]  # width -> against width 1, over the replayed text
+
+    @property
+    def identical_widths(self) -> list[int]:
+        """Widths that gave the very numbers of width 1."""
+        return [width for width, difference in self.largest_logit_difference.items() if difference == 0]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether nothing was found."""
+        return self.first_difference is None and not self.forks
+
+
+def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Report = lambda fraction: None) -> Audit:
+    """Generate with draft tokens and without, replay, compare widths."""
+    drafted = task.run(pair, policy)
+    report(0.25)
+    first_difference = None
+    if task.repeats:
+        pair.forget()
+        first_difference = _first_difference(drafted.tokens, task.run_plain(pair).tokens)
+    report(0.5)
+    pair.forget()
+    forks = pair.run(_forks(pair, task, drafted))
+    report(0.75)
+    return Audit(
+        n_tokens=len(drafted.tokens),
+        forks=forks,
+        compares_texts=task.repeats,
+        first_difference=first_difference,
+        largest_logit_difference=_width_differences(pair, task.prompt, drafted),
+    )
+
+
+def _first_difference(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[Fork, ...]]:
+    """Replay the text one position at a time."""
+    forks: list[Fork] = []
+    streams = SeededStreams(task.seed)
+    path = np.concatenate([task.prompt, np.array(drafted.tokens, dtype=np.int32)])
+    widths = [round_.width for round_ in drafted.rounds for _ in round_.tokens]
+    for i, said in enumerate(drafted.tokens):
+        position = len(task.prompt) + i
+        forward = yield ForwardRequest(TARGET, path[:position])
+        scores = forward.logits[0]
+        choices = distribution(scores, task.sampling, path[:position])
+        alone = streams.choose(choices, Stream.TOKEN, position)
+        if alone == said or (not task.repeats and choices.probability(said) > 0):
+            continue
+        second, best = np.partition(scores, -2)[-2:]
+        forks.append(Fork(i, widths[i], _text(pair, said), _text(pair, alone), float(best - second)))
+    return tuple(forks)
+
+
+def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> dict[int, float]:
+    """Largest logit difference of each width against width 1, at the beginning of the text."""
+    widest = min(WIDEST, len(drafted.tokens))
+    if widest < 2:
+        return {}
+    path = np.concatenate([prompt, np.array(drafted.tokens[:widest], dtype=np.int32)])
+    pair.forget()
+    return logit_differences(pair, path, tuple(range(2, widest + 1)))
+
+
+def _text(pair: Pair, token: int) -> str:
+    return pair.target.vocabulary.piece(token).decode("utf-8", errors="replace")

@@ -1,0 +1,128 @@
+"""Target alone, draft alone, and both together, on one prompt in one process.
+
+The arms take turns, so that a machine that warms up or is busy slows all of them alike. The KV caches are
+emptied before every run: no arm finds a prompt that another has left there. All figures are medians with
+quartiles; the speed-up is that of each run against the plain run beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaspec.engine.stream import Completion
+from llamaspec.measure.task import Task
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+
+Report = Callable[[float], None]  # the finished fraction, 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Values of several runs."""
+
+    low: float  # lower quartile
+    median: float
+    high: float  # upper quartile
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Fold values; at least one."""
+        return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
+
+    @property
+    def half(self) -> float:
+        """Half of the distance between the quartiles."""
+        return (self.high - self.low) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The measured runs of one way to generate."""
+
+    name: str
+    runs: tuple[Completion, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Decode seconds of each run, without prefill."""
+        return [run.summary.decode_seconds for run in self.runs]
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [run.summary.tokens_per_second or 0.0 for run in self.runs]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the runs."""
+        return Spread.of(self.rates).median
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / verified draft tokens over all runs; None where nothing was verified."""
+        verified = sum(run.summary.n_verified for run in self.runs)
+        return sum(run.summary.n_accepted for run in self.runs) / verified if verified else None
+
+    @property
+    def n_drafted(self) -> int:
+        """Draft tokens made in all runs."""
+        return sum(run.summary.n_drafted for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The arms on one prompt."""
+
+    target: Arm
+    draft: Arm | None  # None where draft tokens are looked up in earlier text
+    speculative: Arm
+    same_file: bool  # target and draft are the same model
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """In the order in which they are shown."""
+        return tuple(arm for arm in (self.target, self.draft, self.speculative) if arm is not None)
+
+    @property
+    def same_text(self) -> bool:
+        """Whether every speculative run said what the target says alone."""
+        pairs = zip(self.target.runs, self.speculative.runs, strict=True)
+        return all(alone.tokens == together.tokens for alone, together in pairs)
+
+    def speed_up(self, arm: Arm) -> Spread | None:
+        """Tokens per second of each run relative to the target's beside it.
+
+        None for a speculative arm without draft tokens: it did what the target alone does.
+        """
+        if arm is self.speculative and arm.n_drafted == 0:
+            return None
+        pairs = zip(arm.rates, self.target.rates, strict=True)
+        return Spread.of(its / plain if plain else float("nan") for its, plain in pairs)
+
+
+def run_compare(
+    pair: Pair, task: Task, n_runs: int, policy: LengthPolicy, report: Report = lambda fraction: None
+) -> Comparison:
+    """Measure all arms, after one run of each that warms up. The KV caches of both models are emptied."""
+    ways: dict[str, Callable[[int], Completion]] = {
+        "target alone": lambda run: task.run_plain(pair, n_before=run),
+        "speculative": lambda run: task.run(pair, policy, n_before=run),
+    }
+    if pair.draft is not None:
+        alone = Pair(pair.draft, None, 0.0)
+        ways["draft alone"] = lambda run: task.run(alone, n_before=run)
+    runs: dict[str, list[Completion]] = {name: [] for name in ways}
+    for run in range(-1, n_runs):  # run -1 warms up
+        for i, (name, start) in enumerate(ways.items()):
+            pair.forget()
+            completion = start(run)
+            if run >= 0:
+                runs[name].append(completion)
+            report(((run + 1) * len(ways) + i + 1) / ((n_runs + 1) * len(ways)))
+    arms = {name: Arm(name, tuple(completions)) for name, completions in runs.items()}
+    same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
+    return Comparison(arms["target alone"], arms.get("draft alone"), arms["speculative"], same_file)

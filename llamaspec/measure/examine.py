@@ -1,0 +1,130 @@
+"""Looks at the machine and at two models, and yields what will go wrong or be slow.
+
+The models are loaded one by one, so that a damaged one is a finding and the other is examined all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from llamaspec.errors import LlamaspecError
+from llamaspec.llama import runtime
+from llamaspec.llama.devices import find_devices
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.weights import LoadProgress
+from llamaspec.measure.findings import (
+    OK,
+    WARNING,
+    Examined,
+    Finding,
+    Machine,
+    machine_findings,
+    room_finding,
+    thread_finding,
+)
+from llamaspec.measure.model_findings import model_findings, pace_findings, vocabulary_findings
+from llamaspec.measure.pair_files import PairFiles
+from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.values import TARGET, ForwardRequest
+
+Clock = Callable[[], float]  # seconds
+Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> told how much is loaded
+
+STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
+PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
+N_BEFORE = 16  # cached tokens when the first step is timed
+
+
+def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+    """All findings, the machine's first."""
+    machine = look_at_machine()
+    yield from machine_findings(machine)
+    wanted = [("target", files.target)] + ([("draft", files.draft)] if files.draft is not None else [])
+    examined: dict[str, Examined] = {}
+    vocabularies: dict[str, LlamaVocabulary] = {}
+    with ExitStack() as stack:
+        for role, file in wanted:
+            yield thread_finding(machine, role, file.options.threads)
+            try:
+                with loading(role) as on_load:
+                    model = stack.enter_context(LlamaModel(file.path, file.options, on_load))
+                examined[role] = look_at_model(role, model, clock)
+            except LlamaspecError as error:
+                yield Finding.of_error(role, error)
+                continue
+            vocabularies[role] = model.vocabulary
+            yield from model_findings(machine, examined[role])
+        if examined:
+            yield room_finding(machine, list(examined.values()))
+        if files.draft is None:
+            yield _no_draft_finding(files)
+        elif len(examined) == len(wanted):
+            yield from vocabulary_findings(vocabularies["target"], vocabularies["draft"])
+            yield from pace_findings(examined["target"], examined["draft"])
+
+
+def look_at_machine() -> Machine:
+    """Ask llama.cpp and the system."""
+    return Machine(
+        system=sys.platform,
+        backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
+        devices=find_devices(),
+        can_offload=runtime.can_offload(),
+        has_nvidia=shutil.which("nvidia-smi") is not None,
+        repacking_is_safe=runtime.repacking_is_safe(),
+        free_bytes=runtime.available_bytes(),
+        n_physical=runtime.default_threads(),
+        n_logical=os.cpu_count() or 1,
+    )
+
+
+def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:
+    """Measure a model that has just been loaded; its KV cache is emptied."""
+    return Examined(
+        role=role,
+        name=Path(model.path).name,
+        description=model.description.replace(" ?B", ""),  # a size that llama.cpp has no name for
+        facts=model.facts(),
+        memory=model.try_memory(),
+        options=model.options,
+        context_size=model.context_size,
+        trained_context_size=model.trained_context_size,
+        flash_attention=runtime.flash_attention(),
+        step_seconds=step_seconds(model, clock),
+    )
+
+
+def step_seconds(model: LlamaModel, clock: Clock) -> float:
+    """Seconds of one token: the median of a few."""
+    tokens = sample_tokens(model.vocabulary, N_BEFORE + STEPS)
+    model.forget()
+    model.forward(ForwardRequest(TARGET, tokens[:N_BEFORE]))
+    begin, times = clock(), []
+    for n in range(N_BEFORE + 1, len(tokens) + 1):
+        start = clock()
+        model.forward(ForwardRequest(TARGET, tokens[:n]))
+        times.append(clock() - start)
+        if len(times) > WARM_UP and clock() - begin > PATIENCE_SECONDS:
+            break
+    model.forget()
+    return statistics.median(times[WARM_UP:])
+
+
+def _no_draft_finding(files: PairFiles) -> Finding:
+    if files.ngram:
+        return Finding(OK, "draft", "none: draft tokens are looked up in earlier text")
+    return Finding(
+        WARNING,
+        "draft",
+        "none given: plain decoding, one token at a time",
+        "name a small model of the target's family, or look draft tokens up in earlier text",
+        ("draft", "ngram"),
+    )

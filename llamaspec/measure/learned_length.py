@@ -1,0 +1,42 @@
+"""The automatic length for a pair on this machine, which begins with what a probe or earlier runs found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.measure.bit_exactness import exact_widths
+from llamaspec.measure.store import Kept, T, store_prior, stored_prior, stored_probe
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+
+WORTH_KEEPING = 64  # tokens
+
+Tell = Callable[[str], None]  # receives a remark for the person
+
+
+def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None) -> AutoLength:
+    """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged."""
+    prior = _told(stored_prior(pair), tell)
+    if prior is None:
+        probe = _told(stored_probe(pair), tell)
+        return AutoLength(probe.curve if probe is not None else None, widths, sources=pair.sources)
+    return AutoLength(prior, widths, sources=pair.sources)
+
+
+def known_exact_widths(pair: Pair) -> frozenset[int]:
+    """Batch widths that are bit-identical with width 1: as a probe has found, or found now."""
+    known = stored_probe(pair).value
+    return known.identical_widths if known is not None else exact_widths(pair)
+
+
+def keep_prior(pair: Pair, policy: LengthPolicy) -> None:
+    """Keep what a run has learnt about this pair, if it was long enough to learn something."""
+    if isinstance(policy, AutoLength) and policy.n_tokens >= WORTH_KEEPING:
+        store_prior(pair, policy.experience())
+
+
+def _told(kept: Kept[T], tell: Tell | None) -> T | None:
+    if kept.fault is not None and tell is not None:
+        tell(kept.fault)
+    return kept.value

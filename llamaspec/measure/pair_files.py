@@ -1,0 +1,25 @@
+"""A pair that is not loaded: which files, and how they would be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamaspec.llama.options import ModelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that is not loaded."""
+
+    path: Path
+    options: ModelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PairFiles:
+    """A target and perhaps a draft that are not loaded."""
+
+    target: ModelFile
+    draft: ModelFile | None
+    ngram: bool = False  # draft tokens are looked up in earlier text

@@ -1,0 +1,281 @@
+"""Measures what a wider batch costs, for one pair on one machine: the saturation probe.
+
+Behind the same context every width is asked again and again, in shuffled order, so that a machine that warms
+up slows all alike. Where time is short, the widest batches, long contexts and further turns are left out.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaspec.length.fixed_length import FixedLength
+from llamaspec.measure.bit_exactness import Difference, Measurement, compare_widths
+from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.pair import Pair
+from llamaspec.protocols import Stream
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
+from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, CostCurve, ForwardRequest, Sampling, TokenArray
+
+Clock = Callable[[], float]  # seconds
+Report = Callable[[float], None]  # the finished fraction, 0 to 1
+FULL_WIDTHS = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
+QUICK_WIDTHS = (*range(1, 10), 12, 16)
+FULL_DEPTHS = (64, 1024)  # tokens in memory
+QUICK_DEPTHS = (64, 320)  # more than 256, where kernels change
+CATCH_UPS = (2, 4, 8, 16)  # tokens that the draft has missed, and the one before its draft token
+DRAFT_STEPS = 4  # draft tokens in a row, as in a round
+COMPARING = 0.4  # part of the time for finding out which widths are bit-identical
+MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
+READING = 0.5  # part of the time left that reading on to a longer context may take
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to measure."""
+
+    widths: tuple[int, ...] = FULL_WIDTHS
+    depths: tuple[int, ...] = FULL_DEPTHS
+    most_turns: int = 15
+    seconds: float = 100.0  # for all together; one turn may go over
+    n_compared: int = 64  # positions at each depth that are also evaluated one by one
+
+
+FULL = Effort()
+QUICK = Effort(QUICK_WIDTHS, QUICK_DEPTHS, most_turns=5, seconds=15.0, n_compared=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one thing measured several times.
+
+    Raises
+    ------
+    ValueError
+        They are not positive, or not in order.
+    """
+
+    median: float
+    low: float  # lower quartile
+    high: float  # upper quartile
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.median <= self.high <= MOST_SECONDS:
+            raise ValueError("seconds must be positive, and a median between its quartiles")
+
+    @property
+    def spread(self) -> float:
+        """Half of the distance between the quartiles, relative to the median."""
+        return (self.high - self.low) / 2 / self.median
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        """Fold measurements; at least one."""
+        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class WidthTiming:
+    """One width of the target's evaluation."""
+
+    width: int
+    timings: tuple[Timing, ...]  # one for each depth
+    logit_difference: float  # largest against width 1, over the same positions; 0 = bit-identical
+    n_compared: int  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """The draft reads several tokens at once and scores the last."""
+
+    n_tokens: int
+    seconds: float  # median
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the probe found.
+
+    Raises
+    ------
+    ValueError
+        The parts do not belong together.
+    """
+
+    depths: tuple[int, ...]
+    left_out_depths: tuple[int, ...]  # reading so many tokens would have taken too long
+    widths: tuple[WidthTiming, ...]
+    draft_step: Timing | None  # one draft token, drawing included; None without a draft
+    catch_ups: tuple[CatchUp, ...]
+    sampling_seconds: float  # the distribution and the draw of one scored position, default sampling
+
+    def __post_init__(self) -> None:
+        if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
+            raise ValueError("a probe needs one time for each width at each depth")
+        numbers = (*self.depths, *self.left_out_depths, *(c.n_tokens for c in self.catch_ups))
+        compared = (number for width in self.widths for number in (width.width, width.n_compared))
+        if not all(0 <= number <= MOST_TOKENS for number in (*numbers, *compared)):
+            raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
+        if any(width.logit_difference < 0 for width in self.widths):
+            raise ValueError("differences must be >= 0")
+        seconds = (self.sampling_seconds, *(c.seconds for c in self.catch_ups))
+        if not all(0 <= value <= MOST_SECONDS for value in seconds):
+            raise ValueError(f"seconds must be from 0 to {MOST_SECONDS:g}")
+        _ = self.curve  # its widths ascend from 1
+
+    @property
+    def curve(self) -> CostCurve:
+        """The costs at the first depth, for the automatic length."""
+        return CostCurve(
+            tuple(timing.width for timing in self.widths),
+            tuple(timing.timings[0].median for timing in self.widths),
+            self.draft_step.median if self.draft_step else 0.0,
+        )
+
+    @property
+    def identical_widths(self) -> frozenset[int]:
+        """Widths whose scores are those of width 1, bit for bit, at every depth.
+
+        Only width 1 where the long context was left out: kernels change with the length of the context.
+        """
+        if self.left_out_depths:
+            return frozenset({1})
+        return frozenset(timing.width for timing in self.widths if timing.logit_difference == 0)
+
+
+def measure(pair: Pair, effort: Effort, on_progress: Report | None = None) -> Probe:
+    """Measure a pair. The KV caches of both models are emptied."""
+    clock = pair.clock
+    report, begin = on_progress or (lambda fraction: None), clock()
+    target = pair.target
+    room = min(model.context_size for model in (target, pair.draft) if model is not None)
+    widths = tuple(w for w in effort.widths if w <= min(target.max_scored, room // 2))
+    longest = max(*widths, *CATCH_UPS, DRAFT_STEPS)
+    depths = sorted({max(1, min(depth, room - longest)) for depth in effort.depths})
+    tokens = sample_tokens(target.vocabulary, min(room, depths[-1] + max(longest, effort.n_compared)))
+    pair.forget()
+    parts: list[_Part] = []
+    left_out: list[int] = []
+    for i, depth in enumerate(depths):
+        left = effort.seconds - (clock() - begin)
+        if parts and parts[-1].reading_seconds(depth) > READING * left:
+            left_out.append(depth)
+            continue
+        part = _Part(pair, effort, tokens, depth)
+
+        def tell(done: float, i: int = i) -> None:
+            report((i + done) / len(depths))
+
+        pair.run(part.measure(widths, left / (len(depths) - i), with_draft=i == 0, report=tell))
+        parts.append(part)
+    return _folded(parts, tuple(left_out), pair.run(_time_sampling(tokens[: depths[0]], clock)))
+
+
+class _Part:
+    """Measures behind a context of one length."""
+
+    def __init__(self, pair: Pair, effort: Effort, tokens: TokenArray, depth: int) -> None:
+        self._pair, self._effort, self._clock, self._tokens = pair, effort, pair.clock, tokens
+        self.depth = depth
+        self.differences: Mapping[int, Difference] = {}
+        self.seconds: dict[tuple[str, int], list[float]] = {}  # by what is timed, and its width
+
+    def measure(
+        self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Report
+    ) -> Measurement[None]:
+        """Compare, warm up, and take times until some seconds have passed."""
+        clock, start, effort = self._clock, self._clock(), self._effort
+        yield ForwardRequest(TARGET, self._tokens[: self.depth])
+        read, left = clock(), seconds - (clock() - start)
+        self.differences = yield from compare_widths(
+            self._tokens[: self.depth + effort.n_compared],
+            self.depth,
+            widths,
+            lambda part: clock() - read < part * COMPARING * left,
+            lambda done: report(COMPARING * done),
+        )
+        jobs = [("target", width) for width in self.differences]
+        if with_draft and self._pair.draft is not None:
+            jobs += [("step", 1), *(("catch-up", n) for n in CATCH_UPS)]
+        shuffled = random.Random(0)
+        for turn in range(effort.most_turns + 1):  # the first one warms up
+            begin = clock()
+            for what, width in shuffled.sample(jobs, len(jobs)):
+                taken = yield from self._time(what, width)
+                if turn:
+                    self.seconds.setdefault((what, width), []).append(taken)
+            report(COMPARING + (1 - COMPARING) * (turn + 1) / (effort.most_turns + 1))
+            if turn and clock() - start + (clock() - begin) > seconds:
+                break
+
+    def reading_seconds(self, depth: int) -> float:
+        """What reading on to a longer context will take, at most."""
+        each = min(
+            statistics.median(s) / width for (what, width), s in self.seconds.items() if what == "target"
+        )
+        return (depth - self.depth) * each
+
+    def _time(self, what: str, width: int) -> Measurement[float]:
+        if what == "step":
+            return (yield from self._time_steps())
+        name, model = (TARGET, self._pair.target) if what == "target" else (DRAFT, self._pair.draft)
+        assert model is not None
+        # A draft may lack some of the target's tokens.
+        tokens = np.where(self._tokens < model.vocabulary_size, self._tokens, np.int32(0))
+        # Another token first, so that nothing of what is timed is cached.
+        other = (tokens[self.depth] + 1) % model.vocabulary_size
+        yield ForwardRequest(name, np.append(tokens[: self.depth], other).astype(np.int32))
+        n_logits = width if what == "target" else 1
+        forward = yield ForwardRequest(name, tokens[: self.depth + width], n_logits)
+        return forward.seconds
+
+    def _time_steps(self) -> Measurement[float]:
+        """Seconds of one draft token among some in a row, with all that a drafter does."""
+        context = self._tokens[: self.depth]
+        drafter = self._pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
+        yield from drafter.prepare(context)
+        start = self._clock()
+        yield from drafter.propose(context, FixedLength(DRAFT_STEPS))
+        return (self._clock() - start) / DRAFT_STEPS
+
+
+def _folded(parts: Sequence[_Part], left_out: tuple[int, ...], sampling_seconds: float) -> Probe:
+    """One answer from all depths; widths that the time did not allow at some depth are left out."""
+    first = parts[0]
+    widths = [w for w in first.differences if all(("target", w) in part.seconds for part in parts)]
+    step = first.seconds.get(("step", 1))
+    return Probe(
+        depths=tuple(part.depth for part in parts),
+        left_out_depths=left_out,
+        widths=tuple(
+            WidthTiming(
+                width,
+                tuple(Timing.of(part.seconds["target", width]) for part in parts),
+                max(part.differences[width].largest for part in parts),
+                sum(part.differences[width].n_compared for part in parts),
+            )
+            for width in widths
+        ),
+        draft_step=Timing.of(step) if step else None,
+        catch_ups=tuple(
+            CatchUp(n, statistics.median(first.seconds["catch-up", n])) for n in CATCH_UPS if step
+        ),
+        sampling_seconds=sampling_seconds,
+    )
+
+
+def _time_sampling(tokens: TokenArray, clock: Clock) -> Measurement[float]:
+    forward = yield ForwardRequest(TARGET, tokens)
+    streams, times = SeededStreams(0), []
+    for position in range(25):
+        start = clock()
+        streams.choose(distribution(forward.logits[0], Sampling()), Stream.TOKEN, position)
+        times.append(clock() - start)
+    return statistics.median(times)

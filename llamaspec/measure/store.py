@@ -1,0 +1,168 @@
+"""Keeps what the probe found and what runs have learnt, for the same pair on the same machine.
+
+They lie in the user's cache folder. A file that is damaged or foreign counts as none, with a reason for
+whoever wants to tell it, and is replaced by the next write; one of another version counts as none silently.
+Knows the fields of neither: they are validated as dataclasses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from platformdirs import user_cache_dir
+
+from llamaspec.errors import LlamaspecError
+from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.length.auto_length import LearnedPrior
+from llamaspec.llama import runtime
+from llamaspec.llama.options import ModelOptions
+from llamaspec.measure.probe import Probe
+
+FORMAT = 2  # of probes
+PRIOR_FORMAT = 4  # of learned priors
+HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
+_MAX_BYTES = 4 << 20
+
+T = TypeVar("T")
+
+
+class ModelOnDisk(Protocol):
+    """A model file and the way it is loaded; it need not be loaded."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def options(self) -> ModelOptions:
+        """How it is loaded."""
+
+
+class PairOnDisk(Protocol):
+    """What names a pair; a `Pair` does."""
+
+    @property
+    def target(self) -> ModelOnDisk:
+        """The target."""
+
+    @property
+    def draft(self) -> ModelOnDisk | None:
+        """The draft, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[T]):
+    """What the store holds, or why what lies there counts as nothing; neither where nothing is."""
+
+    value: T | None = None
+    fault: str | None = None  # one line
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    format: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeFile:
+    format: int
+    probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class _PriorFile:
+    format: int
+    experience: LearnedPrior
+
+
+def stored_probe(pair: PairOnDisk) -> Kept[Probe]:
+    """What was found for this pair on this machine."""
+    found = _read(_probe_path(pair), _ProbeFile, FORMAT)
+    return Kept(found.value.probe if found.value is not None else None, found.fault)
+
+
+def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
+    """Keep a probe.
+
+    Raises
+    ------
+    LlamaspecError
+        The cache folder cannot be written.
+    """
+    path = _probe_path(pair)
+    try:
+        _write(path, _ProbeFile(FORMAT, probe))
+        _prior_path(pair).unlink(missing_ok=True)  # it is older
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
+        ) from error
+    return path
+
+
+def stored_prior(pair: PairOnDisk) -> Kept[LearnedPrior]:
+    """What earlier runs have learnt since the last probe."""
+    found = _read(_prior_path(pair), _PriorFile, PRIOR_FORMAT)
+    return Kept(found.value.experience if found.value is not None else None, found.fault)
+
+
+def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
+    """Keep what a run has learnt, if it can be kept."""
+    with suppress(OSError):  # the text is what people came for
+        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, prior))
+
+
+def forget(pair: PairOnDisk) -> bool:
+    """Drop what is kept; answers whether there was anything."""
+    paths = [path for path in (_probe_path(pair), _prior_path(pair)) if os.path.lexists(path)]
+    for path in paths:
+        path.unlink()
+    return bool(paths)
+
+
+def _read(path: Path, kind: type[T], version: int) -> Kept[T]:
+    try:
+        content = read_file(path, _MAX_BYTES)
+        if parse_json(_Version, content, unknown="ignore").format != version:
+            return Kept()
+        return Kept(parse_json(kind, content))
+    except FileNotFoundError:
+        return Kept()
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = str(error)
+    return Kept(fault=f"{path} counts as empty, it cannot be used: {reason}")
+
+
+def _write(path: Path, content: _ProbeFile | _PriorFile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(asdict(content)))
+
+
+def _prior_path(pair: PairOnDisk) -> Path:
+    return _probe_path(pair).with_suffix(".runs.json")
+
+
+def _probe_path(pair: PairOnDisk) -> Path:
+    folder = os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False)
+    models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
+    key = json.dumps([*models, runtime.backend_description(), platform.node()])
+    return Path(folder) / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _model_key(model: ModelOnDisk) -> list[object]:
+    """What tells a model file and the way it is loaded from others."""
+    with model.path.open("rb") as file:
+        beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+    options = model.options
+    placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
+    memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
+    return [model.path.stat().st_size, beginning, *placement, *memory]

@@ -1,0 +1,259 @@
+"""A target and its draft, opened together: what a program uses, and what the commands are built on.
+
+Every text is a row of one scheduler, so several threads, or tasks of asyncio, may generate from one pair at
+the same time. They share each evaluation, and every text is the one that it would be alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Generator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.stream import Progress, TextPlan, TextStream
+from llamaspec.errors import PromptError
+from llamaspec.hub.names import resolve_draft, resolve_model
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.llama import runtime
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.llama.pairing import check_pair
+from llamaspec.llama.weights import LoadProgress
+from llamaspec.protocols import Drafter, LengthPolicy
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Sampling, Source, TokenArray
+
+Result = TypeVar("Result")
+
+NGRAM = "ngram"  # in place of a draft: copy from earlier text
+_DRAFT_OPTIONS = ModelOptions(max_scored=DRAFT_SCORED)
+
+
+def demo_target() -> Path:
+    """The embedded target model."""
+    return Path(str(files("llamaspec") / "demo" / "target.gguf"))
+
+
+def demo_draft() -> Path:
+    """The embedded draft model, distilled from the embedded target."""
+    return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
+
+
+class Pair:
+    """A target that decides what is said and, if there is one, a draft that proposes it.
+
+    Close it, or use it as a context manager; a forgotten pair is freed all the same. Made by `open_pair`.
+    """
+
+    def __init__(
+        self,
+        target: LlamaModel,
+        draft: LlamaModel | None,
+        load_seconds: float,
+        *,
+        ngram: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
+        self.load_seconds = load_seconds
+        self.clock = clock  # seconds
+        self._length = AutoLength(sources=self.sources)  # for streams that bring none
+        models = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
+        concurrent = draft is not None and _apart(target, draft)
+        self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
+
+    @property
+    def sources(self) -> frozenset[Source]:
+        """Where draft tokens come from."""
+        sources = {Source.MODEL} if self.draft is not None else set()
+        return frozenset(sources | {Source.NGRAM} if self.ngram else sources)
+
+    def stream(
+        self,
+        prompt: str | bytes | TokenArray,
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_tokens: int = 256,
+        stops: Sequence[str] = (),
+        rule: str = DEFAULT_RULE,
+        policy: LengthPolicy | None = None,
+        drafter: Drafter | None = None,
+        on_prefill: Progress | None = None,
+    ) -> TextStream:
+        """Generate piece by piece; `.run()` on the answer generates to the end at once.
+
+        Parameters
+        ----------
+        prompt : str, bytes or [n] int32
+            Text, UTF-8 bytes, or token ids.
+        sampling : Sampling, optional
+            Default: llama.cpp's values, temperature 0.8.
+        seed : int, optional
+            Default: drawn at random. The same seed gives the same text under the coupled rule, whatever
+            the draft and the policy.
+        max_tokens : int
+            At most this many new tokens.
+        stops : sequence of str
+            Strings that end the text.
+        rule : str
+            "coupled", "rejection" or "block".
+        policy : LengthPolicy, optional
+            How many tokens to draft; default: as many as pay, learnt from stream to stream.
+        drafter : Drafter, optional
+            Who drafts; default what the pair was opened with. `NoDrafter()` is plain decoding.
+        on_prefill : callable, optional
+            Told how many tokens of the prompt have been read, of how many.
+
+        Raises
+        ------
+        PromptError
+            The prompt is empty, not UTF-8, or does not fit.
+        """
+        sampling = sampling or Sampling()
+        if rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
+        streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
+        speculation = Speculation(
+            drafter=drafter or self._drafter(sampling, rule, streams),
+            length=(policy or self._length).start_row(),
+            rule=RULES[rule],
+            sampling=sampling,
+            streams=streams,
+            context_size=self.target.context_size,
+            max_scored=self.target.max_scored,
+        )
+        plan = TextPlan(self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops)
+        return TextStream(plan, self._scheduler, on_prefill)
+
+    def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
+        """Run a coroutine that yields what it wants evaluated, beside the streams; returns its result.
+
+        Logits that it is sent are valid until its next request.
+
+        Examples
+        --------
+        >>> def score(tokens):  # doctest: +SKIP
+        ...     forward = yield ForwardRequest(TARGET, tokens)
+        ...     return forward.logits[0].copy()
+        >>> pair.run(score(tokens))  # doctest: +SKIP
+        """
+        return self._scheduler.run(measurement)
+
+    def forget(self) -> None:
+        """Empty both KV caches, as if nothing had been evaluated."""
+        self._scheduler.forget()
+
+    def close(self) -> None:
+        """End all streams and free both models; from any thread, and more than once is allowed."""
+        self._scheduler.close()
+        if self.draft is not None:
+            self.draft.close()
+        self.target.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> Drafter:
+        drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
+        if self.draft is not None:
+            drafters.append(self.model_drafter(sampling, rule, streams))
+        return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
+
+    def model_drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> ModelDrafter:
+        """The drafter that asks the draft model."""
+        assert self.draft is not None
+        return ModelDrafter(
+            self.draft.vocabulary_size,
+            self.draft.context_size,
+            sampling,
+            RULES[rule],
+            streams,
+            n_tokens=self.target.vocabulary_size,
+        )
+
+    def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
+        if isinstance(prompt, str):
+            prompt = prompt.encode()
+        if not isinstance(prompt, bytes):
+            return prompt
+        if not prompt:
+            raise PromptError("the prompt is empty; give some text to continue")
+        return self.target.vocabulary.tokenize(prompt)
+
+
+def open_pair(
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    ngram: bool = False,
+    target_options: ModelOptions | None = None,
+    draft_options: ModelOptions | None = None,
+    on_load: LoadProgress | None = None,
+) -> Pair:
+    """Load a target and, if given, its draft.
+
+    Parameters
+    ----------
+    target : str or Path
+        A file, or a name as the commands take it: of the list of models, or hf:owner/repo:file.
+    draft : str or Path, optional
+        The same; "auto" is the draft that is known for the target, "ngram" no model at all.
+    ngram : bool
+        Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
+
+    Raises
+    ------
+    ModelFileError, MemoryFullError
+        A model cannot be found or loaded.
+    PairError
+        The two models number tokens differently.
+
+    Examples
+    --------
+    >>> with open_pair(demo_target(), demo_draft()) as pair:  # doctest: +SKIP
+    ...     for piece in pair.stream("import os", sampling=Sampling(temperature=0.7), seed=7):
+    ...         print(piece.text, end="")
+    """
+    start = time.perf_counter()
+    if draft == NGRAM:
+        draft, ngram = None, True
+    draft_path = None if draft is None else resolve_draft(draft, target)
+    target_model = LlamaModel(resolve_model(target), target_options, on_load)
+    if draft_path is None:
+        return Pair(target_model, None, time.perf_counter() - start, ngram=ngram)
+    try:
+        draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
+    except BaseException:
+        target_model.close()
+        raise
+    try:
+        check_pair(target_model.vocabulary, draft_model.vocabulary)
+    except BaseException:
+        draft_model.close()
+        target_model.close()
+        raise
+    return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
+
+
+def _apart(target: LlamaModel, draft: LlamaModel) -> bool:
+    """Whether the two compute on different devices: one on the GPU, the other not."""
+    on_gpu = [model.options.gpu_layers != 0 for model in (target, draft)]
+    return runtime.can_offload() and on_gpu[0] != on_gpu[1]

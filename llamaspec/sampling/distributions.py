@@ -1,0 +1,183 @@
+"""From a model's scores to the distribution that a token is drawn from.
+
+The one idea: top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they
+keep the shortest of three prefixes, and only the few tokens that can be in it are ever sorted. Knows
+neither models nor chance. Hand-computed tables in tests/sampling/test_distributions.py prove each filter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, Sampling, TokenArray
+
+Floats = npt.NDArray[np.float64]
+Scores = npt.NDArray[np.float32]  # [V] one row of logits
+
+
+def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS) -> Distribution:
+    """The distribution of the next token.
+
+    Parameters
+    ----------
+    scores : [V] float32
+        Logits of one position; not changed.
+    sampling : Sampling
+        The chain: penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
+    seen : [n] int32
+        The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
+
+    Raises
+    ------
+    ValueError
+        The scores are not numbers.
+
+    Examples
+    --------
+    >>> row = np.log(np.array([0.1, 0.6, 0.3], dtype=np.float32))
+    >>> distribution(row, Sampling(temperature=1.0, top_k=2, top_p=None, min_p=None)).tokens
+    array([1, 2], dtype=int32)
+    """
+    if sampling.penalises:
+        scores = penalised(scores, sampling, seen[-sampling.penalty_window :])
+    best = int(np.argmax(scores))
+    highest = float(scores[best])
+    if not np.isfinite(highest):
+        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return Distribution.certain(best)
+
+    mass = None
+    if sampling.top_p is not None and sampling.top_k is None:
+        mass = _sum_exp(scores, highest)
+    tokens = _candidates(scores, sampling, highest, mass)
+    relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
+    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
+        return _tempered(tokens, relative, sampling.temperature)
+    order = np.argsort(-relative, kind="stable")  # ties stay in order of id
+    if sampling.top_k is not None:
+        order = order[: sampling.top_k]
+    sorted_scores = relative[order]
+    n_kept = len(order)
+    if sampling.min_p is not None:
+        n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
+    if sampling.top_p is not None:
+        n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
+    kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
+    return _tempered(tokens[kept], relative[kept], sampling.temperature)
+
+
+def confidence(scores: Scores, token: int, drawn_from: Distribution) -> float:
+    """The drafter's own probability of its token: after the chain, or of the plain scores when greedy."""
+    if len(drawn_from.tokens) > 1:
+        return drawn_from.probability(token)
+    highest = float(scores[token])
+    return min(1.0, 1.0 / _sum_exp(scores, highest))
+
+
+def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
+    """A copy of the scores with llama.cpp's three penalties for the tokens in `seen`: float32 [V]."""
+    scores = scores.copy()
+    tokens, counts = np.unique(seen, return_counts=True)
+    if sampling.repeat_penalty is not None:
+        values = scores[tokens]
+        factor = np.float32(sampling.repeat_penalty)
+        scores[tokens] = np.where(values > 0, values / factor, values * factor)
+    if sampling.presence_penalty is not None:
+        scores[tokens] -= np.float32(sampling.presence_penalty)
+    if sampling.frequency_penalty is not None:
+        scores[tokens] -= (counts * sampling.frequency_penalty).astype(np.float32)
+    return scores
+
+
+def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
+    """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
+    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
+
+
+def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
+    """Length of the shortest prefix that holds `top_p` of the probability, at least 1.
+
+    `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
+    """
+    cumulative = np.cumsum(np.exp(sorted_scores))
+    total = float(cumulative[-1]) if mass is None else mass
+    return int(np.searchsorted(cumulative, top_p * total)) + 1
+
+
+def _tempered(tokens: TokenArray, relative: Floats, temperature: float) -> Distribution:
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp(relative / temperature)
+    possible = weights > 0
+    if not possible.all():
+        tokens, weights = tokens[possible], weights[possible]
+    return Distribution(tokens, weights / weights.sum())
+
+
+def _sum_exp(scores: Scores, highest: float) -> float:
+    return float(np.exp(scores - np.float32(highest)).sum(dtype=np.float64))
+
+
+def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float | None) -> TokenArray:
+    """Every token that may survive truncation, and few others: int32 [C], ascending.
+
+    `mass` is the sum of exp(score - highest) over all tokens, where top-p is taken of all.
+    """
+    threshold = -np.inf
+    if sampling.top_k is not None:
+        threshold = _floor_of_best(scores, sampling.top_k)
+    # Below, a little slack: the exact cuts are made later in double precision.
+    # Top-p is taken of all that top-k leaves, and min-p only then.
+    if sampling.min_p is not None and (sampling.top_k is None or sampling.top_p is None):
+        threshold = max(threshold, highest + float(np.log(sampling.min_p)) - 1e-3)
+    if mass is not None and sampling.top_p is not None and sampling.top_p < 1:
+        # V tokens this improbable hold less than what top-p leaves out.
+        threshold = max(threshold, highest + float(np.log((1 - sampling.top_p) * mass / len(scores))) - 1e-3)
+    return np.flatnonzero(scores >= np.float32(threshold)).astype(np.int32)
+
+
+def _floor_of_best(scores: Scores, k: int) -> float:
+    """A score that at least `k` tokens reach, and not many more.
+
+    The k-th best of the maxima of disjoint groups can be no higher than the k-th best of all, and costs
+    one pass over the scores instead of a selection among them.
+    """
+    n_groups = len(scores) // min(64, max(1, len(scores) // (4 * k)))
+    if n_groups < k:
+        return -np.inf
+    group_size = len(scores) // n_groups
+    maxima = scores[: n_groups * group_size].reshape(group_size, n_groups).max(axis=0)
+    return float(np.partition(maxima, n_groups - k)[n_groups - k])
+
+
+class LogitsTarget:
+    """The target's distributions behind a draft, each computed once and only where a rule looks.
+
+    Parameters
+    ----------
+    logits : [1 + K, V] float32
+        After the context, then after each draft token.
+    context : [n] int32
+    draft : Draft
+        Of K tokens.
+    sampling : Sampling
+    """
+
+    def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampling: Sampling) -> None:
+        self._logits = logits
+        self._context = context
+        self._draft = draft
+        self._sampling = sampling
+        self._known: dict[int, Distribution] = {}
+
+    def after(self, i: int) -> Distribution:
+        """p after the context and the path to draft token `i`; -1 = after the context."""
+        if i not in self._known:
+            self._known[i] = distribution(self._logits[i + 1], self._sampling, self._seen(i))
+        return self._known[i]
+
+    def _seen(self, i: int) -> TokenArray:
+        if i < 0 or not self._sampling.penalises:
+            return self._context
+        return np.concatenate([self._context, self._draft.tokens[self._draft.path(i)]])

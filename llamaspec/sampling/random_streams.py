@@ -1,0 +1,78 @@
+"""Chance that belongs to positions, not to calls.
+
+Every random number is a hash of (seed, use, position, attempt, token), so it is the same whoever asks for
+it, in whatever order and how often. That is what makes the text for a seed independent of the draft.
+Knows nothing of models. tests/sampling/test_random_streams.py checks the law and the independence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.protocols import Stream
+from llamaspec.values import Distribution
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class SeededStreams:
+    """Reproducible chance from one seed.
+
+    Tokens are drawn by the Gumbel-max trick: the argmax of log p(v) + g(v), with g(v) standard Gumbel
+    noise, has law p. Two distributions that share the noise choose the same token where they agree.
+
+    Parameters
+    ----------
+    seed : int
+        Any integer; taken modulo 2^64.
+
+    References
+    ----------
+    The finalizer is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014). Coupled draws: Daliri, Musco and Suresh, arXiv 2408.07978.
+
+    Examples
+    --------
+    >>> streams = SeededStreams(7)
+    >>> streams.choose(Distribution.certain(3), Stream.TOKEN, position=0)
+    3
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed & _MASK
+
+    def choose(self, distribution: Distribution, use: Stream, position: int, attempt: int = 0) -> int:
+        """Draw one token of `distribution`."""
+        if len(distribution.tokens) == 1:
+            return int(distribution.tokens[0])
+        uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
+        noise = -np.log(-np.log(uniform))
+        return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
+
+    def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
+        """True with the given probability."""
+        return float(self._uniform(np.zeros(1, dtype=np.uint64), use, position, attempt)[0]) < probability
+
+    def _uniform(
+        self, tokens: npt.NDArray[np.uint64], use: Stream, position: int, attempt: int
+    ) -> npt.NDArray[np.float64]:
+        """Numbers in (0, 1), one for each token: float64 [S]."""
+        key = self._seed
+        for part in (use, position, attempt):
+            key = _mixed(key ^ _mixed((part + 1) * _GOLDEN & _MASK))
+        hashed = (tokens + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+        hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(_MIX_1)
+        hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(_MIX_2)
+        hashed ^= hashed >> np.uint64(31)
+        return ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64's finalizer of one 64-bit number."""
+    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
+    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,88 @@
+"""Another checkout of llamaspec as arms of the benchmark: "was it faster before?"
+
+    git worktree add ../before COMMIT
+    python scripts/bench.py --against ../before
+
+The other checkout runs in a process of its own, on the same files, with the same Python and the same
+llama.cpp, and takes turns with this one. What a probe found here is its prior, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+
+from llamaspec import Pair
+from llamaspec.values import CostCurve
+
+WORKER = Path(__file__).with_name("checkout_worker.py")
+ARMS = ("plain", "auto", "auto, kept", "auto, cold")
+
+
+class Checkout:
+    """Generates with the code of another folder; use as a context manager.
+
+    Raises
+    ------
+    click.UsageError
+        The folder has no llamaspec.
+    """
+
+    def __init__(self, folder: Path, pair: Pair, curve: CostCurve | None) -> None:
+        if not (folder / "llamaspec" / "__init__.py").exists():
+            raise click.UsageError(f"{folder} has no llamaspec; name the top of a checkout")
+        assert pair.draft is not None
+        self._arms = ARMS if curve is not None else tuple(arm for arm in ARMS if arm != "auto")
+        self._curve = [curve.widths, curve.verify_seconds, curve.draft_step_seconds] if curve else None
+        self._process = subprocess.Popen(
+            [sys.executable, WORKER, folder.resolve(), pair.target.path.resolve(), pair.draft.path.resolve()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            text=True,
+        )
+
+    def turn(
+        self, text: str, temperature: float, seed: int, max_tokens: int
+    ) -> Iterator[tuple[str, int, float]]:
+        """Every arm once: its name, how many tokens, and tokens per second."""
+        for arm in self._arms:
+            request = {
+                "arm": arm,
+                "text": text,
+                "temperature": temperature,
+                "seed": seed,
+                "max_tokens": max_tokens,
+                "curve": self._curve,
+            }
+            answer = self._ask(request)
+            yield f"before: {arm}", len(answer["tokens"]), answer["speed"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise click.ClickException("the other checkout failed; its message stands above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Checkout:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()

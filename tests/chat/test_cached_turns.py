@@ -1,0 +1,157 @@
+"""A conversation costs only its new tokens: what is cached, and that the cache changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
+from forward_requests import Count
+from llamaspec import ModelOptions, Pair, StopReason, open_pair
+from llamaspec.chat.special_tokens import Rendered, SpecialTokens, tokenize
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.transcript import Transcript
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.values import Message
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import Vocabulary
+
+
+def test_only_what_is_new_is_prefilled(pair: Pair) -> None:
+    """Everything is cached but the last token of the answer, which was never evaluated."""
+    chat = session(pair, system="Be brief.")
+    say(chat, "hello there")
+    n_prompt, n_cached, n_answer = last(chat)
+    assert (n_cached, n_answer) == (0, 20)
+    for _ in range(3):
+        known = n_prompt + n_answer
+        say(chat, "and then?")
+        n_prompt, n_cached, n_answer = last(chat)
+        assert n_cached == known - 1
+
+
+def test_an_answer_that_ends_is_cached_as_a_whole(chat_folder: Path) -> None:
+    """The model has read it to say that it ends there."""
+    path = write_chat_model(chat_folder / "ending.gguf", ENDING)
+    with open_pair(path, target_options=ModelOptions(threads=1)) as ending:
+        chat = session(ending, max_tokens=500, n_drafted=0)
+        known = 0
+        for text in ("one", "two", "three"):
+            say(chat, text)
+            n_prompt, n_cached, n_answer = last(chat)
+            assert chat.last is not None
+            assert chat.last.completion.stop_reason is StopReason.END
+            assert n_cached == known
+            known = n_prompt + n_answer
+
+
+def test_what_is_cached_is_not_evaluated(pair: Pair, evaluated: Count) -> None:
+    """Also when the conversation is longer than the parts in which a prompt is prefilled."""
+    with open_pair(pair.target.path, target_options=ModelOptions(n_ctx=2048, threads=1)) as alone:
+        chat = session(alone, n_drafted=0)
+        say(chat, "once upon a time " * 60)
+        assert last(chat)[0] > 600
+        evaluated.taken()
+        say(chat, "and then?")
+        n_prompt, n_cached, n_answer = last(chat)
+        assert n_cached > 600
+        assert evaluated.taken() == n_prompt - n_cached + n_answer - 1
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_cache_and_draft_change_nothing(pair: Pair, forgets: bool) -> None:
+    def talk(n_drafted: int) -> list[str]:
+        chat = session(pair, n_drafted=n_drafted)
+        answers = []
+        for text in ("one", "two", "three"):
+            answers.append(say(chat, text))
+            if forgets:
+                pair.target.forget()
+        return answers
+
+    assert talk(3) == talk(0) == talk(3)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mamba", "lfm2"])
+def test_conversations_with_other_memories(store: ModelStore, kind: str) -> None:
+    """Where the cache cannot go back the conversation is prefilled anew, and the text is the same."""
+    with open_pair(store.path(kind), target_options=ModelOptions(threads=1)) as other:
+        template = ChatTemplate(TEMPLATE, "<s>", "</s>")
+        chat, fresh = (session(other, template=template, n_drafted=0) for _ in range(2))
+        answers = [say(chat, text) for text in ("one", "two", "three")]
+        for text, answer in zip(("one", "two", "three"), answers, strict=True):
+            other.target.forget()
+            assert say(fresh, text) == answer
+        assert fresh.totals.n_cached == 0
+
+
+@pytest.mark.parametrize("vocabulary", [ASCII, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN], ids=["control tokens", "plain text"])
+def test_tokens_of_the_model_are_kept(chat_folder: Path, vocabulary: Vocabulary, template: str) -> None:
+    """A model may write "the" with other tokens than the tokenizer would."""
+    path = chat_folder / f"{len(list(chat_folder.iterdir()))}.gguf"
+    write_chat_model(path, Recipe(vocabulary=vocabulary), template)
+    with open_pair(path, target_options=ModelOptions(threads=1)) as opened:
+        words, render = opened.target.vocabulary, ChatTemplate.of(opened.target).render
+        transcript = Transcript(words)
+        talk = [Message("user", "the end")]
+        first = transcript.read(render(talk)).tolist()
+        assert first == fresh(words, render(talk))
+        spelt = [token_of(letter, opened) for letter in (b"t", b"h", b"e")]
+        transcript.wrote(spelt)
+        talk += [Message("assistant", "the"), Message("user", "the end")]
+        second = transcript.read(render(talk)).tolist()
+        assert second[: len(first) + 3] == first + spelt
+        canonical = fresh(words, render(talk))
+        assert second != canonical
+        assert b"".join(map(words.piece, second)) == b"".join(map(words.piece, canonical))
+        assert transcript.read(render(talk)).tolist() == second  # asked again, nothing is new
+        # Another text has its own tokens.
+        other = render([Message("user", "he ended")])
+        assert transcript.read(other).tolist() == fresh(words, other)
+
+
+def fresh(words: LlamaVocabulary, rendered: Rendered) -> list[int]:
+    """Tokens of a conversation of which nothing is known."""
+    found: list[int] = words.begun(tokenize(rendered, words, SpecialTokens(words.controls))).tolist()
+    return found
+
+
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_spaces_that_the_template_writes_itself(chat_folder: Path) -> None:
+    """Such models begin their answers with a space; kept in the message, it would come twice."""
+    path = write_chat_model(chat_folder / "spaces.gguf", Recipe(vocabulary=ASCII), MISTRAL)
+    with open_pair(path, target_options=ModelOptions(threads=1)) as opened:
+        chat = session(opened, max_tokens=4)
+        for number in range(200):
+            chat.reset()
+            answer = say(chat, str(number))
+            if answer[0] == " " and answer[1:] == answer.strip():
+                break
+        assert chat.messages[-1].text == answer[1:]
+        n_prompt, _, n_answer = last(chat)
+        say(chat, "and then?")
+        assert last(chat)[1] == n_prompt + n_answer - 1
+
+
+def token_of(text: bytes, pair: Pair) -> int:
+    words = pair.target.vocabulary
+    return next(token for token in range(words.size - 1, -1, -1) if words.piece(token) == text)
+
+
+def test_half_a_character_is_tokenized_anew(store: ModelStore) -> None:
+    """What is not UTF-8 is shown as U+FFFD, and the conversation goes on with what was shown."""
+    with open_pair(store.path("llama"), target_options=ModelOptions(threads=1)) as opened:
+        words = opened.target.vocabulary
+        transcript = Transcript(words)
+        transcript.read(Rendered(b"[user]a[assistant]", ()))
+        transcript.wrote([token_of(b"o", opened), token_of(b"\xef", opened), token_of(b"\xbc", opened)])
+        text = "[user]a[assistant]o\ufffd[user]".encode()
+        assert b"".join(map(words.piece, transcript.read(Rendered(text, ())).tolist())) == text

@@ -1,0 +1,105 @@
+"""`llamaspec audit`: says so when drafting changes the text, and when it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from command import invoke, naming
+from llamaspec import LlamaModel, Pair, TextStream
+from llamaspec.values import ForwardRequest, Logits
+
+Batch = list[tuple[int, ForwardRequest]]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: str) -> None:
+    answer = invoke(
+        "audit", *naming([target_file, draft_file]), "-t", temperature, "-n", "40", "-k", "3", "--json"
+    )
+    assert answer.code == 0
+    assert answer.json["n_tokens"] == 40
+    assert answer.json["forks"] == []
+    assert answer.json["first_difference"] is None
+    assert 2 in answer.json["identical_widths"]
+
+
+@pytest.fixture
+def biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that rounds wider batches otherwise, by far."""
+    honest = LlamaModel.evaluate
+
+    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        answers = honest(self, batch, n_padding)
+        if batch[0][1].n_scored == 1:
+            return answers
+        return [np.roll(answer, 1, axis=1) for answer in answers]
+
+    monkeypatch.setattr(LlamaModel, "evaluate", biased)
+
+
+@pytest.mark.usefixtures("biased")
+def test_a_machine_that_rounds_wider_batches_otherwise_is_found_out(
+    target_file: Path, draft_file: Path
+) -> None:
+    answer = invoke("audit", *naming([target_file, draft_file]), "-t", "0", "-n", "40", "-k", "3", "--json")
+    assert answer.code == 1
+    found = answer.json
+    assert found["first_difference"] is not None
+    assert found["forks"]
+    assert max(fork["width"] for fork in found["forks"]) == 4
+    assert all(fork["logit_gap"] > 0 for fork in found["forks"])
+    assert found["identical_widths"] == []
+
+
+RULES = [("coupled", "1"), ("rejection", "0"), ("rejection", "1"), ("block", "1")]
+
+
+@pytest.mark.parametrize(("rule", "temperature"), RULES)
+def test_the_rule_is_the_one_that_was_asked_for(
+    target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch, rule: str, temperature: str
+) -> None:
+    """It was ignored: coupled was audited, whatever was asked for."""
+    used: list[object] = []
+    stream = Pair.stream
+
+    def noted(self: Pair, *prompt: Any, **settings: Any) -> TextStream:
+        used.append(settings["rule"])
+        return stream(self, *prompt, **settings)
+
+    monkeypatch.setattr(Pair, "stream", noted)
+    options = [*naming([target_file, draft_file]), "--rule", rule, "-t", temperature, "-n", "40", "-k", "3"]
+    answer = invoke("audit", *options, "--json")
+    assert set(used) == {rule}
+    assert (answer.code, answer.json["rule"], answer.json["forks"]) == (0, rule, [])
+    compared = rule == "coupled" or temperature == "0"
+    assert answer.json["compares_texts"] == compared
+    assert ("draws another text" in invoke("audit", *options).stdout) == (not compared)
+
+
+@pytest.mark.usefixtures("biased")
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_tokens_that_the_target_alone_cannot_say_are_forks_under_any_rule(
+    target_file: Path, draft_file: Path, rule: str
+) -> None:
+    options = ("--rule", rule, "-t", "0.5", "-n", "40", "-k", "3", "--json")
+    answer = invoke("audit", *naming([target_file, draft_file]), *options)
+    assert answer.code == 1
+    assert answer.json["forks"]
+
+
+def test_for_people(target_file: Path, draft_file: Path) -> None:
+    answer = invoke("audit", *naming([target_file, draft_file]), "-n", "20", "--seed", "3")
+    assert answer.stdout.splitlines()[:2] == [
+        "same seed, same text: all 20 tokens are those of plain decoding",
+        "replayed one token at a time: 0 forks in 20 tokens",
+    ]
+
+
+def test_it_needs_a_draft(target_file: Path) -> None:
+    answer = invoke("audit", *naming([target_file]))
+    assert answer.code == 1
+    assert answer.stderr.strip().endswith("name it with --draft, or look it up with --draft ngram")

@@ -1,0 +1,222 @@
+"""Bad input: one line that says what was wrong and what to do, a code that is not 0, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from command import ENTRY, Answer, environment, invoke, naming, run
+from model_store import ModelStore
+from tiny_models import Recipe, truncated, write_bert, write_vocabulary_only
+from tiny_vocabulary import BYTES
+
+LATIN = "caf\xe9".encode("latin-1")
+
+
+def assert_refused(answer: Answer, says: str, code: int) -> None:
+    assert answer.code == code, answer
+    assert answer.stdout == ""
+    assert "Traceback" not in answer.stderr
+    assert len(answer.complaints) == 1, answer.stderr
+    line = answer.complaints[0]
+    assert line.startswith("llamaspec: ")
+    assert says in line
+    assert any(remedy in line for remedy in ("; ", " must ", "give the prompt once")), line
+
+
+@pytest.fixture(scope="module")
+def files(store: ModelStore, target_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files by the names that the tables below use."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "text.gguf").write_text("# not a model\n" * 100)
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "latin.txt").write_bytes(LATIN)
+    (folder / "long.txt").write_text("x" * 600)
+    return {
+        "GOOD": target_file,
+        "MISSING": folder / "missing.gguf",
+        "FOLDER": folder,
+        "TEXT": folder / "text.gguf",
+        "CUT": truncated(target_file, folder / "cut.gguf"),
+        "CUT_HEADER": truncated(target_file, folder / "cut-header.gguf", 20),
+        "CUT_METADATA": truncated(target_file, folder / "cut-metadata.gguf", 700),
+        "VOCABULARY": write_vocabulary_only(folder / "vocabulary.gguf"),
+        "BERT": write_bert(folder / "bert.gguf"),
+        "OTHER": store.path("llama", Recipe(vocabulary=BYTES.renamed(70, "other"))),
+        "LONGER": store.path("llama", Recipe(vocabulary=BYTES.longer(200))),
+        "EMPTY_PROMPT": folder / "empty.txt",
+        "LATIN_PROMPT": folder / "latin.txt",
+        "LONG_PROMPT": folder / "long.txt",
+        "NAME_TOO_LONG": folder / ("n" * 300),
+    }
+
+
+MODEL_FILES = [
+    ("MISSING", "no such model file"),
+    ("FOLDER", "is a directory; name the .gguf file inside it"),
+    ("TEXT", "is not a GGUF file; convert the model"),
+    ("CUT", "cannot load"),
+    ("CUT_HEADER", "is cut short; download it again"),
+    ("CUT_METADATA", "cannot load"),
+    ("VOCABULARY", "holds only a vocabulary and no weights; give the model itself"),
+    ("BERT", "generates text"),
+    ("NAME_TOO_LONG", "File name too long"),
+]
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+@pytest.mark.parametrize("place", ["target", "draft"])
+@pytest.mark.parametrize(("name", "says"), MODEL_FILES)
+def test_model_files(files: dict[str, Path], command: str, place: str, name: str, says: str) -> None:
+    models = [files[name], files["GOOD"]] if place == "target" else [files["GOOD"], files[name]]
+    answer = invoke(command, *naming(models), "-p", "x")
+    assert_refused(answer, says, 1)
+    assert str(files[name]) in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["CUT", "CUT_METADATA", "BERT", "VOCABULARY"])
+def test_model_files_do_not_end_the_process(files: dict[str, Path], name: str) -> None:
+    says = dict(MODEL_FILES)[name]
+    assert_refused(run("generate", "--target", files[name], "--draft", files["GOOD"], "x"), says, 1)
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_draft_of_another_vocabulary(files: dict[str, Path], command: str) -> None:
+    answer = invoke(command, *naming([files["GOOD"], files["OTHER"]]), "-p", "x")
+    assert_refused(answer, "token 70 is 'D' in the target and 'other' in the draft; choose a draft", 1)
+    answer = invoke(command, *naming([files["GOOD"], files["LONGER"]]), "-p", "x")
+    assert_refused(answer, "288 and 488 tokens; token 288 is '<extra_0>' in the draft only; choose", 1)
+
+
+PROMPTS: list[tuple[list[str], bytes, str]] = [
+    ([""], b"", "the prompt is empty; give some text"),
+    (["-p", ""], b"", "the prompt is empty; give some text"),
+    (["-f", "EMPTY_PROMPT"], b"", "the prompt is empty; give some text"),
+    (["-"], b"", "the prompt is empty; give some text"),
+    ([], b"", "the prompt is empty; give some text"),
+    (["-f", "MISSING"], b"", "missing.gguf: No such file or directory"),
+    (["-f", "FOLDER"], b"", "Is a directory"),
+    (["-f", "NAME_TOO_LONG"], b"", "File name too long"),
+    (["-f", "LATIN_PROMPT"], b"", "the prompt is not UTF-8: byte 3 is 0xe9; convert it first"),
+    (["-"], LATIN, "the prompt is not UTF-8: byte 3 is 0xe9; convert it first"),
+    ([], LATIN, "the prompt is not UTF-8: byte 3 is 0xe9; convert it first"),
+    (["-f", "LONG_PROMPT"], b"", "601 tokens, which leaves no room in a context of 512; shorten it"),
+    (["x" * 511], b"", "512 tokens, which leaves no room in a context of 512; shorten it"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "stdin", "says"), PROMPTS)
+def test_prompts(files: dict[str, Path], arguments: list[str], stdin: bytes, says: str) -> None:
+    named = [files.get(part, part) for part in arguments]
+    models = naming([files["GOOD"], files["GOOD"]])
+    assert_refused(invoke("generate", *models, *named, stdin=stdin), says, 1)
+
+
+@pytest.mark.parametrize("arguments", [["x", "-p", "y"], ["-p", "x", "-f", "LONG_PROMPT"]])
+def test_two_prompts(arguments: list[str]) -> None:
+    assert_refused(invoke("generate", *arguments), "give the prompt once", 2)
+
+
+def test_a_prompt_that_just_fits(files: dict[str, Path]) -> None:
+    answer = invoke("generate", *naming([files["GOOD"]] * 2), "x" * 510, "--json")
+    assert (answer.json["stop_reason"], len(answer.json["tokens"])) == ("context", 1)
+
+
+def test_latin_1_on_stdin_of_a_process(files: dict[str, Path]) -> None:
+    answer = run("generate", *naming([files["GOOD"]] * 2), stdin=LATIN)
+    assert_refused(answer, "the prompt is not UTF-8: byte 3 is 0xe9; convert it first", 1)
+
+
+def test_latin_1_as_an_argument(files: dict[str, Path]) -> None:
+    answer = run("generate", *naming([files["GOOD"]] * 2), "caf\udce9")
+    assert_refused(answer, "the prompt is not UTF-8: byte 3 is 0xe9; convert it first", 1)
+
+
+def test_no_stdin_at_all(files: dict[str, Path]) -> None:
+    arguments = [*ENTRY, "generate", *map(str, naming([files["GOOD"]] * 2))]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *arguments],
+        capture_output=True, env=environment(), check=False, timeout=60,
+    )  # fmt: skip
+    assert_refused(
+        Answer(done.returncode, done.stdout.decode(), done.stderr.decode()), "the prompt is empty", 1
+    )
+
+
+TEMPERATURES, TOP_P, MIN_P = ("-1", "nan", "inf", "-inf"), ("0", "-1", "1.5", "nan"), ("-0.1", "1.5", "nan")
+VALUES = [
+    # Refused by the values themselves, which also guard the Python interface.
+    *((["-t", value], f"temperature must be >= 0, got {float(value)}", 2) for value in TEMPERATURES),
+    (["--top-k", "-1"], "top-k must be >= 1, got -1", 2),
+    *((["--top-p", value], f"top-p must be in (0, 1], got {float(value)}", 2) for value in TOP_P),
+    *((["--min-p", value], f"min-p must be in (0, 1], got {float(value)}", 2) for value in MIN_P),
+    *(
+        (["--repeat-penalty", value], f"repeat-penalty must be > 0, got {float(value)}", 2)
+        for value in ("0", "-1", "nan", "inf")
+    ),
+    *(
+        ([f"--{name}-penalty", value], f"{name}-penalty must be a finite number, got {value}", 2)
+        for name in ("presence", "frequency")
+        for value in ("nan", "inf", "-inf")
+    ),
+    (["--n-ctx", "0"], "n-ctx must be from 2 to", 2),
+    (["--n-ctx", "-5"], "n-ctx must be from 2 to", 2),
+    (["--n-ctx", str(2**32 + 512)], "n-ctx must be from 2 to", 2),
+    (["--n-ctx", "1000000000"], "--n-ctx", 1),
+    (["--draft-ctx", "1"], "n-ctx must be from 2 to", 2),
+    (["--draft-ctx", "0"], "n-ctx must be from 2 to", 2),
+    (["--threads", "0"], "threads must be from 1 to 512, got 0", 2),
+    (["--threads", "100000"], "threads must be from 1 to 512, got 100000", 2),
+    (["--draft-threads", "0"], "threads must be from 1 to 512, got 0", 2),
+    (["-ngl", "-1"], "gpu-layers must be >= 0", 2),
+    (["--flash-attn", "off", "--cache-type-v", "q8_0"], "needs flash attention; drop --flash-attn off", 2),
+    (["--stop", ""], "a stop string must not be empty", 2),
+    (["--exact", "-k", "3"], "drop --draft-length", 2),
+    # Refused by the command line.
+    (["-n", "0"], "Invalid value for '--max-tokens' / '-n'", 2),
+    (["-n", "many"], "Invalid value for '--max-tokens' / '-n'", 2),
+    (["-t", "hot"], "Invalid value for '--temperature' / '-t'", 2),
+    (["-k", "-1"], "Invalid value for '--draft-length' / '-k'", 2),
+    (["-k", "65"], "Invalid value for '--draft-length' / '-k'", 2),
+    (["-k", "few"], "Invalid value for '--draft-length' / '-k'", 2),
+    (["--seed", "x"], "Invalid value for '--seed'", 2),
+    (["--rule", "other"], "Invalid value for '--rule'", 2),
+    (["--cache-type-k", "q3"], "Invalid value for '--cache-type-k'", 2),
+    (["--flash-attn", "maybe"], "Invalid value for '--flash-attn'", 2),
+    (["--no-such-option"], "No such option", 2),
+    (["--temperature"], "requires an argument", 2),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says", "code"), VALUES)
+def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says: str, code: int) -> None:
+    models = naming([files["GOOD"], files["GOOD"]])
+    assert_refused(invoke("generate", *models, "-p", "x", *arguments), says, code)
+
+
+def test_a_context_beyond_the_machine_in_a_process(files: dict[str, Path]) -> None:
+    answer = run("generate", *naming([files["GOOD"]] * 2), "x", "--n-ctx", str(2**31 - 1))
+    assert_refused(answer, "--n-ctx", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Missing command; llamaspec -h shows what is possible"),
+        (["other"], "No such command 'other'; llamaspec -h shows what is possible"),
+        (["--other"], "No such option"),
+        (
+            ["generate", "a", "b"],
+            "extra argument (b); llamaspec generate -h shows what is possible",
+        ),
+        (["compare", "-r", "0"], "llamaspec compare -h shows what is possible"),
+    ],
+)
+def test_command_lines_that_mean_nothing(arguments: list[str], says: str) -> None:
+    assert_refused(invoke(*arguments), says, 2)
+
+
+def test_a_command_line_in_a_process() -> None:
+    assert_refused(run("generate", "-n", "0", "x"), "--max-tokens", 2)

@@ -1,0 +1,246 @@
+"""`llamaspec chat`: files, several lines, the pipe, and a person at a real terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from chat_models import PLAIN, last, say, session
+from command import ENTRY, environment, generate, invoke, naming
+from llamaspec import Pair, PromptError
+from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
+from llamaspec.cli.lines import Typed, read_typed
+from llamaspec.values import Message
+
+HELLO = Message("user", "hello")
+
+# Files
+
+
+def test_save_and_load(pair: Pair, tmp_path: Path) -> None:
+    chat = session(pair, system="Grüße, „kurz“.")
+    say(chat, "one")
+    save_conversation(tmp_path / "talk.json", chat.messages)
+    content = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
+    assert content[0] == {"role": "system", "content": "Grüße, „kurz“."}
+    others = [session(pair, system="Something else."), session(pair)]
+    for other in others:
+        other.replace(load_conversation(tmp_path / "talk.json"))
+        assert other.messages == chat.messages
+    assert say(others[0], "two") == say(others[1], "two")
+    assert others[0].last is not None
+    assert others[0].last.seed == 5 + 1
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{}x", "3", '{"a": 1}', '["x"]', '[{"role": "user"}]', '[{"role": "cat", "content": "x"}]',
+        '[{"role": "user", "content": ["x"]}]', '[{"role": "user", "content": "\\ud800"}]',
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_conversation(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(PromptError, match="is no conversation"):
+        load_conversation(path)
+
+
+def test_strange_files_are_not_overwritten(tmp_path: Path) -> None:
+    files = ConversationFiles()
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(PromptError, match="exists"):
+        files.writable(str(tmp_path / "other.json"))
+    files.load(str(tmp_path / "other.json"))
+    files.save(files.writable(str(tmp_path / "other.json")), [HELLO])
+    assert load_conversation(tmp_path / "other.json") == (HELLO,)
+    with pytest.raises(PromptError, match="there is no folder"):
+        files.writable(str(tmp_path / "none" / "x.json"))
+
+
+# What is typed
+
+
+@pytest.mark.parametrize(
+    ("lines", "typed"),
+    [
+        (["hello"], Typed("hello", False)),
+        (["/stats"], Typed("/stats", True)),
+        ([" /stats"], Typed(" /stats", False)),
+        (["one\\", "two\\", "three"], Typed("one\ntwo\nthree", False)),
+        (["one\\"], Typed("one", False)),
+        (['"""', "one", "", "two", '"""'], Typed("one\n\ntwo", False)),
+        (['"""one', 'two"""'], Typed("one\ntwo", False)),
+        (['"""one"""'], Typed("one", False)),
+        (['"""', "/stats", '"""'], Typed("/stats", False)),
+        (['"""', "one"], Typed("one", False)),
+        (["/stats\\", "x"], Typed("/stats\nx", False)),
+    ],
+)
+def test_messages_of_several_lines(lines: list[str], typed: Typed) -> None:
+    assert read_typed(reader(lines)) == typed
+
+
+def reader(lines: list[str]) -> Callable[[str], str]:
+    left = iter(lines)
+
+    def read_line(_prompt: str) -> str:
+        for line in left:
+            return line
+        raise EOFError
+
+    return read_line
+
+
+# Through the entry point
+
+
+def options(models: list[Path]) -> list[str]:
+    more = ["--n-ctx", "1024", "--seed", "5", "-n", "20", "-t", "1", "-k", "3"]
+    return ["chat", *map(str, naming(models)), *more]
+
+
+@pytest.mark.parametrize("leave", ["/exit", "/quit"])
+def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> None:
+    chat = session(pair)
+    answers = [say(chat, "one"), say(chat, "two\nthree")]
+    save = tmp_path / "talk.json"
+    stdin = f"one\n\ntwo\\\nthree\n/stats\n{leave}\nfour\n".encode()
+    piped = invoke(*options(talker), "--save", save, stdin=stdin)
+    assert piped.code == 0
+    assert piped.stdout == "".join(f"{answer}\n" for answer in answers)
+    assert f"{last(chat)[1]} of them cached" in piped.stderr
+    assert "of 1024 tokens; in 2 answers" in piped.stderr
+    assert load_conversation(save) == chat.messages
+    # A file of another chat is not overwritten, its own is.
+    assert "exists" in invoke(*options(talker), "--save", save, stdin=b"x\n").stderr
+    again = invoke(*options(talker), "--load", save, "--save", save, stdin=b"five\n")
+    assert again.stdout == load_conversation(save)[-1].text + "\n"
+    assert load_conversation(save)[:-1] == (*chat.messages, Message("user", "five"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        ([], b"/nonsense\n", "there is no command /nonsense; /help lists them"),
+        ([], b"/save\n", "/save needs a file"),
+        ([], b"/load none.json\n", "cannot read the conversation none.json"),
+        ([], b"/reset all\n", "/reset stands alone"),
+        ([], b"/regenerate\n", "no answer to regenerate"),
+        ([], b"caf\xe9\n", "the message is not UTF-8: byte 3 is 0xe9"),
+        (["--load", "none.json"], b"", "cannot read the conversation none.json"),
+        (["--save", "none/talk.json"], b"", "there is no folder none"),
+        (["--chat-template", "none.jinja"], b"", "cannot read the chat template none.jinja"),
+    ],
+)
+def test_faults_end_a_pipe(talker: list[Path], arguments: list[str], stdin: bytes, says: str) -> None:
+    answer = invoke(*options(talker), *arguments, stdin=stdin)
+    assert answer.code == 1
+    assert answer.stdout == ""
+    assert len(answer.complaints) == 1
+    assert says in answer.complaints[0]
+
+
+def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    arguments = ["hi", "-n", "5", "--json", "--chat", "--chat-template", str(tmp_path / "own.jinja")]
+    answer = generate(*arguments, models=talker[1:])
+    assert answer.code == 0
+    assert answer.json["prompt_tokens"] > len("hi") + 8
+    refused = generate("hi", "--system", "x", models=talker)
+    assert (refused.code, "need --chat" in refused.stderr) == (2, True)
+
+
+# A person at a terminal
+
+
+@pytest.fixture
+def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn]]:
+    children = []
+
+    def start(*more: str, n_tokens: int = 20) -> pexpect.spawn:
+        env = environment({"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), "TERM": "dumb"})
+        arguments = [*ENTRY[1:], *options(talker), "-n", str(n_tokens), "--n-ctx", "8192", *more]
+        child = pexpect.spawn(
+            ENTRY[0], arguments, env=env, timeout=20, encoding="utf-8", dimensions=(24, 200), cwd=tmp_path
+        )
+        children.append(child)
+        child.expect("/help lists the commands")
+        child.expect("> ")
+        return child
+
+    yield start
+    for child in children:
+        child.close(force=True)
+
+
+def send(child: pexpect.spawn, line: str) -> str:
+    """Type a line; what is shown until the next prompt."""
+    child.sendline(line)
+    child.expect_exact(line)
+    child.expect("> ")
+    shown: str = child.before
+    return shown.replace("\r\n", "\n").strip("\n")
+
+
+def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None:
+    chat = session(pair)
+    child = spawn()
+    shown = send(child, "one")
+    assert shown.startswith(say(chat, "one").strip("\n"))
+    assert "stopped after 20 tokens" in shown
+    send(child, "two")
+    say(chat, "two")
+    assert f"{last(chat)[1]} of them cached" in send(child, "/stats")
+    assert send(child, "/regenerate").startswith("".join(chat.regenerate()).strip("\n"))
+    assert "saved to talk.json" in send(child, "/save talk.json")
+    assert "begins anew" in send(child, "/reset")
+    assert "no answer yet" in send(child, "/stats")
+    assert "going on with talk.json: 4 messages" in send(child, "/load talk.json")
+    assert "there is no command /what" in send(child, "/what")
+    assert "/regenerate    another answer" in send(child, "/help")
+    child.sendline('"""')
+    child.expect(r"\.\.\. ")
+    child.sendline("three")
+    child.expect(r"\.\.\. ")
+    child.sendline('four"""')
+    child.expect(r"stopped after 20 tokens[^\n]*\n")
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
+    """During an answer it stops that and keeps it, at the prompt it leaves; the history stays."""
+    child = spawn("--save", "talk.json", n_tokens=8000)
+    child.sendline("tell me a story")
+    child.expect("tell me a story\r\n")
+    child.expect(r"[^\s]{2}")  # something is said
+    child.sendintr()
+    child.expect("> ")
+    messages = load_conversation(tmp_path / "talk.json")
+    assert [message.role for message in messages] == ["user", "assistant"]
+    assert len(messages[1].text) > 0
+    assert "stopped by interrupt" in send(child, "/stats")
+    child.sendline("line one\\")
+    child.expect(r"\.\.\. ")
+    time.sleep(0.2)  # a signal just before Python waits for a line is noticed after the line
+    child.sendintr()
+    child.expect("> ")  # takes the unfinished message back
+    time.sleep(0.2)
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    assert "Traceback" not in child.before
+    child.close()
+    assert child.exitstatus == 0
+    child = spawn()
+    child.send("\x10\x10\x10")  # Ctrl-P three times: up in the history
+    child.expect("tell me a story")

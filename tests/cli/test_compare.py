@@ -1,0 +1,155 @@
+"""`llamaspec compare`: three arms on one prompt, and the sanity check of a model that drafts for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import Answer, invoke, naming, run
+from model_store import ModelStore
+from tiny_models import Recipe
+
+ARMS = ["target alone", "draft alone", "speculative"]
+ARM_KEYS = {
+    "method", "tokens_per_second", "speed_up", "speed_up_quartiles", "median_seconds", "seconds_quartiles",
+    "mean_seconds", "std_seconds", "runs",
+}  # fmt: skip
+
+
+def compare(models: list[Path], *arguments: str) -> Answer:
+    return invoke("compare", *naming(models), "-n", "24", "-r", "2", "--seed", "1", *arguments)
+
+
+def test_the_table(models: list[Path]) -> None:
+    answer = run("compare", *naming(models), "-n", "24", "-r", "2", "-k", "4", "--seed", "1")
+    assert answer.code == 0
+    lines = answer.stdout.splitlines()
+    assert lines[0].split() == ["method", "runs", "seconds", "tokens/s", "speed-up"]
+    assert [line[:12].strip() for line in lines[1:4]] == ARMS
+    for line in lines[1:4]:
+        assert " 2 " in line
+        assert " ± " in line
+        assert "x" in line
+    assert lines[1].endswith("1.00x")
+    assert lines[4].startswith("acceptance: ")
+    assert "the text is the target's own in every run" in answer.stderr
+    assert "sanity check" not in answer.stderr
+
+
+def test_the_json_line_has_the_raw_runs(models: list[Path]) -> None:
+    found = compare(models, "-k", "4", "--json").json
+    assert (found["seed"], found["rule"], found["same_file"], found["same_text"]) == (
+        1,
+        "coupled",
+        False,
+        True,
+    )
+    assert 0.2 < found["acceptance_rate"] < 1
+    assert [arm["method"] for arm in found["arms"]] == ARMS
+    for arm in found["arms"]:
+        assert set(arm) == ARM_KEYS
+        assert len(arm["runs"]) == 2
+        seconds = [run["seconds"] for run in arm["runs"]]
+        assert arm["mean_seconds"] == pytest.approx(sum(seconds) / 2)
+        rates = [run["tokens"] / run["seconds"] for run in arm["runs"]]
+        assert arm["tokens_per_second"] == pytest.approx(sum(rates) / 2)  # the median of two
+        plain = [run["tokens"] / run["seconds"] for run in found["arms"][0]["runs"]]
+        ratios = [rate / alone for rate, alone in zip(rates, plain, strict=True)]
+        assert arm["speed_up"] == pytest.approx(sum(ratios) / 2)
+        assert arm["median_seconds"] == pytest.approx(sum(seconds) / 2)
+        assert [run["tokens"] for run in arm["runs"]] == [24, 24]
+        assert all(run["prefill_seconds"] > 0 for run in arm["runs"])
+    drafted = [[run["acceptance_rate"] is not None for run in arm["runs"]] for arm in found["arms"]]
+    assert drafted == [[False, False], [False, False], [True, True]]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("temperature", ["0", "0.8", "1.5"])
+def test_a_model_that_drafts_for_itself_is_never_rejected(
+    models: list[Path], rule: str, temperature: str
+) -> None:
+    found = compare(
+        [models[0], models[0]], "-k", "5", "--rule", rule, "-t", temperature, "--top-k", "0", "--json"
+    ).json
+    assert found["same_file"] is True
+    assert found["acceptance_rate"] == 1
+    assert all(run["acceptance_rate"] == 1 for run in found["arms"][2]["runs"])
+    if rule == "coupled" or temperature == "0":
+        assert found["same_text"] is True
+
+
+def test_the_sanity_check_is_named(models: list[Path], tmp_path: Path) -> None:
+    link = tmp_path / "other-name.gguf"
+    link.symlink_to(models[0])
+    for draft in (models[0], link):
+        answer = compare([models[0], draft], "-k", "4")
+        assert "sanity check" in answer.stderr
+        assert "acceptance: 100.0% of the verified draft tokens" in answer.stdout
+
+
+def test_without_draft_tokens_a_difference_is_noise(models: list[Path]) -> None:
+    """It was called a speed-up."""
+    answer = compare(models, "-k", "0")
+    assert answer.stdout.splitlines()[-1] == "no draft tokens were made: the difference is noise"
+    assert "x" not in answer.stdout.splitlines()[3]
+    found = compare(models, "-k", "0", "--json").json
+    assert (found["acceptance_rate"], found["drafted"], found["arms"][2]["speed_up"]) == (None, 0, None)
+    assert found["arms"][0]["speed_up"] == 1
+
+
+def test_the_default_length_adapts(models: list[Path]) -> None:
+    assert compare(models, "--json").json["same_text"] is True
+
+
+def test_one_run_has_no_spread(models: list[Path]) -> None:
+    found = invoke("compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--json").json
+    assert [arm["std_seconds"] for arm in found["arms"]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [(["-p", "the end"], b""), (["-f", "-"], b"the end"), (["-p", "-"], b"the end")],
+)
+def test_the_prompt(models: list[Path], arguments: list[str], stdin: bytes) -> None:
+    common = ["compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--seed", "1", "--json"]
+    answer = invoke(*common, *arguments, stdin=stdin)
+    assert answer.json["same_text"] is True
+
+
+def test_a_pipe_that_nobody_asked_for_is_not_read(models: list[Path]) -> None:
+    answer = invoke("compare", *naming(models), "-n", "8", "-r", "1", "--json", stdin=b"\xff")
+    assert answer.code == 0
+
+
+def test_a_target_alone_cannot_be_compared(models: list[Path]) -> None:
+    answer = invoke("compare", *naming(models[:1]))
+    assert answer.code == 1
+    assert answer.complaints == [
+        "llamaspec: compare needs a draft; name it with --draft, or look it up with --draft ngram"
+    ]
+
+
+def test_ngram_drafts_are_compared_without_a_draft(models: list[Path]) -> None:
+    options = ("--draft", "ngram", "-p", "the end of the end of the end", "-n", "24", "-r", "2", "--json")
+    found = invoke("compare", *naming(models[:1]), *options).json
+    assert [arm["method"] for arm in found["arms"]] == ["target alone", "speculative"]
+    assert found["same_text"]
+    assert not found["same_file"]
+
+
+def test_texts_that_end_early(store: ModelStore) -> None:
+    """Arms may be of different lengths; a text of which nothing is kept has a speed too."""
+    target = store.path("llama", Recipe(dtype="q8_0", end_score=9.0))
+    found: dict[str, Any] = compare([target, target], "-k", "4", "--seed", "3", "--json").json
+    assert found["same_text"] is True
+    assert min(run["tokens"] for run in found["arms"][0]["runs"]) < 24
+
+
+def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
+    """The very predictable default prompt is what a first look should be at."""
+    answer = invoke("compare", "-n", "48", "-r", "1", "-k", "4", "-t", "0", "--json", "--threads", "1")
+    assert "embedded pair" in answer.stderr
+    assert answer.json["same_text"] is True
+    assert answer.json["acceptance_rate"] > 0.5

@@ -1,0 +1,320 @@
+"""`llamaspec doctor`: what it says of machines and models, sound ones and others."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import Answer, invoke, naming
+from llamaspec import LlamaModel, ModelOptions
+from llamaspec.errors import EvaluationError
+from llamaspec.llama.devices import Device, find_devices
+from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
+from llamaspec.measure.examine import step_seconds
+from llamaspec.measure.findings import (
+    Examined,
+    Finding,
+    Machine,
+    machine_findings,
+    room_finding,
+    thread_finding,
+)
+from llamaspec.measure.model_findings import model_findings, pace_findings
+from model_store import ModelStore, OpenModel
+from tiny_models import WINDOW, Recipe, truncated
+from tiny_vocabulary import BYTES
+
+CPU = Device("CPU", "a processor", "CPU", 0, 0)
+GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
+MACHINE = Machine("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
+FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
+TARGET = Examined(
+    role="target",
+    name="big.gguf",
+    description="llama 7B Q4_0",
+    facts=FACTS,
+    memory=MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18),
+    options=ModelOptions(),
+    context_size=1024,
+    trained_context_size=4096,
+    flash_attention=True,
+    step_seconds=0.1,
+)
+DRAFT = replace(TARGET, role="draft", facts=replace(FACTS, n_parameters=10**9), step_seconds=0.01)
+
+
+def listed(answer: Answer) -> dict[str, dict[str, Any]]:
+    """The findings by topic."""
+    return {finding["topic"]: finding for finding in answer.json["findings"]}
+
+
+def only(findings: list[Finding], topic: str) -> Finding:
+    (found,) = (finding for finding in findings if finding.topic == topic)
+    return found
+
+
+def test_a_sound_pair(target_file: Path, draft_file: Path) -> None:
+    answer = invoke("doctor", *naming([target_file, draft_file]), "--json")
+    found = listed(answer)
+    assert answer.code == answer.json["problems"] == 0
+    assert answer.json["warnings"] == sum(finding["level"] == "warning" for finding in found.values())
+    assert all((finding["level"] == "ok") == (finding["remedy"] is None) for finding in found.values())
+    assert "Q8_0, 0.11 million parameters" in found["target"]["text"]
+    assert found["target context"]["text"] == "512 tokens used, trained on 512"
+    assert found["target rollback"]["text"].endswith("taken back by removing just them")
+    assert found["vocabulary"]["text"] == f"the same: {len(BYTES)} tokens"
+    assert found["special tokens"]["level"] == "ok"
+    assert found["draft KV types"]["text"] == "keys f16, values f16"
+    assert "times cheaper" in found["draft cost"]["text"]
+
+
+def test_for_people_one_aligned_line_each(target_file: Path, draft_file: Path) -> None:
+    answer = invoke("doctor", *naming([target_file, draft_file]))
+    lines = answer.stdout.splitlines()
+    assert "\x1b" not in answer.stdout
+    assert {line.split()[0] for line in lines} <= {"ok", "warning"}
+    start = lines[0].index("llama-cpp-python")
+    assert all(line[start - 2 : start] == "  " and line[start] != " " for line in lines)
+
+
+def test_without_a_target_the_embedded_pair_is_examined(demo_files: tuple[Path, Path]) -> None:
+    answer = invoke("doctor", "--threads", "1", "--json")
+    assert answer.code == 0
+    assert answer.complaints == ["llamaspec: no --target given, using the small embedded pair"]
+    assert "target.gguf" in listed(answer)["target"]["text"]
+
+
+def test_without_a_draft(target_file: Path) -> None:
+    found = listed(invoke("doctor", *naming([target_file]), "--json"))
+    assert found["draft"]["level"] == "warning"
+    assert "vocabulary" not in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "says"),
+    [
+        (
+            "gemma3",
+            "ok",
+            f"keeps positions, some layers see the last {WINDOW}; rejected draft tokens are taken back",
+        ),
+        ("mamba", "ok", "keeps states; rejected draft tokens are taken back from a snapshot"),
+        ("jamba", "ok", "keeps states and positions; rejected draft tokens are taken back from a snapshot"),
+        (
+            "lfm2",
+            "ok",
+            "keeps states and positions; rejected draft tokens are taken back to an earlier",
+        ),
+    ],
+)
+def test_memory_kinds(store: ModelStore, kind: str, level: str, says: str) -> None:
+    found = listed(invoke("doctor", *naming([store.path(kind)]), "--json"))["target rollback"]
+    assert (found["level"], found["text"][: len(says)]) == (level, says)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
+def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
+    model = opened(kind)
+    first, second = (replace(model.try_memory(), snapshot_seconds=0.0) for _ in range(2))
+    assert second == first
+    assert first.n_reread in range(first.n_right + 1)
+
+
+@pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])
+def test_memory_is_measured(opened: OpenModel, cache: str) -> None:
+    """Keys and values of 2 layers and 64 units for each token, and little besides."""
+    options = {"cache_type_k": cache, "cache_type_v": cache}
+    exact = 2 * 2 * 64 * {"f32": 4, "f16": 2, "q8_0": 34 / 32}[cache]
+    assert exact <= opened("llama", **options).try_memory().bytes_per_token <= exact + 32
+
+
+def test_states_have_one_size(opened: OpenModel) -> None:
+    memory = opened("mamba").try_memory()
+    assert memory.bytes_per_token == 0
+    assert memory.size(10) == memory.size(10_000) > 2 * 16 * 128 * 4
+
+
+def test_another_vocabulary_is_a_problem_and_the_rest_is_examined(
+    store: ModelStore, target_file: Path
+) -> None:
+    other = store.path("llama", Recipe(vocabulary=BYTES.renamed(70, "other")))
+    answer = invoke("doctor", *naming([target_file, other]), "--json")
+    found = listed(answer)
+    assert (answer.code, answer.json["problems"]) == (1, 1)
+    assert "token 70 is" in found["vocabulary"]["text"]
+    assert found["vocabulary"]["remedy"] == "choose a draft of the same model family (--draft)"
+    assert "draft cost" in found
+
+
+def test_special_tokens_that_differ(store: ModelStore, target_file: Path) -> None:
+    other = store.path("llama", Recipe(vocabulary=replace(BYTES, eos=BYTES.bos)))
+    found = listed(invoke("doctor", *naming([target_file, other]), "--json"))["special tokens"]
+    assert found["level"] == "warning"
+    assert f"token {BYTES.eos} in the target and token {BYTES.bos} in the draft" in found["text"]
+
+
+@pytest.mark.parametrize("place", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("missing", "check the path"), ("cut", "download or convert it again")]
+)
+def test_a_model_that_cannot_be_loaded(
+    target_file: Path, tmp_path: Path, place: str, name: str, remedy: str
+) -> None:
+    bad = tmp_path / "missing.gguf" if name == "missing" else truncated(target_file, tmp_path / "cut.gguf")
+    models = [bad, target_file] if place == "target" else [target_file, bad]
+    answer = invoke("doctor", *naming(models), "--json")
+    found = listed(answer)
+    assert (answer.code, answer.json["problems"]) == (1, 1)
+    assert (found[place]["level"], found[place]["remedy"]) == ("problem", remedy)
+    assert found["draft" if place == "target" else "target"]["level"] == "ok"
+    assert "vocabulary" not in found
+
+
+def test_a_model_that_loads_but_cannot_be_evaluated(
+    target_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: LlamaModel, batch: object, n_padding: int = 0) -> None:
+        raise EvaluationError("llama.cpp could not evaluate (code -3): no reason")
+
+    monkeypatch.setattr(LlamaModel, "evaluate", fails)
+    answer = invoke("doctor", *naming([target_file]))
+    assert answer.code == 1
+    assert any(line.startswith("problem  target ") for line in answer.stdout.splitlines())
+
+
+def test_options_that_surprise(target_file: Path, draft_file: Path) -> None:
+    options = ["--n-ctx", "1024", "--draft-ctx", "512", "--draft-cache-type-k", "q4_0"]
+    found = listed(invoke("doctor", *naming([target_file, draft_file]), *options, "--json"))
+    assert found["target context"]["remedy"] == "open 512 tokens or less (--n-ctx)"
+    assert found["draft context"]["level"] == "ok"
+    assert found["draft KV types"]["level"] == "warning"
+    assert found["target KV types"]["level"] == "ok"
+
+
+def test_options_that_are_wrong(target_file: Path) -> None:
+    answer = invoke("doctor", "--target", target_file, "--threads", "0")
+    assert (answer.code, answer.stdout) == (2, "")
+
+
+def test_devices() -> None:
+    devices = find_devices()
+    assert any(device.kind == "CPU" for device in devices)
+    assert all(device.name and device.description for device in devices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "remedy"),
+    [
+        ({}, "devices", None),
+        ({"system": "darwin"}, "devices", "GGML_METAL"),
+        ({"system": "darwin", "can_offload": True}, "devices", None),
+        ({"has_nvidia": True}, "devices", "GGML_CUDA"),
+        ({"has_nvidia": True, "can_offload": True, "devices": (GPU, CPU)}, "devices", None),
+        ({}, "backend", None),
+        ({"repacking_is_safe": False}, "backend", "-mno-amx-tile"),
+    ],
+)
+def test_machines(changes: dict[str, Any], topic: str, remedy: str | None) -> None:
+    found = only(list(machine_findings(replace(MACHINE, **changes))), topic)
+    assert (found.level == "ok") == (remedy is None)
+    assert found.remedy is None if remedy is None else remedy in (found.remedy or "")
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "ok"), (1, "ok"), (4, "ok"), (5, "warning")])
+def test_threads(asked: int | None, level: str) -> None:
+    assert thread_finding(MACHINE, "target", asked).level == level
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_ctx", "level"),
+    [
+        ({}, 1024, "ok"),
+        ({}, 2**19 - 2**15, "warning"),  # 0.97 of it
+        ({}, 2**20, "problem"),
+        ({"free_bytes": None}, 2**20, "ok"),
+        ({"can_offload": True, "devices": (GPU, CPU), "free_bytes": 0}, 1024, "ok"),
+        ({"can_offload": True, "devices": (GPU, CPU)}, 2**20, "warning"),  # the rest stays on the CPU
+    ],
+)
+def test_room(changes: dict[str, Any], n_ctx: int, level: str) -> None:
+    found = room_finding(replace(MACHINE, **changes), [replace(TARGET, context_size=n_ctx)])
+    assert found.level == level
+
+
+@pytest.mark.parametrize(
+    ("n_kept", "states", "level", "says"),
+    [
+        (18, False, "ok", "by removing just them"),
+        (18, True, "ok", "to an earlier state in the cache"),
+        (16, True, "ok", "ms to copy and put back), 2 of 18 tokens were evaluated again"),
+        (0, True, "warning", "the whole text is evaluated again"),
+    ],
+)
+def test_ways_back(n_kept: int, states: bool, level: str, says: str) -> None:
+    memory, facts = replace(TARGET.memory, n_kept=n_kept), replace(FACTS, keeps_states=states)
+    found = only(
+        list(model_findings(MACHINE, replace(TARGET, memory=memory, facts=facts))), "target rollback"
+    )
+    assert found.level == level
+    assert says in found.text
+
+
+def test_flash_attention() -> None:
+    def said(asked: str, chosen: bool | None = None, machine: Machine = MACHINE) -> Finding:
+        model = replace(TARGET, options=ModelOptions(flash_attention=asked), flash_attention=chosen)
+        return only(list(model_findings(machine, model)), "target flash attention")
+
+    with_gpu = replace(MACHINE, can_offload=True, devices=(GPU, CPU))
+    assert said("off", machine=with_gpu).level == "warning"
+    assert (said("off").level, said("off").text) == ("ok", "off")  # CPUs are not slower without it
+    assert [said("auto", chosen, with_gpu).text for chosen in (True, False, None)] == [
+        "auto: on",
+        "auto: off, not possible here",
+        "auto",
+    ]
+    assert "bf16" in said("auto", chosen=True).text
+    assert "bf16" not in said("auto", chosen=False).text
+
+
+@pytest.mark.parametrize(("step", "level"), [(0.03, "ok"), (0.04, "warning"), (0.2, "warning")])
+def test_pace(step: float, level: str) -> None:
+    (found,) = pace_findings(TARGET, replace(DRAFT, step_seconds=step))
+    assert found.level == level
+
+
+@pytest.mark.parametrize(("active", "level"), [(3 * 10**9, "ok"), (2 * 10**9, "warning")])
+def test_a_mixture_of_experts_near_its_draft(active: int, level: str) -> None:
+    target = replace(TARGET, facts=replace(FACTS, n_active_parameters=active))
+    assert only(list(pace_findings(target, DRAFT)), "experts").level == level
+    assert "billion of them active" in only(list(model_findings(MACHINE, target)), "target").text
+
+
+def test_active_parameters() -> None:
+    """The shape of Qwen3-30B-A3B, whose parameters are counted here matrix by matrix."""
+    sizes = {
+        "block_count": 48,
+        "embedding_length": 2048,
+        "feed_forward_length": 6144,
+        "expert_feed_forward_length": 768,
+        "expert_count": 128,
+        "expert_used_count": 8,
+    }
+    metadata = {f"qwen3moe.{key}": str(value) for key, value in sizes.items()}
+    metadata["general.architecture"] = "qwen3moe"
+    ends = 2 * 151936 * 2048 + 2048
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048
+    router, expert = 2048 * 128, 3 * 2048 * 768
+    n_all, n_active = (ends + 48 * (attention + router + n * expert) for n in (128, 8))
+    assert active_parameters(metadata.get, n_all) == n_active
+    assert active_parameters({**metadata, "qwen3moe.expert_count": "0"}.get, n_all) is None
+    assert active_parameters({"general.architecture": "llama"}.get, 10) is None
+
+
+def test_steps_of_a_slow_model_are_timed_less_often(opened: OpenModel) -> None:
+    ticks = itertools.count(0.0, 2.0)
+    assert step_seconds(opened(), lambda: next(ticks)) == 2.0
+    assert next(ticks) == 2.0 * 8  # three steps, not nine

@@ -1,0 +1,114 @@
+"""`--explain`, `--timeline`, and the choice of a draft length."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command import generate
+from llamaspec import AutoLength, FixedLength, Sampling, open_pair
+from llamaspec.cli.decoding_options import DecodingOptions, make_policy
+from llamaspec.cli.explain import verdict
+
+
+def timeline_data(page: Path) -> dict[str, object]:
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    assert found
+    data: dict[str, object] = json.loads(found[1])
+    return data
+
+
+def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
+    answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
+    assert answer.code == 0
+    for part in (
+        "draft tokens per round:",
+        "positions at once",
+        "overhead of a round: ",
+        "confidence",
+        "against plain decoding",
+    ):
+        assert part in answer.stderr
+    assert re.search(r"drafting (pays|does not pay)", answer.stderr.splitlines()[-1])
+
+
+def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:
+    answer = generate("-n", "10", "-k", "2", "--explain", "hello", models=models)
+    assert "the number of draft tokens was fixed by you: 2" in answer.stderr
+
+
+def test_the_timeline_holds_every_round(models: list[Path], tmp_path: Path) -> None:
+    page = tmp_path / "timeline.html"
+    answer = generate(
+        "-n", "40", "-k", "3", "--seed", "1", "--timeline", str(page), "--json", "</script>", models=models
+    )
+    rounds = timeline_data(page)["rounds"]
+    assert isinstance(rounds, list)
+    assert len(rounds) == answer.json["statistics"]["rounds"]
+    assert sum(round_["accepted"] + 1 for round_ in rounds) == 40
+    assert all(len(round_["drafted"]) <= 3 for round_ in rounds)
+    assert "http" not in page.read_text().replace("http-equiv", "")
+
+
+@pytest.mark.parametrize("name", ["no/t.html", "."])
+def test_a_timeline_that_cannot_be_written_is_said_before_the_text(
+    models: list[Path], tmp_path: Path, name: str
+) -> None:
+    """It was said only after the text."""
+    answer = generate("-n", "4", "--timeline", str(tmp_path / name), "hello", models=models)
+    assert answer.code == 1
+    assert answer.stdout == ""
+    assert len(answer.complaints) == 1
+    assert "cannot write the timeline" in answer.complaints[0]
+
+
+def test_the_automatic_length_does_not_change_the_text(models: list[Path]) -> None:
+    texts = [
+        generate("-n", "120", "--seed", "5", "--json", *length, "hello", models=models).json["tokens"]
+        for length in (("--no-draft",), ("-k", "auto"), ("-k", "5"))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_policies(models: list[Path]) -> None:
+    def asked(draft_length: int | None, exact: bool = False) -> DecodingOptions:
+        return DecodingOptions(Sampling(), 10, None, "coupled", draft_length, exact)
+
+    with open_pair(*models) as pair:
+        assert make_policy(pair, asked(3)) == FixedLength(3)
+        assert make_policy(pair, asked(0, exact=True)) == FixedLength(0)
+        assert isinstance(make_policy(pair, asked(None)), AutoLength)
+    with pytest.raises(ValueError, match="drop --draft-length"):
+        asked(3, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("break_even", "is_known", "acceptance", "says"),
+    [
+        (None, True, 0.9, "drafting does not pay on this machine for this pair, at any acceptance"),
+        (None, False, 0.9, "whether drafting pays here is not known yet"),
+        (
+            0.62,
+            True,
+            0.7,
+            "drafting pays here now: it needs an acceptance of 0.62, the next",
+        ),
+        (0.62, True, 0.3, "drafting does not pay here now: it needs an acceptance of 0.62"),
+    ],
+)
+def test_a_verdict_is_only_as_sure_as_its_data(
+    break_even: float | None, is_known: bool, acceptance: float, says: str
+) -> None:
+    why = replace(
+        AutoLength().explain(),
+        break_even_acceptance=break_even,
+        break_even_is_known=is_known,
+        acceptance=acceptance,
+    )
+    assert verdict(why).startswith(says)

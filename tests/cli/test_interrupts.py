@@ -1,0 +1,97 @@
+"""Ctrl-C at any moment: what was produced is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from command import ENTRY, PROMPT, Answer, environment, expected, naming
+from model_store import ModelStore
+from tiny_models import Recipe
+
+LONG = Recipe(dtype="q8_0", n_context=1 << 15)
+
+
+INTERRUPTED_AFTER = """
+import signal
+from llamaspec.llama.batch import Batch
+fill, calls = Batch.fill, []
+def counted(self, nodes):
+    calls.append(None)
+    if len(calls) == {calls}:
+        signal.raise_signal(signal.SIGINT)
+    return fill(self, nodes)
+Batch.fill = counted
+from llamaspec.cli.main import main
+main()
+"""
+
+
+def interrupted(calls: int, *arguments: str | Path) -> Answer:
+    """Ctrl-C at the given evaluation."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AFTER.format(calls=calls), "generate", *map(str, arguments)],
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
+    models = [store.path("llama", LONG), store.path("llama", LONG.draft())]
+    arguments = [*naming(models), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "9", "-k", "2"]
+    child = subprocess.Popen(
+        [*ENTRY, "generate", *map(str, arguments)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    head = os.read(child.stdout.fileno(), 1)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    rest, stderr = child.communicate(timeout=30)
+    text, complaints = (head + rest).decode(), stderr.decode()
+    assert child.returncode == 130
+    assert "Traceback" not in complaints
+    assert "stopped by interrupt, seed 9" in complaints
+    assert len(text) > 20
+    whole = expected(models, 9, 200).text
+    n = min(len(whole), len(text) - 1)
+    assert text[:n] == whole[:n]
+
+
+def test_ctrl_c_with_json(models: list[Path]) -> None:
+    answer = interrupted(60, *naming(models), PROMPT, "-n", "400", "--seed", "9", "-k", "2", "--json")
+    assert answer.code == 130
+    assert answer.complaints == []
+    assert answer.json["stop_reason"] == "interrupt"
+    found = answer.json["tokens"]
+    assert 20 < len(found) < 400
+    assert found == list(expected(models, 9, len(found)).tokens)
+    assert answer.json["statistics"]["rounds"] > 0
+
+
+def test_ctrl_c_while_the_prompt_is_read(models: list[Path]) -> None:
+    answer = interrupted(1, *naming(models), PROMPT, "-n", "400", "--json")
+    assert answer.code == 130
+    assert (answer.json["tokens"], answer.json["text"]) == ([], "")
+    assert answer.json["statistics"]["tokens_per_second"] is None
+
+
+def test_ctrl_c_while_loading(models: list[Path]) -> None:
+    code = """
+import signal
+from llamaspec.cli import terminal
+terminal.SlowProgress.__call__ = lambda self, fraction: signal.raise_signal(signal.SIGINT)
+from llamaspec.cli.main import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", *map(str, naming(models)), PROMPT],
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert done.stdout == b""
+    assert done.stderr.strip() == b""

@@ -1,0 +1,362 @@
+"""Models by name: the list that comes with llamaspec, and one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from command import ENTRY, environment, invoke, run, said
+from hub_server import ADDRESS
+from llamaspec.errors import ModelFileError, printable
+from llamaspec.hub.catalog import Catalog, read_catalog
+from llamaspec.hub.entries import Entry
+from llamaspec.hub.remote import RemoteFile
+
+QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("generate", "--target", "bigg", "x"), "did you mean big"),
+        (("generate", "--pair", "qwen3-14c", "x"), "did you mean qwen3-14b"),
+        (("generate", "--pair", "small", "x"), "no draft is known for small"),
+        (("generate", "--target", "hf:acme", "x"), "write hf:owner/repo:file.gguf"),
+        (("generate", "--target", "small:Q4_0", "x"), "small has no quantization Q4_0"),
+        (("models", "show", "nobody"), "`llamaspec models list`"),
+        (("models", "remove", "qwen3-14b"), "nothing of qwen3-14b is on this machine"),
+        (("models", "add", "mine", "missing.gguf"), "no such model file"),
+        (("models", "add", "mine", ADDRESS, "--draft", "nobody"), "no model is called nobody"),
+    ],
+)
+def test_names_that_mean_nothing(
+    own_list: Path, arguments: tuple[str, ...], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_list.parent / "hub"))
+    assert part in said(invoke(*arguments))
+
+
+def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
+    answer = run("generate", "--pair", "big", "--target", "small", "x", env=env)
+    assert answer.code == 2
+    assert "drop --target" in answer.stderr
+    with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line is nearer
+    assert run("generate", "--pair", "big", "-n", "2", "--threads", "1", "x", env=with_environment).code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("big: [", "this is not plain YAML"),
+        ("big: 3", "cannot be understood: big must be a mapping"),
+        ("big: {licence: MIT}", "it needs a path, or a repo"),
+        ("big: {colour: red}", "big: colour: unexpected keyword argument"),
+        ("- big", "cannot be understood"),
+        ("big: {repo: [a], default: q, pattern: x.gguf}", "big: repo: input should be a valid string"),
+        (
+            "big: {repo: a, default: q, pattern: x.gguf}",
+            "big: big has no usable file: a repository is named owner/name, got a,",
+        ),
+        ("big: {repo: a/b, default: q}", "big: big has no quantization q, choose one of "),
+        ("big: {repo: a/b, default: q, pattern: 'x{size}.gguf'}", "no other braces than {quantization}"),
+        ("big: {repo: a/b, default: q, pattern: x.bin}", "a model file ends in .gguf, got x.bin"),
+        ("big: {path: x.gguf, memory_gb: much}", "big: memory_gb: input should be a valid integer"),
+        ("big: {path: x.gguf, quantizations: [q]}", "big: quantizations: input should be an object"),
+        (QUANTIZATION.format("x.gguf"), "big: quantizations.q: input should be an object"),
+        (QUANTIZATION.format("{bytes: 3}"), "big: quantizations.q.file: field required"),
+        (
+            QUANTIZATION.format("{file: x.gguf, size: 3}"),
+            "big: quantizations.q.size: unexpected keyword argument",
+        ),
+        (
+            QUANTIZATION.format("{file: x.gguf, bytes: few}"),
+            "big: quantizations.q.bytes: input should be a valid integer",
+        ),
+        (
+            QUANTIZATION.format(f"{{file: x.gguf, sha256: {64 * '0'}}}"),
+            "big: quantizations.q.sha256: input should be a valid string",
+        ),
+    ],
+)
+def test_a_list_that_cannot_be_read(own_list: Path, text: str, part: str) -> None:
+    own_list.write_text(text)
+    for arguments in (["list"], ["add", "mine", ADDRESS]):
+        line = said(invoke("models", *arguments))
+        assert part in line
+        assert str(own_list) in line
+        assert "; mend" in line
+    assert own_list.read_text() == text
+
+
+# Names of one's own
+
+
+def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
+    assert run("models", "add", "mine", target_file, "--draft", "small", "--notes", "fast", env=env).code == 0
+    assert run("models", "add", "theirs", ADDRESS, env=env).code == 0
+    shown = run("models", "show", "mine", "--json", env=env).json
+    assert (shown["here"], shown["draft"], shown["notes"]) == (str(target_file), "small", "fast")
+    assert run("models", "path", "mine", env=env).stdout.strip() == str(target_file)
+    answer = run("generate", "--pair", "mine", "-n", "4", "--threads", "1", "--json", "x", env=env)
+    assert answer.json["draft"].endswith("small-Q8_0.gguf")
+    assert "freed" not in run("models", "remove", "mine", env=env).stderr
+    assert target_file.exists()
+    run("models", "pull", "theirs", env=env)
+    gone = run("models", "remove", "theirs", env=env).stderr
+    assert "freed" in gone
+    assert "dropped your entry" in gone
+    names = [entry["name"] for entry in json.loads(run("models", "list", "--json", env=env).stdout)]
+    assert "mine" not in names
+    assert "theirs" not in names
+    assert "big" in names
+
+
+def test_a_name_must_not_look_like_a_file(env: dict[str, str]) -> None:
+    answer = run("models", "add", "mine.gguf", ADDRESS, env=env)
+    assert answer.code == 2
+    assert "cannot be a name" in answer.stderr
+
+
+def test_a_list_that_cannot_be_written(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "in the way").write_text("")
+    away = {**env, "LLAMASPEC_CONFIG": str(tmp_path / "in the way")}
+    assert "set LLAMASPEC_CONFIG to a folder of yours" in said(
+        run("models", "add", "mine", ADDRESS, env=away)
+    )
+
+
+def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file: Path) -> None:
+    """Whoever names files does not wait for what reads lists and asks networks."""
+    code = (
+        "import sys; from llamaspec.cli.main import main\n"
+        "try: main()\n"
+        "finally: print({'yaml', 'huggingface_hub', 'httpx2', 'httpx'} & set(sys.modules))"
+    )
+    arguments = ["generate", "--target", target_file, "--draft", draft_file, "-n", "1", "--no-stats", "x"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_name_is_not_taken_twice(own_list: Path, target_file: Path) -> None:
+    before = own_list.read_text()
+    for name, whose in (("big", "your own list"), ("qwen3-14b", "the list that comes with llamaspec")):
+        line = said(invoke("models", "add", name, target_file))
+        assert f"{name} is a name in {whose} already" in line
+        assert "--force" in line
+    assert own_list.read_text() == before
+    assert invoke("models", "add", "qwen3-14b", target_file, "--force").code == 0
+    assert invoke("models", "path", "qwen3-14b").stdout.strip() == str(target_file)
+
+
+def test_only_a_model_gets_a_name(own_list: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.gguf").write_text("<html>")
+    assert "is not a GGUF file" in said(invoke("models", "add", "mine", tmp_path / "page.gguf"))
+    assert "mine" not in own_list.read_text()
+
+
+def test_another_name_for_a_model(own_list: Path, target_file: Path) -> None:
+    invoke("models", "add", "mine", target_file)
+    invoke("models", "add", "yours", "mine")
+    invoke("models", "add", "little", "small:Q8_0")
+    assert invoke("models", "path", "yours").stdout.strip() == str(target_file)
+    entry = json.loads(invoke("models", "show", "little", "--json").stdout)
+    assert entry["quantizations"] == {"default": {"file": "small-Q8_0.gguf"}}
+
+
+def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
+    own_list.write_text(
+        "mine: {path: x.gguf, draft: nobody}\nother: {path: y.gguf, draft: 'qwen3-0.6b:Q8_0'}"
+    )
+    answer = invoke("models", "list")
+    assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
+
+
+def test_a_list_keeps_what_it_says(own_list: Path, target_file: Path) -> None:
+    entries = read_catalog().entries
+    invoke("models", "add", "mine", target_file)
+    invoke("models", "remove", "mine")
+    assert read_catalog().entries == entries
+    assert [path.name for path in own_list.parent.iterdir()] == ["models.yaml"]
+
+
+# Names and lists that mean harm
+
+
+@pytest.fixture
+def cache(own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, empty but for a state of acme/big-GGUF; and a victim beside the cache."""
+    folder = own_list.parent / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    (folder / "models--acme--big-GGUF" / "snapshots" / "state").mkdir(parents=True)
+    (own_list.parent / "victim.gguf").write_bytes(b"mine")
+    return folder
+
+
+NAMES_THAT_LEAD_OUT = ("../../../../victim.gguf", "{folder}/victim.gguf", "x/../../../../../victim.gguf")
+
+
+@pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
+@pytest.mark.parametrize("command", [("models", "remove"), ("models", "path"), ("generate", "--target")])
+def test_no_address_leads_out_of_the_cache(cache: Path, command: tuple[str, ...], name: str) -> None:
+    named = name.format(folder=cache.parent)
+    more = ("x",) if command[0] == "generate" else ()
+    assert "is no address" in said(invoke(*command, f"hf:acme/big-GGUF:{named}", *more))
+    assert (cache.parent / "victim.gguf").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "evil: {{repo: acme/big-GGUF, default: q, quantizations: {{q: {{file: '{name}'}}}}}}",
+        "evil: {{repo: acme/big-GGUF, default: q, pattern: '{name}'}}",
+        "evil: {{repo: '../..', default: q, pattern: x.gguf}}",
+    ],
+)
+def test_no_list_leads_out_of_the_cache(cache: Path, own_list: Path, entry: str, name: str) -> None:
+    own_list.write_text(entry.format(name=name.format(folder=cache.parent)))
+    for command in ("remove", "path", "show"):
+        assert "cannot be understood" in said(invoke("models", command, "evil"))
+    assert (cache.parent / "victim.gguf").read_bytes() == b"mine"
+
+
+def test_no_quantization_leads_out_of_the_cache(cache: Path, own_list: Path) -> None:
+    own_list.write_text("evil: {repo: acme/big-GGUF, default: q, pattern: 'x/{quantization}.gguf'}")
+    line = said(invoke("models", "remove", "evil:../../../../../victim"))
+    assert "evil has no usable file" in line
+    assert (cache.parent / "victim.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: " + 3000 * "[", "is nested too deeply"),
+        ("a: " + 3000 * "[" + 3000 * "]", "is nested too deeply"),
+        ("a: &x {path: x.gguf}\nb: *x", "line 2: this is not plain YAML"),
+        ("a: {path: x.gguf, memory_gb: 1" + 400 * "0" + "}", "whole number of gigabytes"),
+        (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 400 * "0" + "}"), "bytes must be from 1"),
+        (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 5000 * "0" + "}"), "cannot be understood"),
+        (QUANTIZATION.format("{file: x.gguf, bytes: 0}"), "bytes must be from 1"),
+        ("a: {path: x.gguf, memory_gb: .nan}", "cannot be understood"),
+        ("? [a, b]\n: {path: x.gguf}", "this is not plain YAML"),
+        ('a: {path: "x\\0.gguf"}', "no file has the path x\\x00.gguf"),
+        ('"a\\e]0;t\\a": 3', "a\\x1b]0;t\\x07 must be a mapping"),
+        ("a: !!python/object/apply:os.getcwd []", "this is not plain YAML"),
+        ("a: {path: x.gguf, is_own: true}", "is_own means nothing"),
+        ("#" * (1 << 20) + "\na: {path: x.gguf}", "larger than"),
+    ],
+)
+def test_a_list_that_means_harm(own_list: Path, text: str, part: str) -> None:
+    own_list.write_text(text)
+    line = said(invoke("models", "list"))
+    assert part in line
+    assert len(line) < 500
+
+
+def test_a_list_that_is_no_file(own_list: Path) -> None:
+    own_list.unlink()
+    os.mkfifo(own_list)
+    assert "not a regular file" in said(invoke("models", "list"))
+
+
+def test_a_home_folder_that_nobody_has(own_list: Path) -> None:
+    own_list.write_text("mine: {path: ~nouser/x.gguf}")
+    line = said(invoke("generate", "--target", "mine", "x"))
+    assert "there is no home folder ~nouser" in line
+    assert "there is no home folder ~nouser" in said(invoke("models", "add", "my", "~nouser/x.gguf"))
+    assert "mine" in invoke("models", "list").stdout
+    assert json.loads(invoke("models", "show", "mine", "--json").stdout)["here"] is None
+
+
+def test_a_name_too_long_for_a_file(own_list: Path) -> None:
+    assert "no file and no model is called aaa" in said(invoke("models", "path", 5000 * "a"))
+
+
+def test_a_terminal_gets_no_control_characters(own_list: Path) -> None:
+    """Neither colours nor titles nor a second line, and no markup of the library that draws tables."""
+    entry = {"path": "x.gguf", "licence": "\x1b[31m[red]M", "notes": "one\ntwo\u202e", "draft": "\x07nobody"}
+    own_list.write_text(json.dumps({"na\x1b]0;t\x07me": entry}))
+    for arguments in (["list"], ["show", "na\x1b]0;t\x07me"], ["path", "\x1b[2Jx"], ["remove", "\x1b[2Jx"]):
+        answer = invoke("models", *arguments)
+        said_in_all = answer.stdout + answer.stderr
+        assert printable(said_in_all.replace("\n", "")) == said_in_all.replace("\n", "")
+    shown = invoke("models", "show", "na\x1b]0;t\x07me").stdout
+    assert "\\x1b[31m[red]M" in shown
+    assert "one\\ntwo\\u202e" in shown
+    assert "na\\x1b]0;t\\x07me" in invoke("models", "list").stdout
+
+
+def test_a_path_is_escaped_on_a_terminal_and_untouched_in_a_pipe(own_list: Path, target_file: Path) -> None:
+    model = own_list.parent / "mo\x1b[2Jdel.gguf"
+    model.symlink_to(target_file)
+    invoke("models", "add", "mine", model)
+    assert invoke("models", "path", "mine").stdout == f"{model}\n"
+    master, terminal = os.openpty()
+    command = [*ENTRY, "models", "path", "mine"]
+    subprocess.run(
+        command, stdout=terminal, env=environment({"LLAMASPEC_CONFIG": str(own_list.parent)}), check=True
+    )
+    shown = os.read(master, 10_000).decode()
+    assert "mo\\x1b[2Jdel.gguf" in shown
+    assert "\x1b[2J" not in shown
+
+
+# The list that comes with llamaspec
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))
+    return read_catalog()
+
+
+def test_every_entry_is_complete(catalog: Catalog) -> None:
+    assert {8, 16, 32, 64} <= {entry.memory_gb for entry in catalog.entries.values()}
+    for entry in catalog.entries.values():
+        file = entry.file()
+        assert entry.licence
+        assert entry.checked in (("hash", "listed") if file.sha256 else ("name",))
+        assert file.n_bytes
+        if entry.draft is not None:
+            draft = catalog.find(entry.draft).file()
+            assert entry.memory_gb
+            assert draft.n_bytes
+            assert file.n_bytes > 3 * draft.n_bytes
+            assert file.n_bytes + draft.n_bytes < 0.8e9 * entry.memory_gb
+
+
+def test_drafts_are_found_by_name_address_and_file(catalog: Catalog) -> None:
+    for target in (
+        "qwen3-32b",
+        "qwen3-32b:Q8_0",
+        "hf:someone/Qwen3-32B-GGUF:Qwen3-32B-Q5_K_M.gguf",
+        "/models/Qwen3-32B-Q4_K_M.gguf",
+    ):
+        assert catalog.draft_of(target) == "qwen3-0.6b"
+    assert catalog.draft_of("/models/else.gguf") is None
+
+
+def test_quantizations_that_are_not_listed_follow_the_pattern(catalog: Catalog) -> None:
+    assert catalog.find("qwen3-32b").file("q8_0") == RemoteFile("Qwen/Qwen3-32B-GGUF", "Qwen3-32B-Q8_0.gguf")
+    assert catalog.find("qwen2.5-3b").file("Q8_0").file == "qwen2.5-3b-instruct-q8_0.gguf"
+    with pytest.raises(ModelFileError, match="on this machine"):
+        Entry("mine", path="x.gguf").file("q8_0")
+
+
+def test_parts() -> None:
+    assert RemoteFile("a/b", "m-00001-of-00003.gguf").parts == tuple(
+        f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)
+    )
+    assert RemoteFile("a/b", "m.gguf").parts == ("m.gguf",)
+    for repo, file in (("a", "m.gguf"), ("a/b", "m.bin"), ("/b", "m.gguf")):
+        with pytest.raises(ValueError, match="got"):
+            RemoteFile(repo, file)

@@ -1,0 +1,139 @@
+"""`llamaspec probe`: what it measures, keeps and says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from command import generate, invoke, naming, run
+from hub_server import Hub
+from llamaspec import LlamaModel, Pair, open_pair
+from llamaspec.measure import store as curves
+from llamaspec.measure.bit_exactness import exact_widths
+from llamaspec.measure.probe import Effort, measure
+from llamaspec.measure.saturation import Dip, dips, knees, saturation_width, verdict
+from llamaspec.values import CostCurve, ForwardRequest, Logits
+
+Batch = list[tuple[int, ForwardRequest]]
+
+FOURS = CostCurve((1, 2, 3, 4, 5), (1.0, 1.6, 2.2, 1.8, 2.6), 0.05)
+STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
+FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_what_the_curve_says() -> None:
+    assert dips(FOURS) == [Dip(3, 4)]
+    assert dips(FLAT) == []
+    assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
+    stairs = CostCurve((1, 2, 3, 4, 5, 6, 8, 16), (1.0, 1.2, 1.4, 1.05, 1.4, 1.41, 1.8, 1.9), 0.05)
+    assert [knees(curve) for curve in (stairs, FLAT)] == [[4, 6], []]
+    wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
+    assert verdict(wide).endswith("at any acceptance")
+    assert verdict(STEEP).endswith("not known yet: only 3 widths timed, up to 4")
+    assert verdict(FLAT).endswith("below an acceptance of 0.10")  # 1 + a > 1.05 + 0.05
+
+
+def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path]) -> None:
+    found = invoke("probe", *naming(models), "--quick", "--json").json
+    assert [row["width"] for row in found["widths"]][:4] == [1, 2, 3, 4]
+    assert all(len(row["timings"]) == len(found["depths"]) == 2 for row in found["widths"])
+    assert all(t["low"] <= t["median"] <= t["high"] for row in found["widths"] for t in row["timings"])
+    assert found["widths"][0]["logit_difference"] == 0
+    assert found["identical_widths"][0] == 1
+    assert found["draft_step"]["median"] > 0
+    assert set(found["best_fixed_length"]) == {"0.5", "0.6", "0.7", "0.8", "0.9", "0.95"}
+    assert "drafting does not pay" in found["verdict"]
+
+
+def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None:
+    options = naming(models)
+    assert "without --show" in invoke("probe", *options, "--show").stderr
+    assert "no such model file" in invoke("probe", "--target", "missing.gguf", "--forget").stderr
+    first = invoke("probe", *options, "--quick", "--json").json
+    assert invoke("probe", *options, "--show", "--json").json == first
+    assert (
+        "without --show" in invoke("probe", *options, "--threads", "2", "--show").stderr
+    )  # another machine's
+    assert invoke("probe", *options, "--forget").code == 0
+    assert "without --show" in invoke("probe", *options, "--show").stderr
+
+
+@pytest.mark.parametrize("option", ["--show", "--forget"])
+def test_a_pair_that_is_not_here_is_not_fetched(env: dict[str, str], hub: Hub, option: str) -> None:
+    """Both fetched the models, to say that nothing is known of them."""
+    answer = run("probe", "--pair", "big", option, env=env)
+    assert answer.code == 1
+    assert "big is not on this machine; run `llamaspec models pull big`" in answer.stderr
+    assert hub.n_requests == 0
+
+
+def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> None:
+    invoke("probe", *naming(models), "--quick")
+    (kept,) = (tmp_path / "curves").iterdir()
+    for damage in ("", "{", "[]", '{"format": 1}', '{"format": 0, "probe": {}}'):
+        kept.write_text(damage)
+        assert generate("-n", "5", "hello", models=models).code == 0
+        assert "without --show" in invoke("probe", *naming(models), "--show").stderr
+
+
+def test_the_table_the_rows_and_the_picture(models: list[Path], tmp_path: Path) -> None:
+    answer = invoke("probe", *naming(models), "--quick")
+    assert answer.stdout.splitlines()[0].startswith("positions")
+    assert "drafting does not pay" in answer.stdout.splitlines()[-1]
+    rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()
+    assert rows[0] == "width,depth,median_seconds,low_seconds,high_seconds,logit_difference"
+    assert len(rows) > 10
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.svg"
+    assert invoke("probe", *naming(models), "--show", "--plot", str(picture)).code == 0
+    assert "<svg" in picture.read_text()
+    answer = invoke("probe", *naming(models), "--show", "--plot", str(tmp_path / "no" / "curve.png"))
+    assert answer.code == 1
+    assert "cannot draw" in answer.stderr
+    assert "name a .png or .svg" in invoke("probe", *naming(models), "--plot", "curve.gif").stderr
+
+
+def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:
+    ticks = itertools.count()
+    with LlamaModel(models[0]) as target, LlamaModel(models[1]) as draft:
+        pair = Pair(target, draft, 0.0, clock=lambda: float(next(ticks)))
+        effort = Effort(widths=(1, 2), depths=(8,), most_turns=50, seconds=1.0)
+        probe = measure(pair, effort)
+    assert all(row.timings[0].median == 1 for row in probe.widths)
+    assert next(ticks) < 400
+
+
+def test_widths_that_round_otherwise_are_not_exact(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = LlamaModel.evaluate
+
+    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        answers = honest(self, batch, n_padding)
+        return [answer + (1e-3 if len(answer) > 4 else 0) for answer in answers]
+
+    monkeypatch.setattr(LlamaModel, "evaluate", biased)
+    with open_pair(*models) as pair:
+        assert max(exact_widths(pair)) <= 4
+
+
+def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.measure.learned_length.exact_widths", lambda pair: frozenset({1, 3}))
+    asked: list[int] = []
+    honest = LlamaModel.evaluate
+
+    def noted(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        if self.path == models[0]:
+            n_scored = sum(request.n_scored for _, request in batch)
+            asked.append(n_scored + n_padding if n_scored else 0)
+        return honest(self, batch, n_padding)
+
+    monkeypatch.setattr(LlamaModel, "evaluate", noted)
+    answer = generate("-n", "80", "--seed", "1", "--exact", "--json", "hello", models=models)
+    assert answer.code == 0
+    assert set(asked) <= {0, 1, 3}
+    assert curves.FORMAT == 2

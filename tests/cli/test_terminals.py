@@ -1,0 +1,138 @@
+"""Pipes that close, full disks, terminals, colours, and help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
+from llamaspec.cli.generate import generate as command
+
+
+def test_a_pipe_that_closes_early(models: list[Path]) -> None:
+    child = subprocess.Popen(
+        [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "400", "--seed", "1"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    head = os.read(child.stdout.fileno(), 10)
+    child.stdout.close()
+    child.stdout = None
+    _, stderr = child.communicate(timeout=60)
+    assert head
+    assert child.returncode not in (0, -signal.SIGPIPE)
+    assert b"Traceback" not in stderr
+    assert b"Exception" not in stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(models: list[Path]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "5", "--no-stats"],
+            stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=environment(), check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    answer = Answer(1, "", done.stderr.decode())
+    assert answer.complaints == ["llamaspec: No space left on device; check where the output goes"]
+
+
+def test_a_terminal_that_knows_few_letters(models: list[Path]) -> None:
+    """Text beyond the terminal's encoding is replaced, never a traceback."""
+    latin = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    answer = run(
+        "generate", *naming(models), PROMPT, "-n", "60", "--seed", "5", env=latin, encoding="latin-1"
+    )
+    assert answer.code == 0
+    right = expected(models, 5, 60).text.encode("latin-1", errors="replace").decode("latin-1")
+    assert answer.stdout == right + "\n"
+    assert "?" in right
+
+
+GREEN = b"\x1b[32m"
+
+
+def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
+    arguments = [
+        *ENTRY[1:],
+        "generate",
+        *map(str, naming(models)),
+        PROMPT,
+        "-n",
+        "40",
+        "--seed",
+        "5",
+        "-k",
+        "4",
+    ]
+    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=30)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    output: bytes = child.before
+    return output
+
+
+def test_draft_tokens_are_coloured_on_a_terminal_only(models: list[Path]) -> None:
+    coloured = on_a_terminal(models, "--show-drafts", "--no-stats")
+    assert GREEN in coloured
+    plain = on_a_terminal(models, "--no-stats")
+    assert GREEN not in plain
+    assert coloured.replace(GREEN, b"").replace(b"\x1b[0m", b"") == plain
+    assert GREEN not in on_a_terminal(models, "--show-drafts", NO_COLOR="1")
+    piped = run("generate", *naming(models), PROMPT, "-n", "40", "--seed", "5", "-k", "4", "--show-drafts")
+    assert "\x1b[32m" not in piped.stdout
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["-h"], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        (["generate", "-h"], ["Examples:", "llamaspec generate -f prompt.txt", "[default: 256"]),
+        (["generate", "--help"], ["Examples:"]),
+        (["compare", "-h"], ["Examples:", "sanity check", "--num-runs"]),
+    ],
+)  # fmt: skip
+def test_help_shows_examples(command: list[str], says: list[str]) -> None:
+    answer = invoke(*command)
+    assert answer.code == 0
+    assert answer.stderr == ""
+    for part in says:
+        assert part in answer.stdout
+
+
+def test_names_and_defaults_are_a_contract() -> None:
+    """Scripts depend on them."""
+    found = {
+        name: parameter.default
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    defaults: dict[str, object] = {
+        "--max-tokens": 256, "-n": 256, "--temperature": 0.8, "-t": 0.8, "--top-k": 40, "--top-p": 0.95,
+        "--min-p": 0.05, "--rule": "coupled", "--flash-attn": "auto", "--stats": True, "--no-stats": True,
+    }  # fmt: skip
+    assert {name: found[name] for name in defaults} == defaults
+    assert set(found) >= {
+        "--prompt", "-p", "--file", "-f", "--target", "--draft", "--no-draft", "--repeat-penalty",
+        "--presence-penalty", "--frequency-penalty", "--seed", "--stop", "--draft-length", "-k", "--n-ctx",
+        "--draft-ctx", "--gpu-layers", "-ngl", "--draft-gpu-layers", "--threads", "--draft-threads",
+        "--cache-type-k", "--cache-type-v", "--draft-cache-type-k", "--draft-cache-type-v", "--show-drafts",
+        "--json", "--verbose",
+    }  # fmt: skip
+
+
+def test_llama_cpp_is_silent_unless_asked(models: list[Path]) -> None:
+    common = ["generate", *naming(models), PROMPT, "-n", "3", "--no-stats", "--seed", "1"]
+    assert run(*common).complaints == []
+    verbose = run(*common, "--verbose")
+    assert "llama_model_loader" in verbose.stderr
+    assert verbose.stdout == run(*common).stdout

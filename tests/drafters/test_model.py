@@ -1,0 +1,113 @@
+"""What a draft model is asked: counted evaluations, windows over its context, nothing read twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fakes import FakeModel, Length, tokens
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.errors import ContextFullError
+from llamaspec.protocols import Drafting
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Sampling
+from texts import PLAIN, draft, stream, target
+
+GREEDY = Sampling(temperature=0)
+
+
+def drafter(vocabulary_size: int = 5, context_size: int = 100, n_tokens: int | None = None) -> ModelDrafter:
+    return ModelDrafter(
+        vocabulary_size, context_size, GREEDY, RULES["coupled"], SeededStreams(0), n_tokens=n_tokens
+    )
+
+
+def asked(coroutine: Drafting, model: FakeModel) -> tuple[list[ForwardRequest], Draft]:
+    """What is asked for, answered by a model, and what comes of it."""
+    requests: list[ForwardRequest] = []
+    try:
+        wanted = next(coroutine)
+        while True:
+            requests.append(wanted)
+            wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
+    except StopIteration as end:
+        made: Draft = end.value
+        return requests, made
+
+
+def test_one_evaluation_for_each_draft_token() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=100)
+    requests, made = asked(drafter().propose(tokens(1, 2), Length(4)), model)
+    assert [len(request.tokens) for request in requests] == [2, 3, 4, 5]
+    assert [request.n_scored for request in requests] == [1, 1, 1, 1]
+    path = [1, 2]
+    for token in made.tokens.tolist():
+        assert token == int(np.argmax(model.after(tokens(*path))))
+        path.append(token)
+
+
+def test_nothing_is_read_twice() -> None:
+    models = {TARGET: target(), DRAFT: draft()}
+    done = stream(Scheduler(models), models, (1, 2, 3, 4), length=Length(3), max_tokens=30).run()
+    prompt, *steps = models[DRAFT].evaluated
+    assert (prompt.n_new, prompt.requests[0].n_logits) == (3, 0)
+    assert len(steps) == sum(len(round_.draft) for round_ in done.rounds)
+    # After full acceptance the last draft token has not been read yet; else only the target's own.
+    assert {step.n_new for step in steps} == {1, 2}
+    n_full = sum(len(r.draft) == r.n_accepted > 0 for r in done.rounds[:-1])
+    assert 0 <= n_full - sum(step.n_new == 2 for step in steps) <= 1
+
+
+def test_a_small_context_slides_in_halves() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=8)
+    lengths = []
+    for n in range(6, 14):
+        requests, _ = asked(drafter(context_size=8).propose(np.zeros(n, np.int32), Length(1)), model)
+        lengths += [len(request.tokens) for request in requests]
+    assert lengths == [6, 7, 8, 5, 6, 7, 8, 5]
+
+
+def test_a_text_longer_than_the_drafts_context() -> None:
+    models = {TARGET: target(), DRAFT: draft(context_size=8)}
+    done = stream(Scheduler(models), models, length=Length(3), max_tokens=40).run()
+    assert len(done.tokens) == 40
+    assert all(len(round_.draft) == 3 for round_ in done.rounds[:-3])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_full_draft_ends_the_draft(n: int) -> None:
+    coroutine = drafter().propose(tokens(1, 2), Length(4))
+    model, wanted = FakeModel(vocabulary_size=5), next(coroutine)
+    for _ in range(n - 1):
+        wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
+    with pytest.raises(StopIteration) as end:
+        coroutine.throw(ContextFullError("full"))
+    assert len(end.value.value) == n - 1
+
+
+def test_a_prompt_of_one_token_needs_no_preparation() -> None:
+    assert list(drafter().prepare(tokens(1))) == []
+    (request,) = drafter().prepare(tokens(1, 2, 3))
+    assert (request.tokens.tolist(), request.n_logits) == ([1, 2], 0)
+
+
+def test_tokens_that_only_the_target_knows_are_replaced() -> None:
+    (request,) = drafter(n_tokens=9).prepare(tokens(1, 8, 4, 2))
+    assert request.tokens.tolist() == [1, 0, 4]
+
+
+def test_only_tokens_of_the_target_are_drafted() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=100)
+    for first in range(3):
+        _, made = asked(drafter(n_tokens=2).propose(tokens(first), Length(6)), model)
+        assert set(made.tokens.tolist()) <= {0, 1}
+
+
+def test_confidence_is_of_the_draft() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=100)
+    own = ModelDrafter(5, 100, PLAIN, RULES["rejection"], SeededStreams(0))
+    _, made = asked(own.propose(tokens(1, 2), Length(3)), model)
+    for token, q, confidence in zip(made.tokens.tolist(), made.distributions, made.confidences, strict=True):
+        assert confidence == q.probability(token)

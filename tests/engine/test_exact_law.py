@@ -1,0 +1,217 @@
+"""The law of the text with draft tokens is the law without, to rounding: every branch of chance is walked.
+
+No seeds and no statistics: `WalkingStreams` takes every branch that a draw can take and multiplies its
+probability. For the coupled rule, where draft and target share their noise, a finite set of noise tables
+is walked instead, and the texts must be the same for each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exact_law import (
+    CHAINS,
+    FOUR,
+    LENGTHS,
+    SAMPLINGS,
+    SELF,
+    THREE,
+    TREES,
+    Models,
+    RepeatedDrawError,
+    TableStreams,
+    distance,
+    model_drafter,
+    noise_tables,
+    plain_law,
+    rounds,
+    text,
+    walk,
+)
+from fakes import Branching, Length
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
+from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Verification
+
+
+@pytest.mark.parametrize("drafter", list(CHAINS))
+@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_is_the_targets(rule: str, sampling: str, length: str, drafter: str) -> None:
+    chain = SAMPLINGS[sampling]
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        chosen = CHAINS[drafter](chain, RULES[rule], streams)
+        return text(rounds(THREE, chosen, LENGTHS[length], RULES[rule], chain, streams))
+
+    assert distance(walk(run), plain_law(THREE[TARGET], chain)) < 1e-12
+
+
+def error_of(rule: Rule, models: Models, k: int) -> float:
+    """How far the law of a rule's text is from the target's."""
+    chain = SAMPLINGS["plain"]
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        drafter = model_drafter(models, chain, rule, streams)
+        return text(rounds(models, drafter, Length(k), rule, chain, streams))
+
+    return distance(walk(run), plain_law(models[TARGET], chain))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("models", [FOUR, SELF], ids=["four tokens", "self-draft"])
+def test_the_law_with_other_models(rule: str, models: Models) -> None:
+    assert error_of(RULES[rule], models, 2) < 1e-12
+
+
+class Instead:
+    """Random streams that take one stream for another."""
+
+    def __init__(self, streams: RandomStreams, right: Stream, wrong: Stream) -> None:
+        self.streams, self.right, self.wrong = streams, right, wrong
+
+    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
+        return self.streams.choose(distribution, self._taken(stream), position, attempt)
+
+    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
+        return self.streams.chance(probability, self._taken(stream), position, attempt)
+
+    def _taken(self, stream: Stream) -> Stream:
+        return self.wrong if stream is self.right else stream
+
+
+class ForgetsResidual(Rejection):
+    """Where a draft token is rejected it draws from p, not from what the draft left of p."""
+
+    def verify(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> Verification:
+        right = super().verify(draft, target, streams, start)
+        n = len(right.path)
+        if n == len(draft):
+            return right
+        return Verification(right.path, streams.choose(target.after(n - 1), Stream.TOKEN, start + n, -1))
+
+
+class DrawsResidualAsDraft(Rejection):
+    """The residual has the random number of the token that was rejected."""
+
+    def verify(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> Verification:
+        return super().verify(draft, target, Instead(streams, Stream.RESIDUAL, Stream.DRAFT), start)
+
+
+class DrawsWithoutAttempt(Block):
+    """A draft token has the random number of the one that an earlier round drafted there."""
+
+    def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
+        return streams.choose(distribution, Stream.DRAFT, start + i)
+
+
+class ForgetsWeight(Block):
+    """The residual of a block is taken as if it were that of a single token."""
+
+    def verify(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> Verification:
+        right = super().verify(draft, target, streams, start)
+        n = len(right.path)
+        if n == len(draft):
+            return right
+        p, q = target.after(n - 1), draft.distributions[n]
+        left = [max(p.probability(t) - q.probability(t), 0.0) for t in p.tokens.tolist()]
+        if not sum(left):
+            return right
+        rest = Distribution(p.tokens, np.array(left) / sum(left))
+        return Verification(right.path, streams.choose(rest, Stream.RESIDUAL, start + n, -1))
+
+
+@pytest.mark.parametrize("rule", [ForgetsResidual(), ForgetsWeight()])
+def test_a_wrong_residual_is_found_out(rule: Rule) -> None:
+    assert error_of(rule, FOUR, 2) > 1e-3
+
+
+@pytest.mark.parametrize("rule", [DrawsResidualAsDraft(), DrawsWithoutAttempt()])
+def test_a_random_number_that_is_used_twice_is_found_out(rule: Rule) -> None:
+    with pytest.raises(RepeatedDrawError):
+        error_of(rule, THREE, 3)
+
+
+DRAFTERS = {**CHAINS, **TREES}
+
+
+@pytest.mark.parametrize("drafter", list(DRAFTERS))
+@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, drafter: str) -> None:
+    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
+    texts = set()
+    for noise in noise_tables():
+        streams = TableStreams(noise)
+        chosen = DRAFTERS[drafter](chain, rule, streams)
+        with_draft = text(rounds(THREE, chosen, LENGTHS[length], rule, chain, streams))
+        assert with_draft == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams))
+        texts.add(with_draft)
+    assert len(texts) > 1 or sampling == "greedy"
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_draft_that_is_the_target_is_never_rejected(rule: str, sampling: str, k: int) -> None:
+    for seed in range(10):
+        streams, chain = SeededStreams(seed), SAMPLINGS[sampling]
+        drafter = model_drafter(SELF, chain, RULES[rule], streams)
+        made = rounds(SELF, drafter, Length(k), RULES[rule], chain, streams, 39)
+        assert all(round_.n_accepted == len(round_.draft) for round_ in made)
+        assert max(len(round_.draft) for round_ in made) == k
+
+
+def test_a_tree_with_every_token_is_followed_to_its_leaves() -> None:
+    """Siblings share no logits: whichever branch is followed, the next token is drawn behind it."""
+    for seed in range(10):
+        made = rounds(
+            THREE, Branching(), Length(2), RULES["coupled"], SAMPLINGS["plain"], SeededStreams(seed), 39
+        )
+        assert {round_.n_accepted for round_ in made if len(round_.draft) == 12} == {2}
+        assert all(list(round_.path) == round_.draft.path(round_.path[-1]) for round_ in made if round_.path)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rules_for_chains_refuse_trees(rule: str) -> None:
+    with pytest.raises(ValueError, match="use the coupled rule"):
+        rounds(THREE, Branching(), Length(1), RULES[rule], SAMPLINGS["plain"], SeededStreams(0))
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_the_rule_tells_the_distributions_along_the_path(rule: str) -> None:
+    """What a staged draft takes for q: p after the context, and after each accepted token."""
+    draft = Draft.certain([1, 2, 2, 0])
+    asked: dict[int, Distribution] = {}
+
+    class Table:
+        def after(self, i: int) -> Distribution:
+            return asked.setdefault(i, Distribution.certain(1 if i < 0 else 2))
+
+    said = RULES[rule].verify(draft, Table(), SeededStreams(0), 1)
+    assert [asked[i] for i in (-1, *said.path)] == list(said.distributions)
+    assert said.path == (0, 1, 2)
+
+
+def test_another_vocabulary_is_drafted_within_the_targets() -> None:
+    """A draft with more tokens than the target proposes only those that the target knows."""
+    models = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
+    chain = SAMPLINGS["plain"]
+    for rule in ("rejection", "block"):
+
+        def run(streams: RandomStreams, rule: Rule = RULES[rule]) -> tuple[int, ...]:
+            drafter = ModelDrafter(4, 64, chain, rule, streams, n_tokens=3)
+            return text(rounds(models, drafter, Length(2), rule, chain, streams))
+
+        assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12

@@ -1,0 +1,234 @@
+"""What is evaluated together, and what it costs: rows over fake models that count."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, tokens
+from forward_requests import scores
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.scheduler import AHEAD, Scheduler
+from llamaspec.engine.stream import TextStream, write
+from llamaspec.protocols import RowLength
+from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
+from texts import Letters, V, alone, draft, stream, target
+
+
+def both(**settings: object) -> dict[str, FakeModel]:
+    return {TARGET: target(**settings), DRAFT: draft()}
+
+
+def run_together(streams: list[TextStream]) -> list[tuple[int, ...]]:
+    """One piece of each in turn, to the end of all."""
+    running = list(streams)
+    while running:
+        running = [of for of in running if next(of, None) is not None]
+    return [of.completion.tokens for of in streams]
+
+
+def scored(model: FakeModel) -> list[Evaluated]:
+    return [evaluated for evaluated in model.evaluated if evaluated.requests[0].n_scored]
+
+
+@pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V), Branching(V)])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("n_rows", [1, 3, 9])
+def test_the_text_of_a_seed_is_the_same_beside_others(n_rows: int, k: int, drafter: object) -> None:
+    models = both(context_size=512, batch_size=512, max_scored=512)
+    scheduler = Scheduler(models)
+    streams = [
+        stream(scheduler, models, (i % V, 2), seed=i, length=Length(k), drafter=drafter)  # type: ignore[arg-type]
+        for i in range(n_rows)
+    ]
+    assert run_together(streams) == [alone((i % V, 2), seed=i) for i in range(n_rows)]
+    assert sorted(models[TARGET].released) == list(range(n_rows))
+
+
+def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
+    models = both()
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, seed=i, length=Length(2), max_tokens=3) for i in range(4)]
+    for of in streams:  # all begin before the first step
+        of._row = scheduler.start(write(of._plan), of._plan.speculation.length.width)
+    next(streams[0])
+    assert [len(evaluated.rows) for evaluated in scored(models[DRAFT])] == [4, 4]
+    assert [(len(e.rows), e.width) for e in scored(models[TARGET])] == [(4, 12)]
+    assert {of.run().rounds[0].n_rows for of in streams} == {4}
+
+
+def test_rows_join_and_leave_between_evaluations() -> None:
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    first = stream(scheduler, models, seed=1, drafter=NoDrafter())
+    made = [next(first).token for _ in range(3)]
+    second = stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=2)
+    short = second.run().tokens
+    n_alone = len(models[TARGET].evaluated)
+    made += [piece.token for piece in first]
+    assert tuple(made) == alone(seed=1)
+    assert short == alone(seed=2, max_tokens=2)
+    assert sum(len(evaluated.rows) == 2 for evaluated in models[TARGET].evaluated) == 2
+    assert {len(evaluated.rows) for evaluated in models[TARGET].evaluated[n_alone:]} == {1}
+
+
+def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
+    models = {TARGET: target(context_size=900, batch_size=8)}
+    scheduler = Scheduler(models)
+    talker = stream(scheduler, models, seed=1, length=Length(1), max_tokens=40)
+    next(talker)
+    models[TARGET].evaluated.clear()
+    prompt = (np.arange(60) % V).tolist()
+    newcomer = stream(scheduler, models, prompt, seed=2, max_tokens=3)
+    tokens = newcomer.run().tokens
+    assert tokens == alone(prompt, seed=2, max_tokens=3)
+    kinds = [bool(e.requests[0].n_scored) for e in models[TARGET].evaluated]
+    first = kinds.index(False)
+    assert kinds[first : first + 15] == [False, True] * 7 + [False]  # a round between any two parts
+    assert max(e.width for e in models[TARGET].evaluated) <= 8
+    assert tuple(piece.token for piece in talker)[-1] == alone(seed=1, max_tokens=40)[-1]
+
+
+@pytest.mark.parametrize(("limits", "most"), [({"batch_size": 6}, 2), ({"max_scored": 9}, 3)])
+def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
+    limits: dict[str, int], most: int
+) -> None:
+    models = {TARGET: target(**limits)}
+    scheduler = Scheduler(models)
+    streams = [
+        stream(scheduler, models, seed=i, drafter=CountingUp(V), length=Length(2), max_tokens=30)
+        for i in range(5)
+    ]
+    assert run_together(streams) == [alone(seed=i, max_tokens=30) for i in range(5)]
+    together = [evaluated.rows for evaluated in scored(models[TARGET])]
+    full = [rows for rows in together[10:25] if len(rows) == most]
+    assert full
+    for row in range(5):
+        turns = [i for i, rows in enumerate(together[10:25]) if row in rows]
+        assert max(b - a for a, b in itertools.pairwise(turns)) <= 3  # ceil(5 / 2) evaluations
+
+
+def in_fours(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def test_the_batch_is_padded_not_the_row() -> None:
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    streams = [
+        stream(scheduler, models, seed=i, drafter=NoDrafter(), length=Length(0, in_fours)) for i in range(3)
+    ]
+    run_together(streams)
+    together = [evaluated for evaluated in scored(models[TARGET]) if len(evaluated.rows) == 3]
+    assert together
+    assert {(e.n_new, e.n_padding) for e in together} == {(3, 1)}
+    assert {round_.width for of in streams for round_ in of.completion.rounds if round_.n_rows == 3} == {4}
+
+
+@pytest.mark.parametrize("allowed", [(1, 2), (1, 4), (1, 2, 3), (1, 6)])
+@pytest.mark.parametrize("context_size", [64, 16])
+def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int) -> None:
+    """Also near a full context, where the draft gives way, and after a KV cache was lost."""
+
+    def exact(n: int) -> int | None:
+        return min((width for width in allowed if width >= n), default=None)
+
+    models = {TARGET: target(context_size=context_size)}
+    scheduler = Scheduler(models)
+    streams = [
+        stream(
+            scheduler, models, (1, i), seed=i, drafter=CountingUp(V), length=Length(2, exact), max_tokens=99
+        )
+        for i in range(4)
+    ]
+    for of in streams:
+        next(of)
+    scheduler.forget()
+    run_together(streams)
+    assert {evaluated.width for evaluated in scored(models[TARGET])} <= set(allowed)
+    for i, of in enumerate(streams):
+        n = context_size - 2
+        assert of.completion.tokens == alone((1, i), seed=i, max_tokens=n)
+
+
+def test_one_that_nobody_reads_does_not_run_away() -> None:
+    models = {TARGET: target(context_size=300)}
+    scheduler = Scheduler(models)
+    waiting = stream(scheduler, models, seed=1, drafter=NoDrafter(), max_tokens=200)
+    next(waiting)
+    stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=150).run()
+    assert waiting._row is not None
+    assert len(waiting._row.events) == AHEAD
+    assert tuple(piece.token for piece in waiting)[-1] == alone(seed=1, max_tokens=200)[-1]
+
+
+def test_a_measurement_beside_a_text() -> None:
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    of = stream(scheduler, models, seed=1, max_tokens=6)
+    next(of)
+    request = ForwardRequest(TARGET, tokens(1, 2, 3), n_logits=2, draft=tokens(4))
+    answer = scheduler.run(scores(request))
+    rest = tuple(piece.token for piece in of)
+    assert np.array_equal(answer, models[TARGET].logits(request))
+    assert rest == alone(seed=1, max_tokens=6)[1:]
+    assert models[TARGET].released == [1, 0]
+
+
+class Thinks(CountingUp):
+    """A drafter of plain functions that takes its time."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(V)
+        self.clock, self.seconds = clock, seconds
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        self.clock.passes(self.seconds)
+        return super().propose(context, length)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [(None, (2 * 3.0, 100.0, 0.5)), (lambda clock: Thinks(clock, 20.0), (0.0, 100.0, 20.5))],
+)
+def test_the_seconds_of_a_round_are_all_there(
+    drafter: Callable[[Clock], Thinks] | None, expected: tuple[float, ...]
+) -> None:
+    """Two draft steps of 3 s, one evaluation of 100 s, 0.5 s of learning, or 20 s of a drafter's own."""
+    clock = Clock()
+
+    class Learns(Length):
+        def observe(self, round_: object) -> None:
+            clock.passes(0.5)
+
+    models = {
+        TARGET: target(clock=clock, seconds=100.0, context_size=99),
+        DRAFT: draft(clock=clock, seconds=3.0, context_size=99),
+    }
+    own = drafter(clock) if drafter else None
+    of = stream(
+        Scheduler(models, clock=clock), models, (1, 2, 3), drafter=own, length=Learns(2), max_tokens=30
+    )
+    done = of.run()
+    spent = [(r.draft_seconds, r.verify_seconds, r.overhead_seconds) for r in done.rounds]
+    assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # nothing has been learnt yet
+    assert set(spent[1:-2]) == {expected}
+    assert [r.n_draft_steps for r in done.rounds[:-2]] == [0 if drafter else 2] * (len(done.rounds) - 2)
+    assert done.prefill_seconds == (100.0 if drafter else 103.0)
+    assert clock.now == sum(r.seconds for r in done.rounds) + done.prefill_seconds + 0.5
+
+
+def test_the_seconds_of_writing_a_round_belong_to_the_next() -> None:
+    clock = Clock()
+
+    class Slow(Letters):
+        def piece(self, token: int) -> bytes:
+            clock.passes(0.25)
+            return super().piece(token)
+
+    models = {TARGET: target(clock=clock, seconds=100.0)}
+    of = stream(Scheduler(models, clock=clock), models, drafter=NoDrafter(), vocabulary=Slow(), max_tokens=4)
+    assert [round_.overhead_seconds for round_ in of.run().rounds] == [0.0, 0.25, 0.25, 0.25]

@@ -1,0 +1,203 @@
+"""Prompt in, pieces out: why a text ends, what is left after an early stop, how the prompt is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fakes import CountingUp, FakeModel, Length, OverDelivers
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.stream import PREFILL_PART, StopReason, TextStream
+from llamaspec.errors import PromptError
+from llamaspec.protocols import RowLength
+from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
+from texts import Alphabet, Letters, stream
+
+
+def alphabet(**settings: int) -> FakeModel:
+    return Alphabet(vocabulary_size=5, **{"context_size": 30, "batch_size": 600, **settings})  # type: ignore[arg-type]
+
+
+def made(
+    prompt: str = "ab", k: int = 2, model: FakeModel | None = None, end: int | None = None, **settings: object
+) -> TextStream:
+    models = {TARGET: model or alphabet()}
+    ids = Letters().tokenize(prompt.encode()).tolist()
+    settings = {"length": Length(k), "vocabulary": Letters(end), **settings}
+    return stream(Scheduler(models), models, ids, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize(
+    ("settings", "text", "reason"),
+    [
+        ({"max_tokens": 7}, "cdeabcd", StopReason.LIMIT),
+        ({"max_tokens": 1}, "c", StopReason.LIMIT),
+        ({"max_tokens": 99, "end": 0}, "cde", StopReason.END),
+        ({"max_tokens": 99, "end": 0, "stops": ("ex",)}, "cde", StopReason.END),  # e was held back
+        ({"max_tokens": 99, "stops": ("ab",)}, "cde", StopReason.STOP),
+        ({"max_tokens": 4, "stops": ("ea",)}, "cd", StopReason.STOP),
+        ({"max_tokens": 4, "stops": ("abx",)}, "cdea", StopReason.LIMIT),  # held back, then shown
+        ({"max_tokens": 99, "prompt": "ab" * 13}, "cdea", StopReason.CONTEXT),
+    ],
+)
+def test_why_a_text_ends(settings: dict[str, object], text: str, reason: StopReason, k: int) -> None:
+    length = Length(k)
+    of = made(k=k, length=length, **settings)  # type: ignore[arg-type]
+    shown = "".join(piece.text for piece in of)
+    assert (shown, of.completion.stop_reason) == (text, reason)
+    assert of.completion.text == shown
+    assert length.n_closed == 1
+    assert [round_.tokens.tolist() for round_ in length.rounds] == [
+        round_.tokens.tolist() for round_ in of.completion.rounds
+    ]
+
+
+@pytest.mark.parametrize(("max_tokens", "n"), [(7, 7), (1, 1), (99, 28)])
+@pytest.mark.parametrize("n_drafted", [5, 40])
+def test_a_drafter_that_delivers_too_much_is_cut(n_drafted: int, max_tokens: int, n: int) -> None:
+    """Five tokens after one `wants_more` exceeded the limit, or crashed at the end of the context."""
+    done = made(k=1, drafter=OverDelivers(n_drafted, 5), max_tokens=max_tokens).run()
+    assert len(done.tokens) == n
+    assert sum(len(round_.tokens) for round_ in done.rounds) == n
+
+
+def test_a_drafter_that_delivers_more_than_can_be_scored_is_cut() -> None:
+    done = made(k=1, model=alphabet(max_scored=4, context_size=99), drafter=OverDelivers(40, 5)).run()
+    assert [len(round_.draft) for round_ in done.rounds] == [3, 3, 3]
+    assert len(done.tokens) == 12
+
+
+def test_nothing_is_drafted_that_the_limit_cuts_off() -> None:
+    asked: list[int] = []
+
+    class Watching(CountingUp):
+        def propose(self, context: TokenArray, length: RowLength) -> Draft:
+            asked.append(len(draft := super().propose(context, length)))
+            return draft
+
+    made(k=3, drafter=Watching(5), max_tokens=6).run()
+    assert asked == [3, 1]
+
+
+def test_tokens_without_text_are_pieces() -> None:
+    of = made(vocabulary=Letters(mute=4), max_tokens=5)
+    pieces = list(of)
+    assert [(piece.token, piece.text) for piece in pieces] == [
+        (2, "c"),
+        (3, "d"),
+        (4, ""),
+        (0, "a"),
+        (1, "b"),
+    ]
+    assert not pieces[2].drafted
+    assert [piece.drafted for piece in pieces[:2]] == [True, True]
+    assert of.completion.tokens == (2, 3, 4, 0, 1)
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_stopping_early_keeps_what_was_handed_out(n: int) -> None:
+    length = Length(2)
+    of = made(max_tokens=50, length=length)
+    shown = "".join(next(of).text for _ in range(n))
+    of.close()
+    done = of.completion
+    assert done.text == shown == "cdeab"[:n]
+    assert done.tokens == (2, 3, 4, 0, 1)[:n]
+    assert done.stop_reason is StopReason.INTERRUPT
+    assert done.summary.n_tokens == n
+    assert list(of) == []
+    of.close()
+    assert length.n_closed == 1
+    assert of.completion == done or of.completion.tokens == done.tokens
+
+
+def test_a_stream_that_is_never_read_closes_its_length() -> None:
+    closed, forgotten = Length(), Length()
+    made(length=closed).close()
+    made(length=forgotten)
+    assert (closed.n_closed, forgotten.n_closed) == (1, 1)
+
+
+def test_statistics_count_what_the_text_kept() -> None:
+    done = made(k=3, end=1, max_tokens=99).run()  # c d e a, then the end inside a draft
+    summary = done.summary
+    assert done.tokens == (2, 3, 4, 0)
+    assert summary.n_tokens == 5
+    assert summary.n_rounds == 2
+    assert (summary.n_drafted, summary.n_verified, summary.n_accepted) == (6, 6, 6)
+    assert summary.accepted_histogram == (0, 0, 0, 2)
+    assert summary.n_rounds_cut == 1
+    assert summary.mean_tokens_per_round == 4
+
+
+def test_a_long_prompt_is_read_in_parts_and_told() -> None:
+    told: list[tuple[int, int]] = []
+    model = alphabet(context_size=900)
+    prompt, n = "a" * (PREFILL_PART + 30), PREFILL_PART + 29
+    of = made(prompt, model=model, drafter=NoDrafter(), max_tokens=1, on_prefill=lambda *at: told.append(at))
+    assert of.run().n_cached == 0
+    assert told == [(PREFILL_PART, n), (n, n), (n, n)]
+    assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
+
+
+def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
+    model = alphabet(context_size=900)
+    scheduler, prompt = Scheduler({TARGET: model}), [0] * (PREFILL_PART + 30)
+    for n_cached, widths in ((0, [PREFILL_PART, 29, 1]), (PREFILL_PART + 29, [1])):
+        model.evaluated.clear()
+        of = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1)
+        assert of.run().n_cached == n_cached
+        assert [evaluated.width for evaluated in model.evaluated] == widths
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "a" * 30}, "leaves no room"),
+        ({"max_tokens": 0}, "max tokens"),
+        ({"stops": ("x", "")}, "stop string"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(settings: dict[str, object], complaint: str) -> None:
+    error = PromptError if "prompt" in settings else ValueError
+    with pytest.raises(error, match=complaint):
+        made(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_prompt", [2, 20, 24, 27])
+def test_padding_is_evaluated_where_there_is_room_and_changes_nothing(n_prompt: int) -> None:
+    model = alphabet()
+    length = Length(2, lambda n: max(6, n))
+    done = made(
+        "ab" * n_prompt if n_prompt == 2 else "b" * n_prompt, model=model, length=length, max_tokens=99
+    )
+    text = done.run().text
+    assert text == ("cdeab" * 6)[: len(text)]
+    widths = [evaluated.width for evaluated in model.evaluated if evaluated.requests[0].n_scored]
+    assert set(widths[:-6]) <= {6}
+    for evaluated in model.evaluated:
+        assert evaluated.requests[0].n_tokens + evaluated.n_padding <= 30
+
+
+class Echo:
+    """The README's drafter: drafts that the last token comes again."""
+
+    def prepare(self, context: TokenArray) -> None: ...
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        return Draft.certain([int(context[-1])]) if length.wants_more(NO_DRAFT) else NO_DRAFT
+
+
+def test_a_drafter_of_plain_functions() -> None:
+    class Same(Alphabet):
+        def after(self, tokens: TokenArray) -> Logits:
+            logits: Logits = np.eye(5, dtype=np.float32)[int(tokens[-1])] * 40
+            return logits
+
+    model = Same(vocabulary_size=5)
+    done = made("ba", model=model, drafter=Echo(), max_tokens=7).run()
+    assert done.text == "aaaaaaa"
+    assert [round_.n_accepted for round_ in done.rounds] == [1, 1, 1, 0]

@@ -1,0 +1,173 @@
+"""Chance whose branches are walked, and small models whose law is known: what tests of the rules share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fakes import Branching, CountingUp, FakeModel, Length, OverDelivers, UntilToken, answer_alone
+from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.speculate import Speculation, speculate
+from llamaspec.protocols import Drafter, RandomStreams, Rule, Stream
+from llamaspec.sampling.distributions import distribution
+from llamaspec.values import DRAFT, TARGET, Distribution, Round, Sampling, TokenArray
+
+N_TOKENS = 3
+PROMPT: TokenArray = np.array([1], dtype=np.int32)
+THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2)}
+FOUR = {TARGET: FakeModel(7, vocabulary_size=4), DRAFT: FakeModel(8, vocabulary_size=4)}
+SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET]}
+Models = dict[str, FakeModel]
+Law = dict[tuple[int, ...], float]
+
+SAMPLINGS = {
+    "plain": Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None),
+    "top-k": Sampling(temperature=0.7, top_k=2, top_p=None, min_p=None),
+    "top-p, penalties": Sampling(
+        temperature=1.0, top_k=None, top_p=0.8, min_p=None, repeat_penalty=1.5, frequency_penalty=0.3
+    ),
+    "greedy": Sampling(temperature=0.0),
+}
+WARM = Sampling(temperature=1.7, top_k=None, top_p=None, min_p=None)
+LENGTHS = {**{f"K={k}": Length(k) for k in range(4)}, "until a token": UntilToken(1)}
+
+
+def model_drafter(models: Models, sampling: Sampling, rule: Rule, streams: RandomStreams) -> ModelDrafter:
+    draft = models[DRAFT]
+    return ModelDrafter(draft.vocabulary_size, draft.context_size, sampling, rule, streams)
+
+
+MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
+CHAINS: dict[str, MakeDrafter] = {
+    "model": lambda *chance: model_drafter(THREE, *chance),
+    "model at another temperature": lambda _, *chance: model_drafter(THREE, WARM, *chance),
+    "copies": lambda *_: NgramDrafter(min_match=1),
+    "copies, or else the model": lambda *chance: FallbackDrafter(
+        [NgramDrafter(min_match=1), model_drafter(THREE, *chance)]
+    ),
+    "certain tokens": lambda *_: CountingUp(),
+    "more than asked for": lambda *_: OverDelivers(),
+    "none": lambda *_: NoDrafter(),
+}
+TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()}
+
+
+class RepeatedDrawError(Exception):
+    """Two draws had the same random number."""
+
+
+class WalkingStreams:
+    """Takes the branches that `path` names, the first where it names none, and notes how many there were.
+
+    What is drawn for the same (stream, position, attempt) has the same random number, so it is not
+    independent: a second draw is refused.
+    """
+
+    def __init__(self, path: list[int]) -> None:
+        self.path = path
+        self.n_branches: list[int] = []
+        self.probability = 1.0
+        self.drawn: set[tuple[Stream, int, int]] = set()
+
+    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
+        self._note(stream, position, attempt)
+        return int(distribution.tokens[self._branch(distribution.probabilities.tolist())])
+
+    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
+        self._note(stream, position, attempt)
+        if not 0 < probability < 1:
+            return probability >= 1
+        return self._branch([probability, 1 - probability]) == 0
+
+    def _note(self, *draw: int) -> None:
+        stream, position, attempt = draw
+        if (key := (Stream(stream), position, attempt)) in self.drawn:
+            raise RepeatedDrawError(str(key))
+        self.drawn.add(key)
+
+    def _branch(self, probabilities: list[float]) -> int:
+        i = len(self.n_branches)
+        if i == len(self.path):
+            self.path.append(0)
+        self.n_branches.append(len(probabilities))
+        self.probability *= probabilities[self.path[i]]
+        return self.path[i]
+
+
+class TableStreams:
+    """Noise from a table: one vector for each position, the same for draft and target."""
+
+    def __init__(self, noise: dict[int, tuple[float, ...]]) -> None:
+        self.noise = noise
+
+    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
+        assert (stream, attempt) == (Stream.TOKEN, 0), "the coupled rule draws nothing else"
+        noise = np.array(self.noise[position])[distribution.tokens]
+        return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
+
+    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
+        raise AssertionError("the coupled rule decides nothing by chance")
+
+
+def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
+    """All combinations of a few noise vectors at every position that can be drawn."""
+    vectors = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
+    for choice in itertools.product(vectors, repeat=N_TOKENS):
+        yield {1 + i: vector for i, vector in enumerate(choice)}
+
+
+def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:
+    """The law of what `run` answers."""
+    law: Law = {}
+    path: list[int] = []
+    while True:
+        streams = WalkingStreams(path)
+        answer = run(streams)
+        law[answer] = law.get(answer, 0.0) + streams.probability
+        while path and path[-1] == streams.n_branches[len(path) - 1] - 1:
+            path.pop()
+        if not path:
+            return law
+        path[-1] += 1
+
+
+def rounds(
+    models: Models,
+    drafter: Drafter,
+    length: Length,
+    rule: Rule,
+    sampling: Sampling,
+    streams: RandomStreams,
+    n_tokens: int = N_TOKENS,
+) -> list[Round]:
+    """What the loop makes of a prompt, without a scheduler."""
+    config = Speculation(drafter, length, rule, sampling, streams, models[TARGET].context_size)
+    made: list[Round] = answer_alone(speculate(PROMPT, len(PROMPT) + n_tokens, config), models)
+    return made
+
+
+def text(made: list[Round]) -> tuple[int, ...]:
+    """The tokens that rounds add."""
+    return tuple(int(token) for round_ in made for token in round_.tokens)
+
+
+def plain_law(target: FakeModel, sampling: Sampling) -> Law:
+    """By multiplying the target's own distributions, without any loop."""
+    law: Law = {}
+    for sequence in itertools.product(range(target.vocabulary_size), repeat=N_TOKENS):
+        probability, path = 1.0, PROMPT
+        for token in sequence:
+            probability *= distribution(target.after(path), sampling, path).probability(token)
+            path = np.append(path, np.int32(token))
+        if probability:
+            law[sequence] = probability
+    return law
+
+
+def distance(a: Law, b: Law) -> float:
+    return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})

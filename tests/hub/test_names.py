@@ -1,0 +1,78 @@
+"""From a name to a file, for programs: with fetching and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from command import invoke, said
+from hub_server import ADDRESS, BIG, SMALL, Hub
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.hub.names import locate_model, resolve_draft, resolve_model
+from llamaspec.hub.progress import FetchProgress
+
+
+@pytest.fixture
+def cache(hub: Hub, own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this process, which asks the hub on this machine and knows `big` and `small`."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}{''.join(template[1:])}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_list.parent / "hub"))
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(own_list.parent / "cache"))
+    return own_list.parent / "hub"
+
+
+def test_a_name_is_fetched_once(hub: Hub, cache: Path) -> None:
+    told: list[FetchProgress] = []
+    path = resolve_model("big", told.append)
+    assert path.read_bytes() == hub.files[BIG]
+    assert told
+    told.clear()
+    n_requests = hub.n_requests
+    for name in ("big", "big:q8_0", ADDRESS, path, str(path)):
+        assert resolve_model(name, told.append) == locate_model(name) == path
+    assert hub.n_requests == n_requests
+    assert told == []
+
+
+def test_the_known_draft(hub: Hub, cache: Path) -> None:
+    draft = resolve_draft("auto", "big")
+    assert draft.read_bytes() == hub.files[SMALL]
+    assert resolve_draft("small", "big") == resolve_draft("auto", ADDRESS) == draft
+    assert resolve_draft(Path("x.gguf"), "big") == Path("x.gguf")
+    with pytest.raises(PairError, match=r"no draft is known for small; name one$"):
+        resolve_draft("auto", "small")
+
+
+def test_looking_asks_nobody(hub: Hub, cache: Path) -> None:
+    with pytest.raises(ModelFileError, match="big is not on this machine; run `llamaspec models pull big`"):
+        locate_model("big")
+    with pytest.raises(ModelFileError, match="small is not on this machine"):
+        locate_model("small")
+    assert hub.n_requests == 0
+
+
+@pytest.mark.parametrize("option", ["--show", "--forget"])
+@pytest.mark.parametrize(
+    "naming", [("--pair", "big"), ("--target", ADDRESS), ("--target", "x.gguf", "--draft", "small")]
+)
+def test_a_probe_is_looked_up_without_fetching(
+    hub: Hub, cache: Path, option: str, naming: tuple[str, ...]
+) -> None:
+    assert "on this machine" in said(invoke("probe", option, *naming)) or "x.gguf" in naming
+    assert hub.n_requests == 0
+    assert not cache.exists()
+
+
+def test_library_errors_speak_of_no_options(cache: Path, own_list: Path) -> None:
+    with pytest.raises(PairError) as raised:
+        resolve_draft("auto", "small")
+    assert "--" not in str(raised.value)
+    assert "with --draft ngram" in said(invoke("generate", "--pair", "small", "x"))
+    for name in ("nobody", "hf:acme", "small:Q4_0", "hf:a/b:../x.gguf"):
+        with pytest.raises(ModelFileError) as error:
+            locate_model(name)
+        assert "--" not in str(error.value)

@@ -1,0 +1,130 @@
+"""Who gets the next position: by hand, and with many rows on simulated machines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.length.allocator import Allocator, Pledge
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_model import CostModel
+from llamaspec.values import CostCurve, Draft, Round
+from simulated import machine, text
+from simulator import play, play_rows
+
+STEPS = CostCurve((1, 2, 3, 4, 5, 6, 7, 8), (1.0, 1.1, 1.2, 1.3, 2.3, 2.4, 2.5, 2.6), 0.2)
+
+
+def allocator(*pledges: Pledge, longest: int = 2) -> Allocator:
+    return Allocator(CostModel(STEPS), longest, list(pledges), latest=1)
+
+
+def pledge(n_draft: int, is_drafting: bool = False) -> Pledge:
+    return Pledge(n_draft, is_drafting, is_asking=True, last_evaluation=1)
+
+
+def test_one_row_pays_for_its_own_positions() -> None:
+    own = pledge(0)
+    assert allocator(own).level_seconds(own, 0.2) == pytest.approx([0.0, 0.3, 0.6])
+
+
+def test_a_position_is_priced_behind_those_that_are_pledged() -> None:
+    """Two rows with one position each, one with a token more: the next position is the fifth."""
+    own = pledge(0)
+    among = allocator(own, pledge(0), pledge(1))
+    assert among.level_seconds(own, 0.2) == pytest.approx([0.0, 0.2 + 1.0, 0.4 + 1.1])
+
+
+def test_rows_that_are_level_share_a_step_of_the_curve_and_the_draft_steps() -> None:
+    """Three rows from 3 positions on to 6 and 9; two of them and this one are drafting."""
+    own = pledge(0, is_drafting=True)
+    among = allocator(own, pledge(0, True), pledge(0, True))
+    seconds = among.level_seconds(own, 0.2)
+    assert seconds[1] == pytest.approx(0.2 / 3 + (2.4 - 1.2) / 3)
+
+
+def test_a_row_that_paused_is_not_expected() -> None:
+    own, paused = pledge(0), Pledge(last_evaluation=4)
+    among = Allocator(CostModel(STEPS), 2, [own, paused], latest=9)
+    assert among.present() == [own]
+
+
+def test_the_rate_of_plain_decoding_counts_all_rows() -> None:
+    assert allocator(pledge(0), pledge(0)).plain_rate(2) == pytest.approx(2 / 1.1)
+
+
+def test_an_evaluation_of_several_rows_is_learnt_once() -> None:
+    policy = AutoLength()
+    rows = [policy.start_row() for _ in range(3)]
+    for evaluation in (1, 2):
+        for row in rows:
+            row.observe(Round(Draft(), (), 0, width=3, n_rows=3, evaluation=evaluation, verify_seconds=0.02))
+    assert [cost.n_timed for cost in policy.explain().widths if cost.width == 3] == [2]
+    assert policy.n_tokens == 6
+
+
+def test_a_row_books_its_share() -> None:
+    """Two rows draft in vain: the evaluation takes 0.05 s in place of 0.03 s, the drafting 0.01 s."""
+    policy = AutoLength(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.01))
+    rows = [policy.start_row() for _ in range(2)]
+    for row in rows:
+        row.observe(Round(Draft(), (), 0, width=2, n_rows=2, evaluation=1, verify_seconds=0.03))
+    before = policy.explain().gained_seconds
+    draft = Draft(np.zeros(1, dtype=np.int32), (), (0.5,))
+    for row in rows:
+        row.observe(
+            Round(draft, (), 0, width=4, n_rows=2, evaluation=2, n_draft_steps=1, draft_seconds=0.01,
+                  verify_seconds=0.05)
+        )  # fmt: skip
+    lost = before - policy.explain().gained_seconds
+    assert lost == pytest.approx((0.06 - 0.03) / 0.03 * 2 * 0.02, rel=0.1)  # in seconds of a row alone
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["useless", "constant 0.3", "constant 0.7", "informed"])
+@pytest.mark.parametrize("curve", ["q4_0", "f16", "flat", "m4"])
+def test_never_slower_than_plain_decoding_at_any_load(curve: str, name: str, n_rows: int) -> None:
+    on, passages = machine(curve, 0.6), [text(name, seed) for seed in range(n_rows)]
+    for prior in (None, on.curve()):
+        assert play_rows(AutoLength(prior), on, passages).worst_to_plain(96 * n_rows) <= 1 / 0.97
+
+
+def test_one_row_of_a_batch_is_a_single_text() -> None:
+    on, passage = machine("f16", 0.6), text("informed", 0)
+    assert play_rows(AutoLength(), on, [passage], seed=3) == play(AutoLength(), on, passage, seed=3)
+
+
+def test_drafts_vanish_as_rows_fill_the_batch() -> None:
+    """From 8 positions on a position of this machine costs what it costs alone."""
+    on, mean_lengths = machine("filling", 0.6), list[float]()
+    for n_rows in (1, 4, 16):
+        run = play_rows(AutoLength(on.curve()), on, [text("constant 0.7", seed) for seed in range(n_rows)])
+        mean_lengths.append(float(np.mean(run.lengths[5:-20])) / n_rows)
+    assert mean_lengths[0] > 1.5
+    assert mean_lengths[0] > mean_lengths[1] > 0.2
+    assert mean_lengths[2] < 0.1
+
+
+def test_positions_go_to_the_rows_where_they_buy_most() -> None:
+    on = machine("filling", 0.6)
+    policy = AutoLength(on.curve())
+    rows = {name: policy.start_row() for name in ("good", "bad")}
+    evaluation, drafted = 0, dict.fromkeys(rows, 0)
+    while evaluation < 60:
+        evaluation += 1
+        drafts = {}
+        for name, row in rows.items():
+            n = 0
+            while row.wants_more(Draft(np.zeros(n, dtype=np.int32), (), (0.6,) * n)):
+                n += 1
+            drafts[name] = Draft(np.zeros(n, dtype=np.int32), (), (0.6,) * n)
+            drafted[name] += n
+        width = sum(map(len, drafts.values())) + 2
+        for name, row in rows.items():
+            n = len(drafts[name])
+            path = tuple(range(n if name == "good" else 0))
+            row.observe(
+                Round(drafts[name], path, 0, width, n_rows=2, evaluation=evaluation, n_draft_steps=n,
+                      draft_seconds=0.0006 * n, verify_seconds=float(on.verify_seconds[width - 1]))
+            )  # fmt: skip
+    assert drafted["good"] > 4 * drafted["bad"]

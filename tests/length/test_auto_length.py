@@ -1,0 +1,145 @@
+"""Policies by hand: what is drafted and evaluated, round by round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed_length import FixedLength
+from llamaspec.values import CostCurve, Draft, Round
+from simulated import machine, text
+from simulator import play
+
+
+def draft_of(n: int, confidence: float = 0.9) -> Draft:
+    return Draft(np.zeros(n, dtype=np.int32), (), (confidence,) * n)
+
+
+def round_of(n: int, n_accepted: int, verify_seconds: float, step_seconds: float = 0.001) -> Round:
+    return Round(
+        draft=draft_of(n),
+        path=tuple(range(n_accepted)),
+        next_token=0,
+        width=n + 1,
+        n_draft_steps=n,
+        draft_seconds=n * step_seconds,
+        verify_seconds=verify_seconds,
+        overhead_seconds=0.0001,
+    )
+
+
+def test_fixed_length() -> None:
+    assert [FixedLength(2).wants_more(draft_of(n)) for n in range(4)] == [True, True, False, False]
+    assert not FixedLength(0).wants_more(Draft())
+    assert [FixedLength(2).width(n) for n in (1, 2, 9)] == [1, 2, 9]
+    assert FixedLength(2).start_row() == FixedLength(2)
+    with pytest.raises(ValueError, match="draft length must be >= 0, got -1"):
+        FixedLength(-1)
+
+
+def test_auto_length_checks_its_arguments() -> None:
+    with pytest.raises(ValueError, match=r"width 1 must be allowed, got \[2, 4\]"):
+        AutoLength(widths=(4, 2))
+    with pytest.raises(ValueError, match="the longest draft must be >= 1, got 0"):
+        AutoLength(longest=0)
+
+
+@pytest.mark.parametrize("prior", [None, machine("flat", 0.6).curve()])
+def test_the_first_round_times_plain_decoding_and_the_second_drafts(prior: CostCurve | None) -> None:
+    row = AutoLength(prior).start_row()
+    assert not row.wants_more(Draft())
+    row.observe(round_of(0, 0, 0.01))
+    assert row.wants_more(Draft())
+
+
+def test_without_a_prior_the_first_draft_risks_one_token() -> None:
+    """What a draft step costs is not known yet: it could be as much as the target."""
+    row = AutoLength().start_row()
+    row.observe(round_of(0, 0, 0.01))
+    assert row.wants_more(Draft())
+    assert not row.wants_more(draft_of(1, 0.98))
+
+
+def test_asking_twice_changes_nothing() -> None:
+    row = AutoLength(machine("flat", 0.6).curve()).start_row()
+    for n_accepted in (0, 0, 1, 1, 1, 3, 3):
+        n = 0
+        while row.wants_more(draft_of(n)):
+            assert row.wants_more(draft_of(n))
+            n += 1
+        assert not row.wants_more(draft_of(n))
+        row.observe(round_of(n, min(n, n_accepted), 0.0103))
+
+
+def test_a_hiccup_of_plain_decoding_is_timed_again() -> None:
+    """The first plain round took thrice its time: against that, every draft seems to win."""
+    row = AutoLength().start_row()
+    row.observe(round_of(0, 0, 0.0492))
+    assert row.wants_more(Draft())
+    row.observe(round_of(1, 0, 0.0264))
+    assert not row.wants_more(Draft())
+
+
+def test_nobody_drafts_where_no_source_is_told() -> None:
+    """After a probe of the target alone every round is one position wide."""
+    on = machine("q4_0", 0.0)
+    policy = AutoLength(on.curve(), sources=())
+    row = policy.start_row()
+    for _ in range(40):
+        assert not row.wants_more(Draft())
+        assert row.width(1) == 1
+        row.observe(round_of(0, 0, 0.0164))
+    assert policy.explain().acceptance is None
+    assert {cost.width for cost in policy.explain().widths if cost.n_timed} == {1}
+
+
+def test_a_single_position_is_never_padded() -> None:
+    """Two unlucky timings of width 1 once made every plain round two positions wide, for the whole text."""
+    curve = CostCurve((1, 2, 3, 4), (1.0, 1.0, 1.0, 0.5), 0.1)
+    assert AutoLength(curve).start_row().width(1) == 1
+    assert AutoLength(curve).start_row().width(2) == 4
+
+
+def test_width_counts_all_positions_and_pads_them() -> None:
+    row = AutoLength(machine("q4_0", 0.6).curve()).start_row()
+    assert [row.width(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    assert row.width(5000) == 5000
+    only = AutoLength(machine("q4_0", 0.6).curve(), widths={1, 2, 6}).start_row()
+    assert [only.width(n) for n in (1, 2, 3, 6, 7, 5000)] == [1, 2, 6, 6, None, None]
+
+
+@pytest.mark.parametrize("widths", [{1}, {1, 2}, {1, 4}, {1, 2, 3, 4, 5, 12}])
+def test_only_allowed_widths_are_evaluated(widths: set[int]) -> None:
+    policy = AutoLength(widths=widths)
+    play(policy, machine("flat", 0.6), text("constant 0.95", 0))
+    timed = {cost.width for cost in policy.explain().widths if cost.n_timed}
+    assert timed <= widths
+    assert max(timed) == max(widths)
+
+
+def test_never_longer_than_the_longest() -> None:
+    result = play(AutoLength(longest=5), machine("flat", 0.6), text("constant 0.95", 0))
+    assert max(result.lengths) == 5
+
+
+def test_drafts_that_never_come_do_no_harm() -> None:
+    """A drafter may have nothing to draft, as one that looks for repetitions."""
+    policy = AutoLength()
+    row = policy.start_row()
+    for _ in range(50):
+        row.wants_more(Draft())
+        row.observe(round_of(0, 0, 0.02))
+    assert policy.explain().lengths[0].n_rounds == 50
+
+
+def test_the_same_rounds_give_the_same_decisions() -> None:
+    on = machine("f16", 3.0)
+    first, second = (play(AutoLength(), on, text("informed", 0), seed=5) for _ in range(2))
+    assert first == second
+
+
+def test_what_one_text_has_won_the_next_may_not_lose() -> None:
+    on, policy = machine("f16", 0.6), AutoLength()
+    play(policy, on, text("constant 0.95", 0))
+    assert play(policy, on, text("useless", 0)).worst_to_plain(96) <= 1 / 0.97

@@ -1,0 +1,103 @@
+"""The automatic length on machines and texts whose best policy is known: never slower, as fast as can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.length.auto_length import AutoLength
+from simulated import CURVES, FIXED, LEVELS, PAYS, SEEDS, TEXTS, N, fixed, machine, mean, run, text
+from simulator import Passage, optimal_rate, play
+
+
+@pytest.mark.parametrize("prior", ["none", "honest", "flat", "steep"])
+@pytest.mark.parametrize(("curve", "draft_ms"), [("q4_0", 3.0), ("q8_0", 0.6), ("flat", 0.6), ("m4", 3.0)])
+def test_never_slower_than_plain_decoding(curve: str, draft_ms: float, prior: str) -> None:
+    """At every moment from 96 tokens on 0.97 of its speed, whatever the text and the prior."""
+    for name in TEXTS:
+        result = run(curve, draft_ms, prior, name, seed=0)
+        assert result.worst_to_plain(96) <= 1 / 0.97, name
+        assert result.to_plain <= 1.025, name
+
+
+@pytest.mark.parametrize("name", ["constant 0.0", "constant 0.95", "useless"])
+def test_a_draft_as_dear_as_the_target_is_asked_once(name: str) -> None:
+    """Its first guess alone may cost two plain tokens: that is the price of not having probed."""
+    for curve in ("q4_0", "q8_0"):
+        step_ms = CURVES[curve][1]
+        unprobed, probed = (run(curve, step_ms, prior, name, 0) for prior in ("none", "honest"))
+        assert sum(n > 0 for n in unprobed.lengths) == 1
+        assert unprobed.worst_to_plain(64) <= 1.04
+        assert unprobed.worst_to_plain(96) <= 1.03
+        assert set(probed.lengths) == {0}
+
+
+@pytest.mark.parametrize("prior", ["none", "honest"])
+@pytest.mark.parametrize("curve", ["f16", "flat"])
+def test_against_the_fixed_length_that_hindsight_would_choose(curve: str, prior: str) -> None:
+    """The best length for each text, which nobody knows beforehand; and one length for all texts."""
+    autos = {(name, seed): run(curve, 0.6, prior, name, seed) for name in PAYS for seed in SEEDS[:2]}
+    fixeds = {(name, seed): [fixed(curve, 0.6, n, name, seed) for n in (0, *FIXED)] for name, seed in autos}
+    hindsight = [min(r.seconds[-1] for r in fixeds[key]) / autos[key].seconds[-1] for key in autos]
+    assert mean(hindsight) >= 0.97
+    for i in range(len(FIXED) + 1):
+        assert mean([fixeds[key][i].seconds[-1] / autos[key].seconds[-1] for key in autos]) >= 1.03
+
+
+@pytest.mark.parametrize("growth", [1.0, 2.0])
+def test_stretches_are_followed_while_costs_grow(growth: float) -> None:
+    """No single length is as good as following easy and hard stretches."""
+    for n in (0, *FIXED):
+        ratios = [
+            fixed("f16", 0.6, n, "stretches", seed, growth).seconds[-1]
+            / run("f16", 0.6, "honest", "stretches", seed, growth).seconds[-1]
+            for seed in SEEDS
+        ]
+        assert mean(ratios) >= 1.01, n
+
+
+@pytest.mark.parametrize("prior", ["none", "honest"])
+def test_against_the_best_policy_there_is(prior: str) -> None:
+    """Once warm. The optimum knows costs and chances; the policy knows what a run tells."""
+    ratios = []
+    for curve in ("f16", "flat"):
+        on = machine(curve, 0.6)
+        for name in PAYS[:-1]:
+            values, weights = LEVELS.get(name) or ((float(name.split()[1]),), (1.0,))
+            seconds_per_token = 1 / optimal_rate(on, values, weights)
+            took = sum(run(curve, 0.6, prior, name, seed).seconds_from(64) for seed in SEEDS)
+            ratios.append(seconds_per_token * (N - 64) * len(SEEDS) / took)
+    assert mean(ratios) >= 0.94
+    assert min(ratios) >= 0.85
+
+
+def test_the_optimum_of_a_constant_chance_is_the_best_fixed_length() -> None:
+    """The dynamic programme against the closed formula for a constant acceptance."""
+    on = machine("f16", 3.0)
+    for chance in (0.3, 0.6, 0.9):
+        speeds = [
+            sum(chance**i for i in range(n + 1))
+            / (n * on.draft_seconds + float(on.verify_seconds[n]) + on.rest_seconds)
+            for n in range(17)
+        ]
+        assert optimal_rate(on, [chance], [1.0]) == pytest.approx(max(speeds), rel=1e-3)
+
+
+def test_without_noise_the_dip_is_found() -> None:
+    """Three guesses cost less than two: width 4 is cheaper than width 3."""
+    on = machine("q4_0", 0.6, jitter=0.0)
+    lengths = play(AutoLength(on.curve()), on, text("constant 0.85", 0)).lengths
+    assert max(set(lengths[40:]), key=lengths[40:].count) == 3
+
+
+def test_an_unlucky_beginning_is_not_the_end() -> None:
+    """Three early misses use up the room; a guess that is sure is judged all the same."""
+    rng = np.random.default_rng(3)
+    stands = np.concatenate([np.zeros(8, bool), rng.random(88) < 0.85])
+    confidences = np.where(stands, rng.uniform(0.7, 0.95, 96), rng.uniform(0.1, 0.6, 96))
+    unlucky = Passage(stands.astype(float), stands, confidences)
+    on = machine("f16", 0.6)
+    result = play(AutoLength(), on, unlucky)
+    first = next(n for n, made in zip(result.n_tokens[6:], result.lengths[6:], strict=True) if made)
+    assert first < 32
+    assert result.to_plain < 0.75

@@ -1,0 +1,153 @@
+"""The probe on a model whose costs and rounding are invented, with a clock that only the model moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from llamaspec import ModelOptions, Pair
+from llamaspec.measure.bit_exactness import compare_widths
+from llamaspec.measure.probe import FULL, QUICK, Effort, Probe, measure
+from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
+
+KERNEL_CHANGE = 256  # cached tokens from which single positions are rounded otherwise
+
+
+class Letters:
+    """A vocabulary of bytes."""
+
+    def tokenize(self, text: bytes) -> TokenArray:
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int32)
+
+
+@dataclass
+class SlowModel:
+    """Width w takes `first` + `more` * (w - 1) seconds of the invented clock; dips at multiples of four."""
+
+    first: float = 0.016
+    more: float = 0.005
+    context_size: int = 4096
+    rounds_deep_batches: bool = False
+    now: float = 0.0
+    description: str = "slow"
+    vocabulary_size: int = 256
+    vocabulary: Letters = field(default_factory=Letters)
+    options: ModelOptions = field(default_factory=ModelOptions)
+    batch_size: int = 64
+    max_scored: int = 65
+    held: TokenArray = field(default_factory=lambda: NO_TOKENS)
+    known: int = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def seconds(self, width: int) -> float:
+        return (self.first + self.more * (width - 1)) * (0.8 if width % 4 == 0 else 1.0)
+
+    def forget(self) -> None:
+        self.held = NO_TOKENS
+
+    def release(self, row: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> list[int]:
+        ((_, request, _),) = batch
+        most = len(request.tokens) - request.n_logits
+        self.known = 0
+        while self.known < min(most, len(self.held)) and self.held[self.known] == request.tokens[self.known]:
+            self.known += 1
+        return [self.known]
+
+    def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        ((_, request),) = batch
+        tokens = np.concatenate([request.tokens, request.draft])
+        n_new = len(tokens) - self.known + n_padding
+        assert n_new <= self.batch_size
+        self.held = tokens
+        self.now += self.seconds(n_new)
+        rows = np.zeros((request.n_scored, self.vocabulary_size), dtype=np.float32)
+        if self.rounds_deep_batches and n_new > 1 and len(tokens) > KERNEL_CHANGE:
+            rows += 0.1
+        return [rows]
+
+
+def pair_of(model: SlowModel, draft: SlowModel | None = None) -> Pair:
+    def clock() -> float:
+        return model.now + (draft.now if draft is not None else 0.0)
+
+    return Pair(cast(Any, model), cast(Any, draft), 0.0, clock=clock)
+
+
+def probe(model: SlowModel, effort: Effort, draft: SlowModel | None = None) -> Probe:
+    return measure(pair_of(model, draft), effort)
+
+
+@pytest.mark.parametrize(("effort", "limit"), [(QUICK, 20.0), (FULL, 120.0)])
+@pytest.mark.parametrize("first", [0.002, 0.016, 0.05, 0.2])
+def test_it_stays_within_its_time(effort: Effort, limit: float, first: float) -> None:
+    model = SlowModel(first, first / 3)
+    found = probe(model, effort)
+    assert model.now < limit
+    assert {1, 2, 3, 4} <= {row.width for row in found.widths}
+
+
+def test_on_a_usual_model_nothing_is_left_out() -> None:
+    for effort in (QUICK, FULL):
+        model = SlowModel()
+        found = probe(model, effort)
+        assert found.depths == effort.depths
+        assert tuple(row.width for row in found.widths) == effort.widths
+        assert all(
+            t.median == pytest.approx(model.seconds(row.width)) for row in found.widths for t in row.timings
+        )
+
+
+def test_a_context_that_takes_too_long_to_prefill_is_left_out_and_nothing_is_called_exact() -> None:
+    found = probe(SlowModel(0.5, 0.2), QUICK)
+    assert found.left_out_depths == (320,)
+    assert found.identical_widths == {1}
+
+
+def test_widths_must_be_identical_in_long_contexts_too() -> None:
+    """llama.cpp on a CPU: single positions take another kernel once the KV cache holds more than 256.
+
+    Compared behind 64 tokens only, every width looked exact, and --exact was not.
+    """
+    found = probe(SlowModel(rounds_deep_batches=True), QUICK)
+    assert found.identical_widths == {1}
+    assert found.widths[1].logit_difference == pytest.approx(0.1)
+    assert probe(SlowModel(), QUICK).identical_widths == set(QUICK.widths)
+
+
+def test_the_draft_is_timed_by_its_own_steps() -> None:
+    model = SlowModel()
+    draft = SlowModel(0.002, 0.0005, vocabulary_size=100)  # it lacks most letters
+    found = probe(model, QUICK, draft)
+    assert found.draft_step is not None
+    assert found.draft_step.median == pytest.approx(draft.seconds(1))
+    assert [c.seconds for c in found.catch_ups] == pytest.approx(
+        [draft.seconds(c.n_tokens) for c in found.catch_ups]
+    )
+
+
+def test_small_contexts_shrink_widths_and_depths() -> None:
+    found = probe(SlowModel(context_size=40), FULL)
+    assert found.depths == (23,)
+    assert max(row.width for row in found.widths) <= 20
+
+
+def test_every_position_is_compared_where_time_allows() -> None:
+    model = SlowModel()
+    tokens = np.arange(50, dtype=np.int32)
+    pair, widths = pair_of(model), (1, 2, 3, 16)
+    found = pair.run(compare_widths(tokens, 18, widths, lambda part: True, lambda done: None))
+    assert {width: d.n_compared for width, d in found.items()} == {1: 32, 2: 32, 3: 30, 16: 32}
+    hurried = pair.run(compare_widths(tokens, 18, widths, lambda part: False, lambda done: None))
+    assert {width: d.n_compared for width, d in hurried.items()} == {1: 1, 2: 1}

@@ -1,0 +1,220 @@
+"""Probes and learned priors are kept; whatever else lies in their place counts as none, and says why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import generate, invoke, naming
+from llamaspec import ModelOptions
+from llamaspec.errors import printable
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
+from llamaspec.measure.store import (
+    Kept,
+    forget,
+    store_prior,
+    store_probe,
+    stored_prior,
+    stored_probe,
+)
+
+TIMING = Timing(0.01, 0.009, 0.012)
+PROBE = Probe(
+    depths=(64, 1024),
+    left_out_depths=(),
+    widths=(WidthTiming(1, (TIMING, TIMING), 0.0, 8), WidthTiming(4, (TIMING, TIMING), 1e-3, 8)),
+    draft_step=TIMING,
+    catch_ups=(CatchUp(2, 0.002),),
+    sampling_seconds=1e-4,
+)
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A model that is not loaded."""
+
+    path: Path
+    options: ModelOptions = field(default_factory=lambda: ModelOptions(threads=1))
+
+
+@dataclass(frozen=True)
+class Models:
+    """A pair that is not loaded."""
+
+    target: OnDisk
+    draft: OnDisk | None = None
+
+
+@pytest.fixture
+def pair(target_file: Path, own_cache: None) -> Models:
+    return Models(OnDisk(target_file))
+
+
+def place_of_probe(pair: Models, tmp_path: Path) -> Path:
+    """Where a probe lies."""
+    store_probe(pair, PROBE)
+    (path,) = tmp_path.rglob("*.json")
+    return path
+
+
+def place_of_prior(pair: Models, tmp_path: Path) -> Path:
+    """Where a learned prior lies."""
+    store_prior(pair, AutoLength().experience())
+    (path,) = tmp_path.rglob("*.runs.json")
+    return path
+
+
+Place = Callable[[Models, Path], Path]
+PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
+
+
+def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
+    assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
+    place_of_prior(pair, tmp_path)
+    assert stored_prior(pair) == Kept(AutoLength().experience())
+    store_probe(pair, PROBE)
+    assert stored_probe(pair) == Kept(PROBE)
+    assert stored_prior(pair) == Kept()  # it was older
+    assert forget(pair)
+    assert not forget(pair)
+    assert stored_probe(pair) == Kept()
+
+
+@PLACES
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "3", "null", "[]", DEEP, '{"format": ' + DEEP + "}", '{"format": "2"}', '{"format": 1e400}',
+        '{"format": true}', "\x00", '{"form', '{"format": 1' + 400 * "0" + "}x",
+    ],
+)  # fmt: skip
+def test_a_damaged_file_counts_as_none(pair: Models, tmp_path: Path, place: Place, content: str) -> None:
+    path = place(pair, tmp_path)
+    path.write_text(content)
+    kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+    assert kept.value is None
+    assert kept.fault is not None
+    assert str(path) in kept.fault
+    assert kept.fault == printable(kept.fault)
+
+
+def every_change(content: Any) -> list[Any]:
+    """The content with each of its parts replaced by something else, one at a time."""
+    strange: tuple[Any, ...] = (None, "x", -1, 10**400, float("nan"), float("inf"), [], {}, [[[]]], True, 1.5)
+    changed = [value for value in strange if value != content or type(value) is not type(content)]
+    if isinstance(content, dict):
+        for key, value in content.items():
+            changed += [{**content, key: new} for new in every_change(value)]
+            changed.append({other: kept for other, kept in content.items() if other != key})
+        changed.append({**content, "unknown": 1})
+    elif isinstance(content, list) and content:
+        changed += [[*content[:-1], new] for new in every_change(content[-1])]
+        changed += [content[:-1], [*content, content[-1]]]
+    return changed
+
+
+@PLACES
+def test_no_change_of_a_file_is_a_traceback(pair: Models, tmp_path: Path, place: Place) -> None:
+    """What is still accepted is of the right type, and can be used."""
+    path = place(pair, tmp_path)
+    content = json.loads(path.read_text())
+    if place is place_of_probe:
+        path.write_text(json.dumps(content).replace("0.012", "1e300"))
+        assert stored_probe(pair).fault is not None
+    n_accepted = n_refused = 0
+    for changed in every_change(copy.deepcopy(content)):
+        path.write_text(json.dumps(changed))
+        if place is place_of_probe:
+            probe = stored_probe(pair)
+            if probe.value is not None:
+                AutoLength(probe.value.curve)
+                assert probe.value.identical_widths
+            usable, fault = probe.value is not None, probe.fault
+        else:
+            prior = stored_prior(pair)
+            if prior.value is not None:
+                AutoLength(prior.value).experience()
+            usable, fault = prior.value is not None, prior.fault
+        n_accepted += usable
+        n_refused += fault is not None
+    assert n_refused > 100
+    assert n_accepted < n_refused / 5
+
+
+@PLACES
+def test_another_version_counts_as_none_silently(pair: Models, tmp_path: Path, place: Place) -> None:
+    path = place(pair, tmp_path)
+    path.write_text('{"format": 99, "anything": 1}')
+    assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
+def test_what_is_no_small_file_counts_as_none(pair: Models, tmp_path: Path, place: Place, kind: str) -> None:
+    path = place(pair, tmp_path)
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+    assert kept.value is None
+    assert kept.fault is not None
+    if kind != "folder":  # written anew
+        place(pair, tmp_path)
+        found = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+        assert found.value is not None
+
+
+def test_a_run_tells_it_in_one_line_and_writes_it_anew(
+    models: list[Path], tmp_path: Path, own_cache: None
+) -> None:
+    options = ("--seed", "5", "-n", "80", "Once upon a time")
+    first = generate(*options, models=models)
+    (path,) = tmp_path.rglob("*.runs.json")
+    path.write_text(DEEP)
+    again = generate(*options, models=models)
+    assert again.stdout == first.stdout
+    (line,) = (line for line in again.stderr.splitlines() if "counts as empty" in line)
+    assert line.startswith(f"llamaspec: {path}")
+    assert "counts as empty" not in generate(*options, models=models).stderr
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_a_prior_of_another_policy_counts_as_none(
+    models: list[Path], tmp_path: Path, own_cache: None
+) -> None:
+    options = ("--seed", "5", "-n", "80", "Once upon a time")
+    first = generate(*options, models=models)
+    (path,) = tmp_path.rglob("*.runs.json")
+    content = json.loads(path.read_text())
+    levels = content["experience"]["confidence_levels"][:-1]
+    prior = {**content["experience"], "confidence_levels": levels}
+    path.write_text(json.dumps({**content, "experience": prior}))
+    again = generate(*options, models=models)
+    assert again.stdout == first.stdout
+    assert "counts as empty" in again.stderr
+    assert "counts as empty" not in generate(*options, models=models).stderr
+
+
+def test_a_damaged_probe_is_not_shown(models: list[Path], tmp_path: Path, own_cache: None) -> None:
+    assert invoke("probe", *naming(models), "--quick").code == 0
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text("{")
+    answer = invoke("probe", *naming(models), "--show")
+    assert answer.code == 1
+    assert "counts as empty" in answer.stderr.splitlines()[-1]

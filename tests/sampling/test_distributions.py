@@ -1,0 +1,156 @@
+"""The sampling chain: filters by hand on four tokens, the fast selection against a plain one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llamaspec.sampling.distributions import Scores, confidence, distribution, penalised
+from llamaspec.values import Distribution, Sampling
+
+P = np.array([0.1, 0.4, 0.3, 0.2])
+ROW: Scores = np.log(P).astype(np.float32)
+
+
+def chain(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+) -> Sampling:
+    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (chain(), {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2}),
+        (chain(top_k=2), {1: 4 / 7, 2: 3 / 7}),
+        (chain(top_k=9), {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2}),
+        (chain(top_p=0.65), {1: 4 / 7, 2: 3 / 7}),  # .4 is too little, .7 is enough
+        (chain(top_p=0.01), {1: 1.0}),
+        (chain(min_p=0.6), {1: 4 / 7, 2: 3 / 7}),  # at least 0.24
+        (chain(top_k=3, top_p=0.5), {1: 4 / 7, 2: 3 / 7}),  # of the three: 4/9, then 7/9
+        (chain(top_k=3, min_p=0.7, top_p=0.9), {1: 4 / 7, 2: 3 / 7}),
+        (chain(temperature=0.5), {0: 1 / 30, 1: 16 / 30, 2: 9 / 30, 3: 4 / 30}),
+        (chain(temperature=0.5, top_p=0.65), {1: 16 / 25, 2: 9 / 25}),  # truncation comes before temperature
+        (chain(temperature=0), {1: 1.0}),
+        (chain(top_k=1), {1: 1.0}),
+        (chain(temperature=1e-300), {1: 1.0}),
+    ],
+)
+def test_filters(sampling: Sampling, expected: dict[int, float]) -> None:
+    found = distribution(ROW, sampling)
+    assert found.tokens.tolist() == list(expected)
+    assert found.probabilities == pytest.approx(list(expected.values()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sampling", [chain(0), chain(top_k=1), chain(top_k=2), chain(top_p=0.3), chain(min_p=0.9)]
+)
+def test_ties_go_to_the_lowest_ids(sampling: Sampling) -> None:
+    row = np.array([1, 5, 5, 5, 5], dtype=np.float32)
+    tokens = distribution(row, sampling).tokens.tolist()
+    assert tokens == list(range(1, 1 + len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        ({"repeat_penalty": 2.0}, [1.0, -8.0, 6.0, 0.0]),  # positive scores are divided, others multiplied
+        ({"presence_penalty": 1.5}, [0.5, -5.5, 6.0, 0.0]),
+        ({"frequency_penalty": 0.5}, [1.0, -4.5, 6.0, 0.0]),
+        ({"repeat_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [-1.0, -9.5, 6.0, 0.0]),
+    ],
+)
+def test_penalties(penalty: dict[str, float], expected: list[float]) -> None:
+    row = np.array([2, -4, 6, 0], dtype=np.float32)
+    seen = np.array([0, 1, 0], dtype=np.int32)
+    assert penalised(row, Sampling(**penalty), seen).tolist() == expected  # type: ignore[arg-type]
+    assert row.tolist() == [2, -4, 6, 0]
+
+
+def test_only_the_last_tokens_count_as_seen() -> None:
+    seen = np.array([1, 2, 3], dtype=np.int32)
+    sampling = Sampling(temperature=0, presence_penalty=100.0, penalty_window=2)
+    assert distribution(ROW, sampling, seen).tokens.tolist() == [1]
+
+
+def plain_chain(row: Scores, sampling: Sampling) -> dict[int, float]:
+    """Every step on the whole sorted vocabulary."""
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    weights = np.exp(row[kept].astype(np.float64) - row.max())
+    n = len(kept)
+    if sampling.top_p is not None:
+        n = min(n, int(np.searchsorted(np.cumsum(weights), sampling.top_p * weights.sum())) + 1)
+    if sampling.min_p is not None:
+        n = min(n, int((weights >= sampling.min_p).sum()))
+    scaled = np.exp((row[kept[:n]].astype(np.float64) - row.max()) / sampling.temperature)
+    return dict(zip(kept[:n], (scaled / scaled.sum()).tolist(), strict=True))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([1, 2, 7, 300, 5000]),
+    top_k=st.none() | st.integers(1, 60),
+    top_p=st.none() | st.sampled_from([0.1, 0.5, 0.9, 0.99]),
+    min_p=st.none() | st.sampled_from([0.01, 0.1, 0.5]),
+    rounded=st.booleans(),
+)
+@example(seed=0, size=300, top_k=25, top_p=0.9, min_p=0.01, rounded=False)  # top-p before min-p
+def test_the_fast_selection_is_the_plain_one(
+    seed: int, size: int, top_k: int | None, top_p: float | None, min_p: float | None, rounded: bool
+) -> None:
+    row = (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
+    row = np.round(row) if rounded else row  # many ties
+    sampling = chain(0.7, top_k, top_p, min_p)
+    found = distribution(row, sampling)
+    plain = plain_chain(row, sampling)
+    if not set(found.tokens.tolist()) ^ set(plain):
+        assert found.probabilities == pytest.approx([plain[t] for t in found.tokens.tolist()])
+        return
+    # Where rounding decides at an edge of top-p, one token at the edge may differ.
+    assert top_p is not None
+    assert abs(len(found.tokens) - len(plain)) <= 1
+
+
+@pytest.mark.parametrize("row", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]])
+def test_scores_that_are_no_numbers_are_refused(row: list[float]) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        distribution(np.array(row, dtype=np.float32), chain())
+
+
+def test_impossible_tokens_stay_impossible() -> None:
+    row = np.array([0, -np.inf, 1, -np.inf], dtype=np.float32)
+    assert distribution(row, chain()).tokens.tolist() == [0, 2]
+
+
+def test_confidence_is_the_draft_s_own_probability() -> None:
+    assert confidence(ROW, 2, distribution(ROW, chain(top_k=2))) == pytest.approx(3 / 7)
+    assert confidence(ROW, 1, Distribution.certain(1)) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 0.0},
+        {"repeat_penalty": 0.0},
+        {"presence_penalty": float("nan")},
+        {"penalty_window": 0},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_probability_of_a_token_that_did_not_survive_is_zero() -> None:
+    assert Distribution.certain(5).probability(5) == 1.0
+    assert Distribution.certain(5).probability(4) == 0.0
+    assert Distribution.certain(5).probability(6) == 0.0

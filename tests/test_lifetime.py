@@ -1,0 +1,128 @@
+"""What llama.cpp gave is freed once: on closing, when forgotten, and where construction fails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from forward_requests import request, text
+from llamaspec import FixedLength, LlamaModel, ModelFileError, ModelOptions, Pair, open_pair
+from llamaspec.engine.stream import TextStream
+from model_store import OpenModel
+from tiny_models import write_bert
+
+CPU = ModelOptions(threads=1)
+
+
+@pytest.fixture
+def tiny(target_file: Path, draft_file: Path) -> Iterator[Pair]:
+    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+def stream(pair: Pair, seed: int) -> TextStream:
+    return pair.stream(text(20, seed), seed=seed, max_tokens=80, policy=FixedLength(3))
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What llama.cpp is told to free, in this order."""
+    names: list[str] = []
+
+    def noted(name: str) -> Callable[[object], None]:
+        function = getattr(lib, name)
+
+        def free(pointer: object) -> None:
+            names.append(name)
+            function(pointer)
+
+        return free
+
+    for name in ("llama_free", "llama_model_free"):
+        monkeypatch.setattr(lib, name, noted(name))
+    return names
+
+
+ALL = ["llama_free", "llama_model_free"]
+
+
+def test_a_forgotten_pair_is_freed(target_file: Path, draft_file: Path, freed: list[str]) -> None:
+    pair = open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU)
+    stream(pair, 1).run()
+    unfinished = stream(pair, 2)
+    next(unfinished)
+    forgotten = weakref.ref(pair)
+    del pair, unfinished
+    gc.collect()
+    assert forgotten() is None
+    assert sorted(freed) == sorted(ALL * 2)
+
+
+def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str]) -> None:
+    """Without the garbage collector: no circle keeps it."""
+    gc.disable()
+    try:
+        model = LlamaModel(target_file, CPU)
+        model.forward(request(5))
+        vocabulary = model.vocabulary
+        del model
+        assert freed == ["llama_free"]  # the vocabulary still needs the weights
+        assert vocabulary.piece(70) == b"D"
+        del vocabulary
+        assert freed == ALL
+    finally:
+        gc.enable()
+
+
+def test_closing_frees_contexts_before_weights(tiny: Pair, freed: list[str]) -> None:
+    del freed[:]
+    model = LlamaModel(tiny.target.path, CPU)
+    model.close()
+    model.close()
+    assert freed == ALL
+
+
+@pytest.mark.parametrize("step", ["llama_get_memory", "llama_set_abort_callback", "llama_init_from_model"])
+def test_construction_that_fails_half_way_frees_everything(
+    target_file: Path, freed: list[str], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError(step)
+
+    monkeypatch.setattr(lib, step, failing)
+    with pytest.raises(RuntimeError, match=step):
+        LlamaModel(target_file, CPU)
+    gc.collect()
+    assert freed == (ALL[1:] if step == "llama_init_from_model" else ALL)
+
+
+def test_a_pair_whose_draft_does_not_load_frees_the_target(
+    target_file: Path, freed: list[str], tmp_path: Path
+) -> None:
+    draft = write_bert(tmp_path / "bert.gguf")
+    with pytest.raises(ModelFileError):
+        open_pair(target_file, draft, target_options=CPU)
+    gc.collect()
+    assert sorted(freed) == sorted(ALL * 2)
+
+
+def test_logits_taken_before_closing_stay_readable(opened: OpenModel, freed: list[str]) -> None:
+    model = opened()
+    view = model.forward(request(30, n_logits=5))
+    kept = view.copy()
+    assert not view.flags.owndata
+    model.close()
+    gc.collect()
+    assert freed == []
+    part = view[2:]
+    del view
+    assert np.array_equal(part, kept[2:])
+    del part
+    gc.collect()
+    assert freed == ALL

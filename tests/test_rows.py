@@ -1,0 +1,288 @@
+"""Seeded, serial == batched, with preemption: a text among others is the text that it would be alone.
+
+Texts join and leave a pair at random, share prompts, are cancelled, and run out of KV cache. Tiny models of
+every kind of memory; float caches agree within tolerance, so the tokens are compared. Q8_0 and Q4_0 weights
+compute the same bits at every width: with values cached as bf16, which has one attention kernel for all
+widths, every row of logits must be that of the text alone, bit by bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from forward_requests import EXACT, MEMORIES, text
+from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
+from llamaspec.errors import ContextFullError
+from llamaspec.llama.kv_cache import KVCache
+from llamaspec.values import ForwardRequest, Logits
+from model_store import ModelStore
+from tiny_models import Recipe
+
+LONG = 2048  # tokens that the longest model was trained on
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text."""
+
+    number: int
+    n_prompt: int
+    prompt_seed: int  # the same seed begins alike
+    seed: int
+    max_tokens: int
+    temperature: float
+    n_draft: int
+    n_read: int | None  # pieces after which nobody wants more; None = all
+
+    def stream(self, pair: Pair) -> TextStream:
+        prompt = text(self.n_prompt, self.prompt_seed)
+        prompt[-2:] = 2 + self.number, 3  # shared prompts go on differently
+        return pair.stream(
+            prompt,
+            sampling=Sampling(temperature=self.temperature),
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            policy=FixedLength(self.n_draft),
+        )
+
+
+def some_texts(rng: np.random.Generator, n: int, *, longest_prompt: int, longest: int) -> list[Wanted]:
+    return [
+        Wanted(
+            number,
+            int(rng.integers(3, longest_prompt)),
+            int(rng.integers(3)),
+            int(rng.integers(100)),
+            int(rng.integers(1, longest)),
+            float(rng.choice([0.0, 0.7, 1.3])),
+            int(rng.integers(0, 6)),
+            int(rng.integers(0, 20)) if rng.random() < 0.2 else None,
+        )
+        for number in range(n)
+    ]
+
+
+@dataclass
+class Outcome:
+    """What came of texts, by number."""
+
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    reasons: dict[int, StopReason] = field(default_factory=dict)
+    most_rows: int = 0  # that shared an evaluation
+
+    def note(self, wanted: Wanted, stream: TextStream) -> None:
+        completion = stream.completion
+        self.tokens[wanted.number] = completion.tokens
+        self.reasons[wanted.number] = completion.stop_reason
+        self.most_rows = max([self.most_rows, *(round_.n_rows for round_ in completion.rounds)])
+
+
+def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
+    """Every text by itself, with empty KV caches."""
+    outcome = Outcome()
+    for wanted in texts:
+        pair.forget()
+        stream = wanted.stream(pair)
+        stream.run()
+        outcome.note(wanted, stream)
+    return outcome
+
+
+def interleaved(pair: Pair, texts: Sequence[Wanted], rng: np.random.Generator, n_rows: int) -> Outcome:
+    """All texts from one thread: up to `n_rows` at once, each pulled by chance, some dropped on the way."""
+    outcome, waiting, running = Outcome(), list(texts), list[tuple[Wanted, TextStream]]()
+    while waiting or running:
+        while waiting and (not running or (len(running) < n_rows and rng.random() < 0.2)):
+            running.append((waiting[0], waiting.pop(0).stream(pair)))
+        wanted, stream = running[int(rng.integers(len(running)))]
+        try:
+            is_over = next(stream, None) is None
+        except ContextFullError:  # not even the prompt has room
+            outcome.tokens[wanted.number], outcome.reasons[wanted.number] = (), StopReason.CONTEXT
+            running.remove((wanted, stream))
+            continue
+        if wanted.n_read is not None and len(stream.completion.tokens) > wanted.n_read:
+            stream.close()
+            is_over = True
+        if is_over:
+            outcome.note(wanted, stream)
+            running.remove((wanted, stream))
+    return outcome
+
+
+def threaded(pair: Pair, texts: Sequence[Wanted], n_threads: int) -> Outcome:
+    """All texts from several threads, each as fast as it can."""
+    outcome, waiting, lock = Outcome(), list(texts), threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    wanted = waiting.pop(0)
+                stream = wanted.stream(pair)
+                for _ in stream:
+                    if wanted.n_read is not None and len(stream.completion.tokens) > wanted.n_read:
+                        stream.close()
+                with lock:
+                    outcome.note(wanted, stream)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    return outcome
+
+
+def assert_same_texts(outcome: Outcome, expected: Outcome, *, n_short: int = 0) -> None:
+    """Equal, but for texts that were cancelled, and at most `n_short` that had no room beside the others."""
+    short = 0
+    for number, right in expected.tokens.items():
+        got, reason = outcome.tokens[number], outcome.reasons[number]
+        if reason in (StopReason.INTERRUPT, StopReason.CONTEXT) and len(got) < len(right):
+            assert got == right[: len(got)], number
+            short += reason is StopReason.CONTEXT
+            continue
+        assert got == right, number
+        assert reason is expected.reasons[number]
+    assert short <= n_short
+
+
+@contextmanager
+def tiny_pair(store: ModelStore, kind: str, dtype: str = "f32", **options: object) -> Iterator[Pair]:
+    recipe = Recipe(dtype=dtype, n_context=LONG)
+    wanted = ModelOptions(**{"threads": 1, **options})  # type: ignore[arg-type]
+    draft = recipe.draft(0.03)
+    with open_pair(
+        store.path(kind, recipe), store.path(kind, draft), target_options=wanted, draft_options=wanted
+    ) as pair:
+        yield pair
+
+
+@pytest.fixture
+def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that were running each time that a KV cache was compacted."""
+    rows: list[int] = []
+    compact = KVCache._compact
+
+    def counted(self: KVCache) -> None:
+        rows.append(len(self._of_row))
+        compact(self)
+
+    monkeypatch.setattr(KVCache, "_compact", counted)
+    return rows
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_texts_among_others_are_the_texts_alone(store: ModelStore, compactions: list[int], kind: str) -> None:
+    """With so few cells that prefixes are evicted, cells are moved, and some text has to end."""
+    rng = np.random.default_rng(5)
+    texts = some_texts(rng, 24, longest_prompt=90, longest=60)
+    with tiny_pair(store, kind, n_ctx=160, n_cells=512, **EXACT) as pair:
+        expected = alone(pair, texts)
+        compactions.clear()
+        outcome = interleaved(pair, texts, rng, n_rows=7)
+        assert_same_texts(outcome, expected, n_short=4)
+        if kind in ("llama", "gemma3"):
+            assert outcome.most_rows > 2
+            assert max(compactions, default=0) > 1
+        assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
+
+
+def test_rows_without_room_end_alone(store: ModelStore) -> None:
+    """Far too few cells: many texts end early, each with what it would have said until then."""
+    rng = np.random.default_rng(6)
+    texts = some_texts(rng, 20, longest_prompt=120, longest=100)
+    with tiny_pair(store, "llama", n_ctx=256, n_cells=256, **EXACT) as pair:
+        expected = alone(pair, texts)
+        outcome = interleaved(pair, texts, rng, n_rows=6)
+        assert_same_texts(outcome, expected, n_short=20)
+        reasons = list(outcome.reasons.values())
+        assert reasons.count(StopReason.CONTEXT) > 2
+        assert reasons.count(StopReason.LIMIT) > 5
+
+
+@dataclass
+class Recorder:
+    """Every row of logits that the target computes, by the tokens before it."""
+
+    model: LlamaModel
+    seen: dict[bytes, Logits] = field(default_factory=dict)
+    differing: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # position, rows, largest difference
+    n_compared: int = 0
+
+    def arrange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        evaluate = LlamaModel.evaluate
+
+        def recorded(
+            model: LlamaModel, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0
+        ) -> list[Logits]:
+            answers = evaluate(model, batch, n_padding)
+            if model is self.model:
+                for (_, wanted), logits in zip(batch, answers, strict=True):
+                    self._note(wanted, logits, len(batch))
+            return answers
+
+        monkeypatch.setattr(LlamaModel, "evaluate", recorded)
+
+    def _note(self, wanted: ForwardRequest, logits: Logits, n_rows: int) -> None:
+        path = np.concatenate([wanted.tokens, wanted.draft])
+        first = len(path) - len(logits) + 1
+        for i, row in enumerate(logits):
+            key = path[: first + i].tobytes()
+            known = self.seen.get(key)
+            self.n_compared += known is not None
+            if known is None:
+                self.seen[key] = row.copy()
+            elif not np.array_equal(known, row):
+                self.differing.append((first + i, n_rows, float(np.abs(known - row).max())))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "threads"), [
+    ("llama", "q8_0", 1), ("llama", "q4_0", 1), ("gemma3", "q8_0", 1), ("lfm2", "q8_0", 1),
+    ("jamba", "q8_0", 1), ("llama", "q8_0", 2), ("llama", "q4_0", 2),
+])  # fmt: skip
+def test_logits_among_others_are_those_alone_bit_by_bit(
+    store: ModelStore,
+    monkeypatch: pytest.MonkeyPatch,
+    compactions: list[int],
+    kind: str,
+    dtype: str,
+    threads: int,
+) -> None:
+    """Contexts on both sides of 256 tokens, where another attention kernel may begin."""
+    rng = np.random.default_rng(7)
+    if threads == 1:
+        texts = some_texts(rng, 12, longest_prompt=400, longest=60)
+    else:  # slow on a busy machine
+        texts = some_texts(rng, 4, longest_prompt=400, longest=30)
+    options = {"n_ctx": 512, "n_cells": 1024, "cache_type_v": "bf16", "threads": threads}
+    with tiny_pair(store, kind, dtype, **options) as pair:
+        recorder = Recorder(pair.target)
+        recorder.arrange(monkeypatch)
+        expected = alone(pair, texts)
+        pair.forget()
+        recorder.n_compared = 0
+        compactions.clear()
+        outcome = interleaved(pair, texts, rng, n_rows=6)
+        assert_same_texts(outcome, expected, n_short=3)
+        assert recorder.n_compared > (100 if threads == 1 else 30)
+        assert outcome.most_rows > 1
+        if kind == "llama" and threads == 1:
+            assert max(compactions, default=0) > 1
+        assert recorder.differing == []

@@ -1,0 +1,283 @@
+"""Pairs that are used from several threads, forked, closed or interrupted while they compute."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from forward_requests import EXACT, assert_same, fresh, request, scores, text
+from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
+from llamaspec.engine.stream import TextStream
+from llamaspec.errors import ClosedError, EvaluationAbortedError
+from llamaspec.values import TARGET, ForwardRequest
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe
+
+CPU = ModelOptions(threads=1)
+SLOW = Recipe(n_context=8192, n_layers=6, width=256, n_heads=8, n_kv_heads=8, n_ffn=1024)  # 4096 tokens: 10 s
+
+
+@pytest.fixture
+def tiny(target_file: Path, draft_file: Path) -> Iterator[Pair]:
+    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+def stream(pair: Pair, seed: int, max_tokens: int = 80) -> TextStream:
+    return pair.stream(text(20, seed), seed=seed, max_tokens=max_tokens, policy=FixedLength(3))
+
+
+def test_threads_stream_from_one_pair(tiny: Pair) -> None:
+    """This ended the process once, four times of four."""
+    expected = {seed: stream(tiny, seed).run().tokens for seed in range(4)}
+    together: dict[int, tuple[int, ...]] = {}
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        start.wait()
+        together[seed] = stream(tiny, seed).run().tokens
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == expected
+
+
+@pytest.mark.parametrize("n_draft", [0, 3])
+@pytest.mark.parametrize("kind", ["llama", "jamba"])
+def test_the_same_prompt_again(store: ModelStore, kind: str, n_draft: int) -> None:
+    """All of it is cached, and more: once, the request behind it was evaluated without being prepared."""
+    path, policy = store.path(kind), FixedLength(n_draft)
+    with open_pair(path, path, target_options=CPU, draft_options=CPU) as pair:
+        texts = {
+            pair.stream(text(60), sampling=Sampling(temperature=0), max_tokens=30, policy=policy).run().tokens
+            for _ in range(4)
+        }
+    assert len(texts) == 1
+
+
+FORKED = """
+import os, sys, threading, time
+from pathlib import Path
+from llama_cpp import llama_cpp as lib
+freed = []
+free = lib.llama_free, lib.llama_model_free
+lib.llama_free = lambda pointer: (freed.append(os.getpid()), free[0](pointer))
+lib.llama_model_free = lambda pointer: (freed.append(os.getpid()), free[1](pointer))
+from llamaspec import FixedLength, ModelOptions, open_pair
+from llamaspec.errors import ClosedError
+options = ModelOptions(threads=2)
+pair = open_pair(Path(sys.argv[1]), Path(sys.argv[2]), target_options=options, draft_options=options)
+stream = pair.stream("the", seed=1, max_tokens=200, policy=FixedLength(2))
+next(stream)
+other = pair.stream("and", seed=2, max_tokens=150, policy=FixedLength(2))
+inside, go_on = threading.Event(), threading.Event()
+decode = lib.llama_decode
+def held(*arguments):
+    inside.set()
+    go_on.wait()
+    return decode(*arguments)
+lib.llama_decode = held
+thread = threading.Thread(target=other.run)
+thread.start()
+inside.wait()  # the other thread holds the scheduler's lock, and will for ever in the child
+child = os.fork()
+begin = time.monotonic()
+if child == 0:
+    uses = [lambda: list(stream), lambda: pair.stream("the").run(), pair.forget,
+            lambda: pair.target.metadata("general.name"), lambda: pair.target.try_memory()]
+    for use in uses:
+        try:
+            use()
+        except ClosedError as error:
+            print(type(error).__name__, flush=True)
+        except BaseException as error:
+            print("other", repr(error), flush=True)
+    stream.close()
+    pair.close()
+    del pair, stream, uses
+    print("freed", len(freed), "in time", time.monotonic() - begin < 2, flush=True)
+    sys.exit(7)
+go_on.set()
+_, status = os.waitpid(child, 0)
+print("child", os.waitstatus_to_exitcode(status), "parent", len(stream.run().tokens))
+thread.join()
+print("other", len(other.completion.tokens))
+pair.close()
+print("freed", len(freed))
+"""
+
+
+def python(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_a_forked_process_is_told(target_file: Path, draft_file: Path) -> None:
+    """It hung once. Nothing is freed there, and the parent goes on."""
+    done = python(FORKED, target_file, draft_file)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "ClosedError",
+        "ClosedError",
+        "ClosedError",
+        "ClosedError",
+        "ClosedError",
+        "freed 0 in time True",
+        "child 7 parent 200",
+        "other 150",
+        "freed 4",
+    ]
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("_attempt", range(3))
+def test_closing_during_a_stream_in_another_thread(
+    target_file: Path, draft_file: Path, _attempt: int
+) -> None:
+    pair = open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU)
+    has_begun, pieces = threading.Event(), list[str]()
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for piece in stream(pair, seed, 480):
+                pieces.append(piece.text)
+                has_begun.set()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    assert has_begun.wait(30)
+    pair.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [error for error in errors if not isinstance(error, ClosedError)] == []
+    assert len(pieces) < 2 * 480
+    with pytest.raises(ClosedError):
+        stream(pair, 1).run()
+
+
+def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set while llama.cpp computes, and what was cached before is cached still."""
+    model = opened("llama", SLOW, **EXACT)
+    model.forward(request(20))
+    expected = model.forward(request(21)).copy()
+    begun = threading.Event()
+    decode = lib.llama_decode
+
+    def told(*arguments: object) -> object:
+        begun.set()
+        return decode(*arguments)
+
+    monkeypatch.setattr(lib, "llama_decode", told)
+
+    def abort() -> None:
+        assert begun.wait(30)
+        for _ in range(2000):  # once would do, were it sure that llama.cpp has begun
+            model.abort()
+            if is_over.wait(0.001):
+                return
+
+    is_over = threading.Event()
+    thread = threading.Thread(target=abort)
+    thread.start()
+    with pytest.raises(EvaluationAbortedError):
+        model.forward(request(4000))
+    is_over.set()
+    thread.join()
+    monkeypatch.undo()
+    (n_cached,) = model.prepare([(-1, request(21), 0)])
+    assert n_cached == 20
+    assert_same(model.forward(request(21)), expected)
+    assert_same(model.forward(request(100)), fresh(opened("llama", SLOW, **EXACT), request(100)), 1e-3)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+from llama_cpp import llama_cpp as lib
+from llamaspec import LlamaModel, ModelOptions
+from llamaspec.values import ForwardRequest
+model = LlamaModel(Path(sys.argv[1]), ModelOptions(threads=1))
+tokens = np.random.default_rng(0).integers(2, 288, 4000).astype(np.int32)
+model.forward(ForwardRequest("target", tokens[:20]))
+begin = time.monotonic()
+model.forward(ForwardRequest("target", tokens[::-1][:512].copy()))
+whole = time.monotonic() - begin  # one batch
+model.forget()
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+sent = []
+decode = lib.llama_decode
+def told(*arguments):
+    def send():
+        time.sleep(whole / 8)  # well within the batch
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=send).start()
+    return decode(*arguments)
+lib.llama_decode = told
+try:
+    model.forward(ForwardRequest("target", tokens))
+except KeyboardInterrupt:
+    late = time.monotonic() - sent[0]
+    lib.llama_decode = decode
+    print("interrupted", len(sent), "soon" if late < whole / 2 else f"late: {late} of {whole}")
+print("restored", signal.set_wakeup_fd(-1) == writer)
+answer = model.forward(ForwardRequest("target", tokens[:30])).copy()
+model.forget()
+print("right", np.abs(answer - model.forward(ForwardRequest("target", tokens[:30]))).max() < 1e-3)
+"""
+
+
+def test_ctrl_c_ends_a_long_prefill_within_a_batch(store: ModelStore) -> None:
+    """Python runs its handler only when llama.cpp returns, after 512 tokens; C's handler stops it before."""
+    done = python(INTERRUPTED, store.path("llama", SLOW), timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["interrupted 1 soon", "restored True", "right True"]
+
+
+def test_another_signal_costs_an_evaluation_and_no_text(tiny: Pair) -> None:
+    """A handler that returns, as that of a window's size: the scheduler evaluates again."""
+    prompt, received = text(400, 3), list[int]()
+    expected = tiny.stream(prompt, seed=1, max_tokens=10, policy=FixedLength(2)).run().tokens
+    tiny.forget()
+    decode = lib.llama_decode
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
+    try:
+
+        def disturbed(*arguments: object) -> object:
+            if not received:
+                signal.raise_signal(signal.SIGUSR1)
+            return decode(*arguments)
+
+        lib.llama_decode = disturbed
+        assert tiny.stream(prompt, seed=1, max_tokens=10, policy=FixedLength(2)).run().tokens == expected
+    finally:
+        lib.llama_decode = decode
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1]
+
+
+def test_requests_after_closing_and_twice(tiny: Pair) -> None:
+    tiny.close()
+    tiny.close()
+    with pytest.raises(ClosedError):
+        tiny.run(scores(ForwardRequest(TARGET, text(5))))
+    with pytest.raises(ClosedError):
+        tiny.forget()

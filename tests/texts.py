@@ -1,0 +1,91 @@
+"""Texts over fake models: plans, schedulers and streams in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fakes import CountingUp, FakeModel, Length, tokens
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.stream import TextPlan, TextStream
+from llamaspec.protocols import Drafter
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, Logits, Sampling, TokenArray
+
+PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
+V = 7
+
+
+@dataclass
+class Letters:
+    """Token n is the n-th letter; token `mute` has no text."""
+
+    end: int | None = None
+    mute: int | None = None
+
+    def tokenize(self, text: bytes) -> TokenArray:
+        return np.array([byte - 97 for byte in text], dtype=np.int32)
+
+    def piece(self, token: int) -> bytes:
+        return b"" if token == self.mute else bytes([97 + token])
+
+    def is_end(self, token: int) -> bool:
+        return token == self.end
+
+
+class Alphabet(FakeModel):
+    """Says the alphabet over and over."""
+
+    def after(self, tokens: TokenArray) -> Logits:
+        following = (int(tokens[-1]) + 1) % self.vocabulary_size
+        logits: Logits = np.eye(self.vocabulary_size, dtype=np.float32)[following] * 40
+        return logits
+
+
+def target(**settings: object) -> FakeModel:
+    return FakeModel(1, vocabulary_size=V, **settings)  # type: ignore[arg-type]
+
+
+def draft(**settings: object) -> FakeModel:
+    return FakeModel(2, vocabulary_size=V, **settings)  # type: ignore[arg-type]
+
+
+def model_drafter(model: FakeModel, seed: int, rule: str = "coupled") -> ModelDrafter:
+    return ModelDrafter(model.vocabulary_size, model.context_size, PLAIN, RULES[rule], SeededStreams(seed))
+
+
+def stream(
+    scheduler: Scheduler,
+    models: Mapping[str, FakeModel],
+    prompt: Sequence[int] = (1, 2),
+    *,
+    seed: int = 0,
+    length: Length | None = None,
+    drafter: Drafter | None = None,
+    max_tokens: int = 12,
+    vocabulary: Letters | None = None,
+    stops: Sequence[str] = (),
+    **settings: object,
+) -> TextStream:
+    """A text; by default the draft model drafts, if there is one."""
+    model = models[TARGET]
+    if drafter is None:
+        drafter = model_drafter(models[DRAFT], seed) if DRAFT in models else CountingUp(model.vocabulary_size)
+    speculation = Speculation(
+        drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
+        model.context_size, model.max_scored,
+    )  # fmt: skip
+    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops)
+    return TextStream(plan, scheduler, **settings)  # type: ignore[arg-type]
+
+
+def alone(prompt: Sequence[int] = (1, 2), seed: int = 0, max_tokens: int = 12) -> tuple[int, ...]:
+    """The tokens of plain decoding, by one text with nobody beside it."""
+    models = {TARGET: target(context_size=4096)}
+    made = stream(Scheduler(models), models, prompt, seed=seed, length=Length(), max_tokens=max_tokens)
+    return made.run().tokens
