@@ -37,6 +37,7 @@ from llamaspec.llama.options import (
     ModelOptions,
 )
 from llamaspec.llama.state_cache import Snapshots, StateCache
+from llamaspec.llama.threads import governor
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits
 
@@ -76,6 +77,8 @@ class Context:
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
         self._batch = Batch(self.batch_size)
+        self._governor = governor() if options.threads is None else None
+        self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | StateCache
         if weights.keeps_states:
             snapshots = Snapshots(pointer) if _can_restore_states(weights) else None
@@ -141,12 +144,15 @@ class Context:
     def _decode(self, stretches: Sequence[Stretch]) -> None:
         pointer, batch = self.pointer, self._batch.fill(stretches)
         self.cache.begin()
+        self._choose_threads(pointer)
         if batch.n_tokens < LONG:
             self._abort.clear()
             status = lib.llama_decode(pointer, batch)
         else:
             with self._abort.armed(), runtime.raising_signals():
                 status = lib.llama_decode(pointer, batch)
+        if self._governor is not None:
+            self._governor.finish()
         if status == 0:
             return
         if status == 1:
@@ -156,6 +162,14 @@ class Context:
             raise EvaluationAbortedError("the evaluation was aborted")
         self.cache.forget()
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
+
+    def _choose_threads(self, pointer: Any) -> None:
+        if self._governor is None:
+            return
+        self._governor.begin()
+        if self._governor.n_threads != self._n_threads:
+            self._n_threads = self._governor.n_threads
+            lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
     def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
         if not n_scored:
