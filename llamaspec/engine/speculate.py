@@ -20,7 +20,8 @@ import numpy as np
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.protocols import Drafter, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import LogitsTarget
-from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 

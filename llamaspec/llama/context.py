@@ -25,8 +25,9 @@ from llamaspec.errors import (
 from llamaspec.llama import runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.handles import Handle
-from llamaspec.llama.kv_cache import Bytes, KVCache, Prepared
+from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
@@ -174,56 +175,10 @@ class Context:
         return np.ndarray((n, self._n_vocabulary), np.float32, buffer=memoryview(memory))
 
 
-class LlamaCells:
-    """The cells of a context whose layers keep keys and values.
-
-    Parameters
-    ----------
-    context : llama_context pointer
-    can_copy : bool
-        Whether a copy of a sequence has all its positions: not where some layers look through a window.
-    """
-
-    def __init__(self, context: Any, *, can_copy: bool) -> None:
-        self._context = context
-        self._memory = lib.llama_get_memory(context)
-        self._can_copy = can_copy
-
-    def remove(self, sequence: int, start: int) -> None:
-        """Take a sequence's positions from `start` on out of their cells."""
-        lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
-
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let `sequence` hold the cells of some positions of `source`, too."""
-        lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on; it gives up the cells before it."""
-        if not self._can_copy:
-            return None
-        lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
-        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
-        n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
-        return content if n == len(content) else None
-
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        """Put the content into the first empty cells."""
-        n = lib.llama_state_seq_set_data(self._context, _bytes(content), len(content), sequence)
-        return bool(n == len(content))
-
-    def clear(self) -> None:
-        """Empty all cells."""
-        lib.llama_memory_clear(self._memory, False)
-
-
 def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
     """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
     return Stretch(last.sequence, last.start + len(last.tokens), tokens, max(0, min(n, n_scorable)))
-
-
-def _bytes(content: Bytes) -> Any:
-    return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def _can_restore_states(weights: Weights) -> bool:

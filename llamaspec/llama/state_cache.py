@@ -20,7 +20,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import CachedSequence, Prepared
+from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.kv_cache import Prepared
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # snapshots

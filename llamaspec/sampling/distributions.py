@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, TokenArray
 
 Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] one row of logits

@@ -10,8 +10,10 @@ import pytest
 from fakes import CountingUp, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import StopReason, TextStream, write
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import write
 from llamaspec.errors import ClosedError, EvaluationError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray

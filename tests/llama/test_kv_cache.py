@@ -11,7 +11,8 @@ import pytest
 
 from forward_requests import RandomRows, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import TAKE_OVER, shared
+from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.kv_cache import TAKE_OVER
 from simulated_cells import Checked
 
 
