@@ -155,7 +155,7 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     next(clinging)
     clinging.close()
     assert rest(other) == alone(seed=1)
-    assert scheduler._rows == []
+    assert scheduler._rows.all() == []
 
 
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
