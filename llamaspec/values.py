@@ -7,8 +7,9 @@ copied and compared in microseconds. `None` is the only "off".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,28 +54,22 @@ class ForwardRequest:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
+    n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
+    n_scored: int = field(init=False)  # rows of logits in the answer
 
     def __post_init__(self) -> None:
-        if not 0 <= self.n_logits <= len(self.tokens):
-            raise ValueError(f"cannot score {self.n_logits} of {len(self.tokens)} tokens")
-        if len(self.draft) and not self.n_logits:
+        n, n_draft = len(self.tokens), len(self.draft)
+        if not 0 <= self.n_logits <= n:
+            raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
+        if n_draft and not self.n_logits:
             raise ValueError("draft tokens need the logits of the token before them")
-        if self.parents is not None and len(self.parents) != len(self.draft):
-            raise ValueError(f"{len(self.draft)} draft tokens have {len(self.parents)} parents")
-
-    @property
-    def n_tokens(self) -> int:
-        """Positions of the KV cache that the sequence and its draft tokens fill."""
-        return len(self.tokens) + len(self.draft)
-
-    @property
-    def n_scored(self) -> int:
-        """Rows of logits in the answer."""
-        return self.n_logits + len(self.draft)
+        if self.parents is not None and len(self.parents) != n_draft:
+            raise ValueError(f"{n_draft} draft tokens have {len(self.parents)} parents")
+        object.__setattr__(self, "n_tokens", n + n_draft)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forward:
+class Forward(NamedTuple):
     """The answer to a request, and the evaluation that computed it."""
 
     logits: Logits  # [n_logits + K, V] valid until the text makes its next request; not to be written to
@@ -175,11 +170,12 @@ class Draft:
 
     def plus(self, token: int, distribution: Distribution, confidence: float) -> Draft:
         """The same chain with one more draft token."""
-        return replace(
-            self,
-            tokens=np.append(self.tokens, np.int32(token)),
-            distributions=(*self.distributions, distribution),
-            confidences=(*self.confidences, confidence),
+        return Draft(
+            np.concatenate((self.tokens, np.array((token,), dtype=np.int32))),
+            (*self.distributions, distribution),
+            (*self.confidences, confidence),
+            self.source,
+            self.parents,
         )
 
     def first(self, n: int) -> Draft:
@@ -200,8 +196,7 @@ NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verification:
+class Verification(NamedTuple):
     """What the target made of a draft: the tokens along `path` are accepted, then comes `next_token`."""
 
     path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.text import Span
@@ -21,8 +21,7 @@ class StopReason(str, Enum):
     INTERRUPT = "interrupt"  # the consumer stopped, or the pair was closed
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What became certain with one token: text, or none where a character or a stop string may go on."""
 
     text: str
@@ -45,8 +44,7 @@ class Prefilled:
     seconds: float  # of the target and the draft, up to now
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class Written(NamedTuple):
     """A round, and what the text keeps of it."""
 
     round: Round

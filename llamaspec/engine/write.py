@@ -173,4 +173,4 @@ class _Writer:
 
 
 def _piece(spans: Sequence[Span], token: int) -> Piece:
-    return Piece("".join(span.text for span in spans), token, tuple(spans))
+    return Piece("".join([span.text for span in spans]), token, tuple(spans))

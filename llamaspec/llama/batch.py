@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -12,8 +12,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.values import TokenArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class Stretch(NamedTuple):
     """Consecutive positions of one sequence."""
 
     sequence: int

@@ -39,7 +39,7 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.state_cache import Snapshots, StateCache
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.values import ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
@@ -100,20 +100,26 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
-        stretches = [self._stretch(row, request) for row, request in batch]
-        n_scored = sum(stretch.n_scored for stretch in stretches)
+        pointer = self.pointer
+        stretches: list[Stretch] = []
+        new: list[tuple[int, TokenArray]] = []
+        n_positions, n_scored = n_padding, 0
+        for row, request in batch:
+            stretch = self._stretch(row, request)
+            stretches.append(stretch)
+            new.append((row, stretch.tokens))
+            n_positions += len(stretch.tokens)
+            n_scored += stretch.n_scored
         if n_padding:
             stretches.append(_padding(stretches[-1], n_padding, self.max_scored - n_scored))
             n_scored += stretches[-1].n_scored
-        n_positions = sum(len(stretch.tokens) for stretch in stretches)
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         if isinstance(self.cache, StateCache):
             self.cache.take_snapshot(n_scored)
-        self._decode(stretches)
-        new = [(row, stretch.tokens) for (row, _), stretch in zip(batch, stretches, strict=False)]
+        self._decode(pointer, stretches)
         self.cache.commit(new, n_padding)
-        return self._answers(batch, n_scored)
+        return self._answers(pointer, batch, n_scored)
 
     def release(self, row: int) -> None:
         """The row has ended."""
@@ -136,11 +142,13 @@ class Context:
         if request.parents is not None and (request.parents != np.arange(-1, len(request.draft) - 1)).any():
             raise ValueError("this model evaluates chains of draft tokens, not trees")
         held = self.cache.sequence(row)
-        new = np.concatenate([request.tokens[held.n :], request.draft])
+        new = request.tokens[held.n :]
+        if len(request.draft):
+            new = np.concatenate((new, request.draft))
         return Stretch(held.number, held.n, new, request.n_scored)
 
-    def _decode(self, stretches: Sequence[Stretch]) -> None:
-        pointer, batch = self.pointer, self._batch.fill(stretches)
+    def _decode(self, pointer: Any, stretches: Sequence[Stretch]) -> None:
+        batch = self._batch.fill(stretches)
         self.cache.begin()
         if batch.n_tokens < LONG:
             self._abort.clear()
@@ -158,18 +166,20 @@ class Context:
         self.cache.forget()
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
 
-    def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
+    def _answers(
+        self, pointer: Any, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int
+    ) -> list[Logits]:
         if not n_scored:
             return [np.empty((0, self._n_vocabulary), dtype=np.float32) for _ in batch]
-        logits, end, answers = self._logits(n_scored), 0, []
+        logits, end, answers = self._logits(pointer, n_scored), 0, []
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
         return answers
 
-    def _logits(self, n: int) -> Logits:
+    def _logits(self, pointer: Any, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive."""
-        address = ctypes.addressof(lib.llama_get_logits(self.pointer).contents)
+        address = ctypes.addressof(lib.llama_get_logits(pointer).contents)
         memory = (ctypes.c_float * (n * self._n_vocabulary)).from_address(address)
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, self._n_vocabulary), np.float32, buffer=memoryview(memory))

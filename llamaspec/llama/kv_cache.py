@@ -58,15 +58,14 @@ class KVCache:
         """
         while True:
             n_before = self._n_compactions
-            answers = [self._prepared(*entry) for entry in batch]
+            answers: list[int | ContextFullError] = []
+            for entry in batch:
+                try:
+                    answers.append(self.prepare(*entry))
+                except ContextFullError as error:  # noqa: PERF203
+                    answers.append(error)
             if self._n_compactions == n_before:
                 return answers
-
-    def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
-        try:
-            return self.prepare(row, request, n_padding)
-        except ContextFullError as error:
-            return error
 
     def prepare(self, row: int, request: ForwardRequest, n_padding: int = 0) -> int:
         """Cut the row's sequence to the request, extend it by what others know, reserve cells for the rest.
@@ -216,7 +215,9 @@ class KVCache:
 
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty."""
-        n_reserved = sum(sequence.n_reserved for sequence in self._of_row.values())
+        n_reserved = 0
+        for sequence in self._of_row.values():
+            n_reserved += sequence.n_reserved
         if self._top + n_reserved <= self._size:
             return
         unused = (sequence for sequence in self._sequences if sequence.row is None and sequence.n)

@@ -49,4 +49,4 @@ class Sampling:
     def penalises(self) -> bool:
         """Whether the scores depend on the tokens seen before."""
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
-        return any(penalty is not None for penalty in penalties)
+        return penalties != (None, None, None)

@@ -51,7 +51,7 @@ class SeededStreams:
             return int(distribution.tokens[0])
         uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
         noise = -np.log(-np.log(uniform))
-        return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
+        return int(distribution.tokens[(np.log(distribution.probabilities) + noise).argmax()])
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
