@@ -80,8 +80,7 @@ class Forward(NamedTuple):
     evaluation: int  # serial number of the evaluation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Distribution:
+class Distribution(NamedTuple):
     """Probabilities after truncation: only the tokens that survived, in ascending order of id.
 
     Where one token holds all the probability, drawing needs no chance.
@@ -247,10 +246,8 @@ class Round:
     @property
     def tokens(self) -> TokenArray:
         """The tokens that this round adds to the text: int32 [n_accepted + 1]."""
-        tokens = np.empty(len(self.path) + 1, dtype=np.int32)
-        tokens[:-1] = self.draft.tokens[list(self.path)] if self.path else NO_TOKENS
-        tokens[-1] = self.next_token
-        return tokens
+        accepted = self.draft.tokens[list(self.path)].tolist() if self.path else ()
+        return np.array((*accepted, self.next_token), dtype=np.int32)
 
     @property
     def seconds(self) -> float:

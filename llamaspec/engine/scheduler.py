@@ -1,6 +1,6 @@
 """The scheduler: merges what texts want evaluated, and is the only one that touches models and the clock.
 
-A text is a coroutine (`engine/stream.py`); a *row* is a text that the scheduler runs. A step is one
+A text is a coroutine (`engine/write.py`); a *row* is a text that the scheduler runs. A step is one
 evaluation: of a draft model for all rows that draft, in lock-step; of the target for all rows whose drafts
 are done; or of a part of a prompt, between rounds. Whoever waits for a row makes the steps, and they
 advance all rows; the others wait for the lock. No thread is needed for that. tests/engine/test_scheduler.py

@@ -72,7 +72,8 @@ class KVCache:
 
         Returns the number of cached tokens. Raises ContextFullError, which concerns this row alone.
         """
-        self._settle()
+        if self._is_changing or self._is_evaluating:
+            self._settle()
         self._is_changing = True
         sequence = self._of_row.get(row) or self._assign(row)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache

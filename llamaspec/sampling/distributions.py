@@ -99,7 +99,7 @@ def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
 
 def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
     """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
-    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
+    return int((sorted_scores >= np.log(min_p)).sum())
 
 
 def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
