@@ -50,7 +50,7 @@ class Batch:
         for stretch in stretches:
             start, end = end, end + len(stretch.tokens)
             self._token[start:end] = stretch.tokens
-            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start)
+            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start, dtype=np.int32)
             self._sequence[start:end] = stretch.sequence
             self._wanted[start:end] = 0
             self._wanted[end - stretch.n_scored : end] = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from llamaspec.values import NO_TOKENS, TokenArray
 
@@ -23,7 +22,7 @@ class CachedSequence:
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] the first n count
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
 
-    def append(self, tokens: TokenArray, cells: npt.NDArray[np.int64]) -> None:
+    def append(self, tokens: TokenArray, cells: TokenArray) -> None:
         """Hold more tokens. The length is set last, so an interruption leaves what was held before."""
         end = self.n + len(tokens)
         if end > len(self.tokens):

@@ -112,13 +112,13 @@ class KVCache:
         self._is_changing = True
         for row, tokens in evaluated:
             sequence = self._of_row[row]
-            cells = np.arange(self._top, self._top + len(tokens))
-            self._n_owners[self._top : self._top + len(tokens)] += 1
-            sequence.append(tokens, cells)
+            top = self._top + len(tokens)
+            self._n_owners[self._top : top] = 1
+            sequence.append(tokens, np.arange(self._top, top, dtype=np.int32))
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
-            self._top += len(tokens)
+            self._top = top
         if n_padding:
             last = self._of_row[evaluated[-1][0]]
             self._cells.remove(last.number, last.n)
@@ -190,7 +190,7 @@ class KVCache:
         cells = other.cells[start:n]
         self._n_owners[cells] += 1
         other.last_used = next(self._clock)
-        sequence.append(other.tokens[start:n], cells.astype(np.int64))
+        sequence.append(other.tokens[start:n], cells)
 
     def _cut(self, sequence: CachedSequence, n: int) -> None:
         """Take the tokens from `n` on out of a sequence.

@@ -162,7 +162,7 @@ class StateCache:
         """Note what an evaluation has added."""
         ((_, tokens),) = evaluated
         self._n_last = len(tokens)
-        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int64))
+        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
         self._is_settled = True
 
     def release(self, row: int) -> None:
