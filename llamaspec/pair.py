@@ -19,7 +19,8 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.stream import Progress, TextPlan, TextStream
+from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.hub.names import resolve_draft, resolve_model
 from llamaspec.length.auto_length import AutoLength
@@ -30,8 +31,9 @@ from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Sampling, Source, TokenArray
+from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 

@@ -10,13 +10,16 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
-from llamaspec.engine.stream import Completion, Progress, StopReason
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.stream import Progress
 from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import Message, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt: turns that no conversation reaches
 

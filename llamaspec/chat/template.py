@@ -17,10 +17,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Cover, Rendered, SpecialTokens
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
-from llamaspec.values import Message
 
 KEY = "tokenizer.chat_template"
 _NOTHING_SPECIAL = SpecialTokens(())

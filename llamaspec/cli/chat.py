@@ -29,7 +29,8 @@ from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_
 from llamaspec.cli.opening import open_files
 from llamaspec.cli.report import statistics_lines
 from llamaspec.cli.terminal import SlowProgress, say, write_text
-from llamaspec.engine.stream import Progress, StopReason
+from llamaspec.engine.events import StopReason
+from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.pair import Pair

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.errors import PromptError
 from llamaspec.pair import Pair
-from llamaspec.values import Message, TokenArray
+from llamaspec.values import TokenArray
 
 _CHAT = click.option(
     "--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template."

@@ -14,7 +14,8 @@ import numpy as np
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import confidence, distribution
-from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, TokenArray
 
 
 @dataclass(frozen=True, slots=True)

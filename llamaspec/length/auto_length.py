@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from llamaspec.length.acceptance import KNOTS, KNOWN_COUNT, SourceBelief
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostBelief
 from llamaspec.length.planning import break_even
 from llamaspec.length.reasons import EDGES, ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.length.row_length import AutoRow
 from llamaspec.length.shared import Shared
-from llamaspec.values import CostCurve, Source
+from llamaspec.values import Source
 
 SURE = 1.64  # standard deviations of cost within which a verdict must hold
 

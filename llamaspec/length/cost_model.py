@@ -16,7 +16,7 @@ from math import exp, inf, log, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.values import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 
 Array = npt.NDArray[np.float64]
 

@@ -9,10 +9,11 @@ from collections.abc import Collection
 
 from llamaspec.length.acceptance import FREE_LEVELS, FREE_START, RunningAverage, SourceBelief, verified_tokens
 from llamaspec.length.allocator import Allocator, Pledge
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostBelief, CostModel
 from llamaspec.length.reasons import Tally
 from llamaspec.length.regret_budget import RegretBudget
-from llamaspec.values import CostCurve, Round, Source
+from llamaspec.values import Round, Source
 
 FREE = frozenset({Source.NGRAM, Source.GRAMMAR})  # sources that cost no draft step
 OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
@@ -172,7 +174,7 @@ class LlamaModel:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
         for tokens in (request.tokens, request.draft):
             # As unsigned numbers negative ones are large: one pass over the array instead of two.
-            if len(tokens) and int(tokens.view("uint32").max()) >= self.vocabulary.size:
+            if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
                 raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:

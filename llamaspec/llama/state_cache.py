@@ -20,7 +20,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import CachedSequence, Prepared
+from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.kv_cache import Prepared
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # snapshots
@@ -161,7 +162,7 @@ class StateCache:
         """Note what an evaluation has added."""
         ((_, tokens),) = evaluated
         self._n_last = len(tokens)
-        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int64))
+        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
         self._is_settled = True
 
     def release(self, row: int) -> None:

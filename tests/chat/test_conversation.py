@@ -12,10 +12,10 @@ from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.conversation import REGENERATION
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Rendered
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import ContextFullError
-from llamaspec.values import Message
 
 
 def test_each_turn_has_its_seed(pair: Pair) -> None:

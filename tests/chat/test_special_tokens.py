@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from chat_models import SENTENCEPIECE
 from llamaspec import LlamaModel, ModelOptions
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Rendered, SpecialTokens, tokenize
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import Message
 from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import BYTES, CONTROL, Vocabulary

@@ -13,9 +13,9 @@ import pytest
 from chat_models import PLAIN, last, say, session
 from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
+from llamaspec.chat.message import Message
 from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
 from llamaspec.cli.lines import Typed, read_typed
-from llamaspec.values import Message
 
 HELLO = Message("user", "hello")
 

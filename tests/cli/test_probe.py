@@ -10,11 +10,12 @@ import pytest
 from command import generate, invoke, naming, run
 from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure import store as curves
 from llamaspec.measure.bit_exactness import exact_widths
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.saturation import Dip, dips, knees, saturation_width, verdict
-from llamaspec.values import CostCurve, ForwardRequest, Logits
+from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
 

@@ -11,8 +11,9 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Sampling
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest
 from texts import PLAIN, draft, stream, target
 
 GREEDY = Sampling(temperature=0)

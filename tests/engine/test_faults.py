@@ -10,8 +10,10 @@ import pytest
 from fakes import CountingUp, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import StopReason, TextStream, write
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import write
 from llamaspec.errors import ClosedError, EvaluationError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
@@ -153,7 +155,7 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     next(clinging)
     clinging.close()
     assert rest(other) == alone(seed=1)
-    assert scheduler._rows == []
+    assert scheduler._rows.all() == []
 
 
 @pytest.mark.parametrize("name", [TARGET, DRAFT])

@@ -7,8 +7,10 @@ import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import PREFILL_PART, StopReason, TextStream
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import PREFILL_PART
 from llamaspec.errors import PromptError
 from llamaspec.protocols import RowLength
 from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray

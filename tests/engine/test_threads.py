@@ -12,8 +12,9 @@ import pytest
 
 from fakes import Batch, FakeModel
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import StopReason, TextStream
+from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ClosedError
 from llamaspec.values import DRAFT, TARGET, Logits
 from texts import V, alone, draft, stream, target

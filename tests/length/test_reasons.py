@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.reasons import Reasons
-from llamaspec.values import CostCurve, Draft, Round
+from llamaspec.values import Draft, Round
 from simulated import SEEDS, machine, mean, run, text
 from simulator import play
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaspec.llama.kv_cache import Bytes, KVCache, shared
+from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.cells import Bytes
+from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
 letters = st.text(alphabet="ab", max_size=9)
