@@ -132,7 +132,16 @@ class Sampling:
         return any(penalty is not None for penalty in penalties)
 
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the assistant wants called."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it: it may be wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +154,12 @@ class Message:
         The role is unknown.
     """
 
-    role: str  # system, user or assistant
+    role: str  # system, user, assistant or tool
     text: str
+    name: str | None = None  # of the speaker, or of the tool whose result this is
+    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
+    tool_call_id: str | None = None  # the call whose result this is
+    reasoning: str | None = None  # what the assistant thought before its answer
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
