@@ -19,11 +19,14 @@ Json = Any  # what json.loads makes
 # Where a schema has names of its author's choice as keys.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _KEYWORDS = _NAMED | {
-    "type", "function", "name", "description", "parameters", "strict", "return", "response", "required", "items",
-    "enum", "const", "default", "title", "format", "nullable", "examples", "additionalProperties", "anyOf", "oneOf",
+    "type", "function", "name", "description", "parameters", "strict", "return", "response", "required",
+    "items",
+    "enum", "const", "default", "title", "format", "nullable", "examples", "additionalProperties", "anyOf",
+    "oneOf",
     "allOf", "not", "if", "then", "else", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength",
-    "pattern", "minProperties", "maxProperties", "propertyNames", "dependentRequired", "$ref", "$schema", "$id",
+    "pattern", "minProperties", "maxProperties", "propertyNames", "dependentRequired", "$ref", "$schema",
+    "$id",
 }  # fmt: skip
 _TYPES = frozenset({"function", "object", "array", "string", "number", "integer", "boolean", "null"})
 
@@ -104,7 +107,9 @@ def _arguments(text: str) -> Json:
 
 def _covered_message(message: Message, cover: Cover) -> dict[str, Json]:
     plain = _message(message)
-    covered = {key: cover.put_on(value) for key, value in plain.items() if isinstance(value, str)}
+    covered: dict[str, Json] = {
+        key: cover.put_on(value) for key, value in plain.items() if isinstance(value, str)
+    }
     covered["role"] = message.role
     if message.tool_calls:
         covered["tool_calls"] = [

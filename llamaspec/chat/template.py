@@ -11,7 +11,7 @@ from typing import Any
 
 from llamaspec.chat.covering import conversation, covered_conversation, covered_json, covered_tools, texts_in
 from llamaspec.chat.special_tokens import Cover, Rendered, SpecialTokens
-from llamaspec.chat.template_process import PROCESS, TemplateFailure
+from llamaspec.chat.template_process import PROCESS, RenderError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.values import Message
@@ -19,13 +19,15 @@ from llamaspec.values import Message
 KEY = "tokenizer.chat_template"
 RESERVED = frozenset(  # what a template's own variables may not replace
     {
-        "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception",
+        "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token",
+        "raise_exception",
         "strftime_now",
     }
 )  # fmt: skip
 _NOTHING_SPECIAL = SpecialTokens(())
 
 Json = Any  # what json.loads makes
+
 
 class NoTemplateError(ModelFileError):
     """A model's file holds no chat template."""
@@ -69,7 +71,7 @@ class ChatTemplate:
         self._special = SpecialTokens((bos, eos)) if special is None else special
         try:
             PROCESS.check(source)
-        except TemplateFailure as error:
+        except RenderError as error:
             raise TemplateError(f"the chat template is not valid: {error}; give another template") from error
 
     @classmethod
@@ -130,10 +132,10 @@ class ChatTemplate:
 
         Examples
         --------
-        >>> template = ChatTemplate("{{ tools[0].function.name }} {{ mood }} {{ messages[0].content }}", "", "")
+        >>> template = ChatTemplate("{{ tools[0].function.name }} {{ mood }}", "", "")
         >>> tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
         >>> template.render([Message("user", "Time?")], tools, template_kwargs={"mood": "calm"}).text
-        b'now calm Time?'
+        b'now calm'
         """
         if taken := RESERVED.intersection(template_kwargs or {}):
             raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
@@ -153,7 +155,7 @@ class ChatTemplate:
                 },
             )
             return Rendered.of(covered, self._special, cover)
-        except (TemplateFailure, ValueError, RecursionError) as error:
+        except (RenderError, ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             refused = f"the model's chat template refuses: {reason}"
             if messages and messages[0].role == "system" and "system" in reason.lower():

@@ -20,12 +20,11 @@ from typing import Any
 
 from llamaspec.chat import template_worker
 
-
 _COMMAND = (sys.executable, "-I", "-S")  # begins faster without what the environment adds
 _NEEDED = ("jinja2", "markupsafe")
 
 
-class TemplateFailure(Exception):
+class RenderError(Exception):
     """A template cannot be compiled or rendered; the message is one line of the template's making."""
 
 
@@ -49,7 +48,7 @@ class TemplateProcess:
 
         Raises
         ------
-        TemplateFailure
+        RenderError
             It is not valid.
         """
         self._ask({"source": source})
@@ -59,7 +58,7 @@ class TemplateProcess:
 
         Raises
         ------
-        TemplateFailure
+        RenderError
             It refuses, fails, or takes more time or memory than it may.
         """
         return self._ask({"source": source, "variables": variables})
@@ -81,13 +80,13 @@ class TemplateProcess:
             if not answer:
                 process.wait()
                 self._end()
-                raise TemplateFailure(self._cause_of_death(process.returncode))
+                raise RenderError(self._cause_of_death(process.returncode))
             found: dict[str, str] = json.loads(answer)
             if "fatal" in found:
                 self._end()
         if "text" in found:
             return found["text"]
-        raise TemplateFailure(found.get("failure") or found["fatal"])
+        raise RenderError(found.get("failure") or found["fatal"])
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:

@@ -55,7 +55,8 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
     # What a template can raise: its own refusals, Jinja's errors, and Python's in the expressions it contains
     # or in the code that Jinja makes of it.
     failures = (
-        jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError,
+        jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+        SyntaxError,
         RecursionError, AssertionError, StopIteration, OSError,
     )  # fmt: skip
     try:
