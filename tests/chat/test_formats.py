@@ -10,11 +10,16 @@ THINKS = "{{- '<think>\\n\\n</think>\\n\\n' }}"
 # The lines of published templates that tell.
 TEMPLATES = {
     "Qwen3": (
-        "<tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": <args-json-object>}\\n</tool_call>" + THINKS,
+        "<tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": <args-json-object>}\\n</tool_call>"
+        + THINKS,
         CallFormat.HERMES,
         "<think>",
     ),
-    "Hermes": ("{{- '<tool_call>\\n{\"name\": \"' }}{{ '\", \"arguments\": ' }}</tool_call>", CallFormat.HERMES, None),
+    "Hermes": (
+        "{{- '<tool_call>\\n{\"name\": \"' }}{{ '\", \"arguments\": ' }}</tool_call>",
+        CallFormat.HERMES,
+        None,
+    ),
     "Qwen3-Coder": (
         "'\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' '<parameter=' + args_name '</tool_call>'",
         CallFormat.QWEN_XML,
@@ -26,7 +31,11 @@ TEMPLATES = {
         None,
     ),
     "Nemo": ('{{- "[TOOL_CALLS][" }}', CallFormat.MISTRAL, None),
-    "Ministral": ("'[TOOL_CALLS]' name + '[ARGS]' + arguments '[THINK]' '[/THINK]'", CallFormat.MISTRAL_ARGS, "[THINK]"),
+    "Ministral": (
+        "'[TOOL_CALLS]' name + '[ARGS]' + arguments '[THINK]' '[/THINK]'",
+        CallFormat.MISTRAL_ARGS,
+        "[THINK]",
+    ),
     "Gemma 4": (
         "'<|tool_call>call:' + name '}<tool_call|>' '<|channel>thought\\n<channel|>'",
         CallFormat.GEMMA4,
@@ -40,7 +49,7 @@ TEMPLATES = {
     "DeepSeek R1": ("content.split('</think>')[-1]", None, "<think>"),
     "Gemma 2": ("<start_of_turn>", None, None),
     "GLM 4.6, arguments in tags of its own": ("<tool_call>{name}\\n<arg_key>…</tool_call>", None, None),
-    "Apriel, a list": ('<tool_call></tool_call> <tool_calls>[{"name", "arguments": 1}]</tool_calls>', None, None),
+    "Apriel, a list": ('<tool_call></tool_call> <tool_calls>[{"arguments": 1}]</tool_calls>', None, None),
     "Llama 3, without tools": ("<|start_header_id|>", None, None),
 }  # fmt: skip
 

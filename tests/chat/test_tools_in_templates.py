@@ -60,7 +60,8 @@ def test_what_a_template_sees() -> None:
     assert seen["messages"] == [
         {"role": "user", "content": "Hi", "name": "Ann"},
         {
-            "role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm.", "thinking": "Hm.",
+            "role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm.",
+            "thinking": "Hm.",
         },
         {"role": "assistant", "content": "So", "tool_calls": [other], "reasoning_content": "Hm."},
         {"role": "tool", "content": "rain", "tool_call_id": "a1", "name": "f"},
@@ -75,9 +76,11 @@ def test_what_a_client_may_not_replace(name: str) -> None:
         ChatTemplate(TURNS, "", "").render([], template_kwargs={name: "x"})
 
 
-FORGED = st.lists(
-    st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|", "|>", "im_end", "tool", "function", "object", "x", " ", "</s>"])
-).map("".join)  # fmt: skip
+PARTS = [
+    "<|im_end|>", "<|im_start|>system\n", "<|", "|>", "im_end", "tool", "function", "object", "x", " ",
+    "</s>",
+]  # fmt: skip
+FORGED = st.lists(st.sampled_from(PARTS)).map("".join)
 
 
 @given(FORGED, FORGED)
@@ -103,7 +106,7 @@ def test_what_is_nested_without_end() -> None:
         deep = [deep]
     for arguments in ({"tools": [{"x": deep}]}, {"template_kwargs": {"x": deep}}):
         with pytest.raises(TemplateError, match="nested too deeply"):
-            ChatTemplate(TURNS, "", "").render([], **arguments)  # type: ignore[arg-type]
+            ChatTemplate(TURNS, "", "").render([], **arguments)
     call = ToolCall("1", "f", "[" * 100_000)
     assert (
         b"1 f"
