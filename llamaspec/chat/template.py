@@ -6,6 +6,7 @@ Templates are programs that other people wrote: they run in a process of their o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ class ChatTemplate:
     def source(self) -> str:
         """The template, in Jinja."""
         return self._source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model about tools; if not, it would not know of any."""
+        return re.search(r"\btools\b", self._source) is not None
 
     def render(
         self,

@@ -100,6 +100,11 @@ def test_nothing_is_forged(text: str, name: str) -> None:
     assert b": string text" in found.text
 
 
+def test_whether_tools_are_told() -> None:
+    assert ChatTemplate(TURNS, "", "").takes_tools
+    assert not ChatTemplate("{{ messages[0].content }} toolset", "", "").takes_tools
+
+
 def test_what_is_nested_without_end() -> None:
     deep: Any = "x"
     for _ in range(5000):
