@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaspec.chat.answer_text import MAX_HELD
@@ -224,6 +224,7 @@ def test_recorded_answers(name: str, text: str, expected: Message) -> None:
     assert normal(message_of(parsed(name, text))) == expected  # letter by letter
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(RECORDED)), st.data())
 def test_any_split_gives_the_same(which: str, data: st.DataObject) -> None:
     name, text, _ = RECORDED[which]
@@ -246,6 +247,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
 def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataObject) -> None:
     """Never an exception, the same for every split, and no text lost that belongs to no call."""

@@ -100,8 +100,8 @@ def test_ctrl_c_while_a_template_computes() -> None:
         "import signal, threading, os\n"
         "from llamaspec.chat.template_process import TemplateProcess\n"
         "process = TemplateProcess(); process.check('')\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        f"try: process.render({HOSTILE['loops']!r}, {{}})\n"
+        "interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))\n"
+        f"try: interrupt.start(); process.render({HOSTILE['loops']!r}, {{}})\n"
         "except KeyboardInterrupt: print(process.render('{{ x }}', {'x': 'next'}))\n"
     )
     done = subprocess.run(

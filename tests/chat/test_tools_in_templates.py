@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaspec.chat.special_tokens import SpecialTokens
@@ -83,6 +83,7 @@ PARTS = [
 FORGED = st.lists(st.sampled_from(PARTS)).map("".join)
 
 
+@settings(deadline=None)
 @given(FORGED, FORGED)
 def test_nothing_is_forged(text: str, name: str) -> None:
     template = ChatTemplate(TURNS, "", "</s>", SPECIAL)
