@@ -32,7 +32,7 @@ TURNS = """\
 
 def tool(name: str = "f", key: str = "city", about: str = "") -> dict[str, Any]:
     field = {"type": "string", "description": about, "enum": [about], "default": {"x": about}}
-    schema = {"type": "object", "properties": {key: field}, "required": [key], "x-mine": about}
+    schema = {"type": "object", "properties": {key: field}, "required": [key], f"x-{about}": about}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
 
 
