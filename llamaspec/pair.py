@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +90,7 @@ class Pair:
         seed: int | None = None,
         max_tokens: int = 256,
         stops: Sequence[str] = (),
+        spelled: Mapping[int, bytes] | None = None,
         rule: str = DEFAULT_RULE,
         policy: LengthPolicy | None = None,
         drafter: Drafter | None = None,
@@ -110,6 +111,9 @@ class Pair:
             At most this many new tokens.
         stops : sequence of str
             Strings that end the text.
+        spelled : dict of int to bytes, optional
+            Control tokens and the text that each has in this stream, such as the marks of a call that
+            `AnswerFormat.spelled` names; the others have none.
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
@@ -137,7 +141,9 @@ class Pair:
             context_size=self.target.context_size,
             max_scored=self.target.max_scored,
         )
-        plan = TextPlan(self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops)
+        plan = TextPlan(
+            self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
+        )
         return TextStream(plan, self._scheduler, on_prefill)
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:

@@ -72,6 +72,7 @@ def stream(
     max_tokens: int = 12,
     vocabulary: Letters | None = None,
     stops: Sequence[str] = (),
+    spelled: Mapping[int, bytes] | None = None,
     **settings: object,
 ) -> TextStream:
     """A text; by default the draft model drafts, if there is one."""
@@ -82,7 +83,7 @@ def stream(
         drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
         model.context_size, model.max_scored,
     )  # fmt: skip
-    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops)
+    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {})
     return TextStream(plan, scheduler, **settings)  # type: ignore[arg-type]
 
 

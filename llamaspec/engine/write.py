@@ -5,9 +5,9 @@ Yields requests, rounds and events. Knows models only by the requests for them. 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llamaspec.drafters.coroutines import preparing
@@ -39,6 +39,7 @@ class TextPlan:
     speculation: Speculation
     max_tokens: int = 256
     stops: Sequence[str] = ()  # strings that end the text; they are not part of it
+    spelled: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that have text here
 
     def __post_init__(self) -> None:
         n, context_size = len(self.prompt), self.speculation.context_size
@@ -147,6 +148,7 @@ class _Writer:
     def __init__(self, plan: TextPlan) -> None:
         self._vocabulary = plan.vocabulary
         self._text = TextAssembler(plan.stops)
+        self._spelled = plan.spelled
         self._last_token = int(plan.prompt[-1])
         self.reason: StopReason | None = None  # the text has ended
 
@@ -159,7 +161,8 @@ class _Writer:
                 self.reason = StopReason.END
                 pieces.append(Piece("", token, ()))
                 break
-            spans = self._text.add(self._vocabulary.piece(token), drafted=i < round_.n_accepted)
+            piece = self._spelled.get(token) or self._vocabulary.piece(token)
+            spans = self._text.add(piece, drafted=i < round_.n_accepted)
             pieces.append(_piece(spans, token))
             if self._text.stopped:
                 self.reason = StopReason.STOP

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,10 +88,10 @@ class Spy(ChatTemplate):
 
     asked: tuple[str, ...] = ()
 
-    def render(self, messages: Sequence[Message], *, parse_special: bool = False) -> Rendered:
+    def render(self, messages: Sequence[Message], *others: Any, **options: Any) -> Rendered:
         if messages[-1].role == "user":
             self.asked = tuple(message.text for message in messages)
-        return super().render(messages, parse_special=parse_special)
+        return super().render(messages, *others, **options)
 
 
 def test_old_turns_are_left_out_when_the_context_is_full(talker: list[Path]) -> None:

@@ -157,6 +157,16 @@ def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
     assert (refused.code, "need --chat" in refused.stderr) == (2, True)
 
 
+def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
+    """The obvious first command failed: the pair had no template."""
+    options = ["--threads", "1", "--seed", "1", "-t", "0", "-n", "8"]
+    answer = invoke("chat", *options, stdin=b"import os\n")
+    assert answer.code == 0
+    assert "made to continue Python" in answer.stderr
+    generated = invoke("generate", "import os\n", *options, "--no-stats")
+    assert answer.stdout == generated.stdout  # a conversation is its messages, as lines
+
+
 # A person at a terminal
 
 

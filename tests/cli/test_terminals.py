@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pexpect
@@ -12,6 +13,7 @@ import pytest
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli.generate import generate as command
+from llamaspec.cli.terminal import Thoughts
 
 
 def test_a_pipe_that_closes_early(models: list[Path]) -> None:
@@ -136,3 +138,29 @@ def test_llama_cpp_is_silent_unless_asked(models: list[Path]) -> None:
     verbose = run(*common, "--verbose")
     assert "llama_model_loader" in verbose.stderr
     assert verbose.stdout == run(*common).stdout
+
+
+@pytest.mark.parametrize(
+    ("is_shown", "at_terminal", "shown"),
+    [
+        (True, True, "\x1b[2mI \\x1b[2J\x1b[0m\x1b[2mthink\n\x1b[0m\n"),
+        (True, False, "I \\x1b[2Jthink\n\n"),
+        (False, True, "\x1b[2mthinking …\x1b[0m\n"),
+        (False, False, ""),
+    ],
+)
+def test_thoughts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_shown: bool,
+    at_terminal: bool,
+    shown: str,
+) -> None:
+    """Dim, escaped, on stderr; hidden ones leave one mark for a person and none in a file."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: at_terminal, raising=False)
+    thoughts = Thoughts(is_shown=is_shown)
+    thoughts.add("I \x1b[2J")
+    thoughts.add("think\n")
+    thoughts.end()
+    thoughts.end()
+    assert capsys.readouterr() == ("", shown)

@@ -203,3 +203,12 @@ def test_a_drafter_of_plain_functions() -> None:
     done = made("ba", model=model, drafter=Echo(), max_tokens=7).run()
     assert done.text == "aaaaaaa"
     assert [round_.n_accepted for round_ in done.rounds] == [1, 1, 1, 0]
+
+
+def test_control_tokens_have_text_where_that_is_asked_for() -> None:
+    """The marks of a call are control tokens; who reads calls needs them, a terminal never."""
+    plain = made(max_tokens=7)
+    spelled = made(max_tokens=7, spelled={4: b"<mark>"}, stops=("rk>a",))
+    assert plain.run().text == "cdeabcd"
+    done = spelled.run()
+    assert (done.text, done.stop_reason) == ("cd<ma", StopReason.STOP)

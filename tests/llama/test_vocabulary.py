@@ -108,7 +108,7 @@ def test_special_tokens(byte_level: LlamaVocabulary) -> None:
     plain = byte_level.tokenize(b"a</s>b").tolist()
     assert BYTES.eos not in plain
     assert joined(byte_level, plain) == b"a</s>b"
-    assert byte_level.controls == ("<s>", "</s>")
+    assert byte_level.controls == {"<s>": BYTES.bos, "</s>": BYTES.eos}
     assert byte_level.piece(BYTES.eos) == b""
     assert byte_level.piece(BYTES.bos) == b""
     assert byte_level.text(BYTES.eos) == b"</s>"
