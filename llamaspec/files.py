@@ -2,7 +2,7 @@
 
 Only a regular file below a size is read, so no pipe, device or huge file keeps anybody waiting. Content is
 validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN. Knows
-neither what the files mean nor where they lie. tests/test_files.py has pipes, devices and damaged content.
+not what the files mean. tests/test_files.py has pipes, devices and damaged content.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ Unknown = Literal["forbid", "ignore"]  # what becomes of keys that a dataclass l
 
 STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
 _LONGEST_REASON = 200  # characters
+
+
+def cache_folder() -> Path:
+    """Where llamaspec keeps what it can find out again: $LLAMASPEC_CACHE, or the user's cache folder."""
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False))
 
 
 def read_file(path: Path, limit: int) -> bytes:

@@ -7,11 +7,11 @@ kept are not read twice. Knows nothing of the target. tests/drafters/test_model.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import confidence, distribution
 from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, Sampling, TokenArray
@@ -46,6 +46,7 @@ class ModelDrafter:
     streams: RandomStreams
     n_tokens: int | None = None
     model: str = DRAFT
+    _faults: list[ScoresError] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
@@ -57,11 +58,14 @@ class ModelDrafter:
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         context, draft = self._known(context), NO_DRAFT
-        while length.wants_more(draft):
+        while not self._faults and length.wants_more(draft):
             path = np.concatenate([context, draft.tokens])
             try:
                 forward = yield ForwardRequest(self.model, self._window(path))
             except ContextFullError:
+                break
+            except ScoresError as error:  # a damaged draft costs time once, and no text
+                self._faults.append(error)
                 break
             logits = forward.logits[0, : self.n_tokens]
             q = distribution(logits, self.sampling, path)

@@ -21,6 +21,7 @@ from llamaspec.errors import (
     EvaluationError,
     MemoryFullError,
     ModelFileError,
+    ScoresError,
 )
 from llamaspec.llama import runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
@@ -62,6 +63,7 @@ class Context:
     """
 
     def __init__(self, weights: Weights, options: ModelOptions) -> None:
+        self._path = weights.path
         self._n_vocabulary = weights.vocabulary.size
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
         self.context_size = n_ctx
@@ -164,6 +166,9 @@ class Context:
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
+        if not np.isfinite(logits[:end].max(axis=1)).all():
+            self.cache.forget()  # cells that are not numbers would spoil every row
+            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return answers
 
     def _logits(self, n: int) -> Logits:
