@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import confidence, distribution
 from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, Sampling, TokenArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelDrafter:
     """Draws draft tokens from a model.
 
@@ -46,7 +46,7 @@ class ModelDrafter:
     streams: RandomStreams
     n_tokens: int | None = None
     model: str = DRAFT
-    _faults: list[ScoresError] = field(default_factory=list, init=False, compare=False, repr=False)
+    is_silent: bool = field(default=False, init=False)  # its scores were no numbers: it drafts no more
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
@@ -58,16 +58,16 @@ class ModelDrafter:
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         context, draft = self._known(context), NO_DRAFT
-        while not self._faults and length.wants_more(draft):
+        while not self.is_silent and length.wants_more(draft):
             path = np.concatenate([context, draft.tokens])
             try:
                 forward = yield ForwardRequest(self.model, self._window(path))
             except ContextFullError:
                 break
-            except ScoresError as error:  # a damaged draft costs time once, and no text
-                self._faults.append(error)
-                break
             logits = forward.logits[0, : self.n_tokens]
+            if not np.isfinite(logits.max()):
+                self.is_silent = True
+                break
             q = distribution(logits, self.sampling, path)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q))
