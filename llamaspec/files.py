@@ -46,6 +46,20 @@ def read_file(path: Path, limit: int) -> bytes:
     OSError
         It cannot be read, is no regular file, or is larger; `strerror` says which.
     """
+    content = read_beginning(path, limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
+    return content
+
+
+def read_beginning(path: Path, n: int) -> bytes:
+    """Read the first `n` bytes of a regular file, or all that it has.
+
+    Raises
+    ------
+    OSError
+        It cannot be read, or is no regular file.
+    """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer would block here
@@ -53,10 +67,7 @@ def read_file(path: Path, limit: int) -> bytes:
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        content = file.read(limit + 1) or b""
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
-    return content
+        return file.read(n) or b""
 
 
 def write_file(path: Path, content: str) -> None:

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
-from llamaspec.files import cache_folder, write_file
+from llamaspec.files import cache_folder, read_beginning, write_file
 from llamaspec.llama.gguf_metadata import check_metadata
 from llamaspec.llama.options import DEFAULT_CONTEXT
 
@@ -70,7 +70,10 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     """
     if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
         return
-    record = cache_folder() / "tried" / _identity(path)
+    try:
+        record = cache_folder() / "tried" / _identity(path)
+    except OSError as error:  # of another part of the file
+        raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
     if record.is_file():
         return
     check_metadata(path)
@@ -91,8 +94,7 @@ def _identity(path: Path) -> str:
     key = hashlib.sha256(version("llama-cpp-python").encode())
     for part in _parts(path):
         facts = part.stat()
-        with part.open("rb") as file:
-            beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+        beginning = hashlib.sha256(read_beginning(part, HASHED_BYTES)).hexdigest()
         key.update(f"{facts.st_size} {facts.st_mtime_ns} {beginning}\n".encode())
     return key.hexdigest()[:32]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import cache_folder, parse_json, read_file, write_file
+from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
 from llamaspec.length.auto_length import LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.options import ModelOptions
@@ -157,8 +157,7 @@ def _probe_path(pair: PairOnDisk) -> Path:
 
 def _model_key(model: ModelOnDisk) -> list[object]:
     """What tells a model file and the way it is loaded from others."""
-    with model.path.open("rb") as file:
-        beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+    beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
     placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
     memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
