@@ -1,4 +1,4 @@
-"""All files that llamaspec keeps, damaged at random: each is none, told in one line, and can be written anew."""
+"""All files that llamaspec keeps, damaged at random: each is none, told in one line, and written anew."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ PROBE = Probe((64,), (), (WidthTiming(1, (TIMING,), 0.0, 8),), TIMING, (CatchUp(
 MESSAGES = (Message("user", "hello"), Message("assistant", "hi \u4e2d"))
 OWN = Entry(name="mine", path="~/model.gguf", notes="x")
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 3, 2**31, 2**63, 2**64, 10**400, -0.0, 1e308, "", "x" * 5000, "\x1b[2J\n", "~nouser/x", "\ud800",
+    None, True, -1, 0, 3, 2**31, 2**63, 2**64, 10**400, -0.0, 1e308, "", "x" * 5000, "\x1b[2J\n", "~nouser/x",
+    "\ud800",
     "1e400", "NaN", [], [[]], {}, {"a": 1}, float("nan"), float("inf"), "../../x", "a\0b",
 )  # fmt: skip
 WHOLE = (
-    b"", b"\0" * 99, b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 50_000, b"[" * 3000 + b"]" * 3000, b"{}", b"[]", b"null",
-    b"1" + b"0" * 5000, b"1e400", b"NaN", b'"x"', b"\xef\xbb\xbf{}", b"a: &a [*a]", b"!!python/object:os.system {}",
-    b"? [" * 2000, b"- " * 3000, b"{" * 3000, b"a: !!timestamp 99999-01-01", b"x: 2001-01-01", b"<<: 1", b"=: 1",
-    b"a: 0x" + b"f" * 5000, b"a: " + b"1:" * 4000 + b"1", b"a: 2001-99-99", b"a: !!binary x", b"%YAML 9.9\n---\na: 1",
+    b"", b"\0" * 99, b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 50_000, b"[" * 3000 + b"]" * 3000, b"{}",
+    b"[]",
+    b"null",
+    b"1" + b"0" * 5000, b"1e400", b"NaN", b'"x"', b"\xef\xbb\xbf{}", b"a: &a [*a]",
+    b"!!python/object:os.system {}",
+    b"? [" * 2000, b"- " * 3000, b"{" * 3000, b"a: !!timestamp 99999-01-01", b"x: 2001-01-01", b"<<: 1",
+    b"=: 1",
+    b"a: 0x" + b"f" * 5000, b"a: " + b"1:" * 4000 + b"1", b"a: 2001-99-99", b"a: !!binary x",
+    b"%YAML 9.9\n---\na: 1",
 )  # fmt: skip
 
 

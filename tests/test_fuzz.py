@@ -1,4 +1,4 @@
-"""Damaged model files, a part of what scripts/fuzz_gguf.py tries: none may end this process, or be a mystery."""
+"""Damaged model files, a part of what scripts/fuzz_gguf.py tries: none may end this process."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {-15}, signal.SIGHUP: {-1}, sig
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number: signal.Signals) -> None:
-    """At random moments behind the first character; scripts/signals.py tries hundreds."""
+    """At random moments behind the first character."""
     models, rng = [store.path("llama", Recipe(dtype="q8_0"))], random.Random(int(number))
     timeline = tmp_path / "timeline.html"
     options = ["-n", "480", "--seed", "9", "--no-stats", "--timeline", str(timeline)]
