@@ -22,6 +22,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import printable
 
+_LONGEST_REASON = 500  # characters; files may name things at any length
 _LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
 
 
@@ -71,7 +72,7 @@ def clear_errors() -> None:
 def last_error() -> str:
     """What llama.cpp said about the latest failure, in one line."""
     said = next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
-    return printable(said)
+    return printable(said)[:_LONGEST_REASON]
 
 
 def flash_attention() -> bool | None:

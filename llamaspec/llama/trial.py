@@ -43,7 +43,7 @@ _CHILD = (  # it imports what this process would, and nothing from the working d
     "from llamaspec.llama.trial_child import main; main()"
 )
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-_SUPPLIED = Path(__file__).parent.parent / "demo"  # models that come with llamaspec
+_SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
 
 OnWait = Callable[[float], None]  # told 0.0 again and again
 

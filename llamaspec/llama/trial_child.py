@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from llamaspec.errors import LlamaspecError, MemoryFullError, ScoresError
+from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import available_bytes
 from llamaspec.values import TARGET, ForwardRequest
 
+_LONGEST_MESSAGE = 8000  # characters: what a pipe takes in one piece, whatever the path
 SMALL_BYTES = 1 << 30  # of a file that is cheap enough for more than one token
 _CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
 SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 has
@@ -40,7 +41,7 @@ def main() -> None:
         kind, message = type(error).__name__, str(error)
         if isinstance(error, MemoryFullError) and (available_bytes() or 0) > n_bytes:
             kind = "memory"  # it was the limit
-    print(json.dumps([kind, message]), flush=True)  # noqa: T201
+    print(json.dumps([kind, message[:_LONGEST_MESSAGE]]), flush=True)  # noqa: T201
     os._exit(0)  # without the risk of freeing what is damaged
 
 
@@ -70,14 +71,15 @@ def use(path: Path, n_ctx: int) -> None:
             vocabulary.piece(token)
             vocabulary.is_end(token)
         _ = vocabulary.controls, model.description, model.metadata("tokenizer.chat_template")
-        for parse_special in (False, True):
-            tokens = vocabulary.tokenize(SAMPLE.encode(), parse_special=parse_special)
+        tokens = np.zeros(1, dtype=np.int32)
+        with suppress(PromptError):  # it concerns this text, not the file
+            vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
+            tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
         room = available_bytes()
         if room is not None and room < facts.weights_bytes:
             return  # it would be read twice from disk
         small = facts.weights_bytes < SMALL_BYTES
-        n = min(len(tokens), model.context_size, 64 if small else 1)
-        tokens = tokens[:n] if n else np.zeros(1, dtype=np.int32)
+        tokens = tokens[: min(model.context_size, 64 if small else 1)]
         with suppress(ScoresError):  # of a draft that is only useless; a target's are told when it is used
             model.forward(ForwardRequest(TARGET, tokens))
             if small and model.context_size > 32:

@@ -228,6 +228,17 @@ def test_refusals_are_told_as_ever(store: ModelStore, tmp_path: Path) -> None:
         open_and_close(truncated(store.path(), tmp_path / "cut.gguf"))
 
 
+def test_a_refusal_of_any_length_is_told(store: ModelStore, tmp_path: Path) -> None:
+    """It filled the pipe once, and the trial waited for its end."""
+
+    def change(parts: Parts) -> None:
+        parts.entries[0].value = b"x" * 200_000
+
+    with pytest.raises(ModelFileError, match="xxx") as raised:
+        open_and_close(changed(store.path(), tmp_path / "bad.gguf", change))
+    assert len(str(raised.value)) < 1000
+
+
 def test_a_file_that_wants_too_much_memory(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/statm").exists():
         pytest.skip("the system does not bound memory")
