@@ -47,7 +47,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what would change how llamaspec answers."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    return {**kept, "PYTHONUTF8": "1", **(changes or {})}
+    return {**kept, "PYTHONUTF8": "1", "LLAMASPEC_TRUST_FILES": "1", **(changes or {})}
 
 
 def run(

@@ -20,8 +20,12 @@ from tiny_models import Recipe
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither what other programs have learnt is read, nor is anything left behind."""
+    """Neither what other programs have learnt is read, nor is anything left behind.
+
+    The tests' own files are opened without a trial; tests/llama/test_trial.py has the trials.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLAMASPEC_TRUST_FILES", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
 

@@ -21,6 +21,7 @@ from llamaspec.errors import (
     EvaluationError,
     MemoryFullError,
     ModelFileError,
+    ScoresError,
 )
 from llamaspec.llama import runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
@@ -40,7 +41,7 @@ from llamaspec.llama.options import (
 from llamaspec.llama.state_cache import Snapshots, StateCache
 from llamaspec.llama.threads import governor
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
@@ -64,6 +65,7 @@ class Context:
     """
 
     def __init__(self, weights: Weights, options: ModelOptions) -> None:
+        self._path = weights.path
         self._n_vocabulary = weights.vocabulary.size
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
         self.context_size = n_ctx
@@ -189,6 +191,11 @@ class Context:
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
+        if not np.isfinite(logits[:end].max(axis=1)).all():
+            self.cache.forget()  # cells that are not numbers would spoil every row
+            if all(request.model != TARGET for _, request in batch):
+                return answers  # a drafter can do without
+            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return answers
 
     def _logits(self, pointer: Any, n: int) -> Logits:

@@ -106,6 +106,8 @@ class LlamaModel:
             `abort` was called.
         EvaluationError, MemoryFullError
             llama.cpp failed. The KV cache is empty.
+        ScoresError
+            The scores of a target are not numbers. The KV cache is empty.
         """
         if not self.weights.keeps_states:
             return self._contexts[0].evaluate(batch, n_padding)

@@ -21,6 +21,9 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.errors import printable
+
+_LONGEST_REASON = 500  # characters; files may name things at any length
 _LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
 
 
@@ -69,7 +72,8 @@ def clear_errors() -> None:
 
 def last_error() -> str:
     """What llama.cpp said about the latest failure, in one line."""
-    return next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+    said = next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+    return printable(said)[:_LONGEST_REASON]
 
 
 def flash_attention() -> bool | None:

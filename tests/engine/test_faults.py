@@ -14,7 +14,7 @@ from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.write import write
-from llamaspec.errors import ClosedError, EvaluationError
+from llamaspec.errors import ClosedError, EvaluationAbortedError, EvaluationError, MemoryFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
 from texts import V, alone, draft, stream, target
@@ -79,6 +79,57 @@ def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(name: str, 
     assert list(of) == []
     assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
     assert models[TARGET].released == models[DRAFT].released == [0, 1]
+
+
+FAULTS = {"fails": EvaluationError("llama.cpp failed"), "is full": MemoryFullError("the KV cache is full")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None:
+    """In a prompt, in a draft or in a verification: who was evaluated is told, all keep what they have."""
+
+    def fail(n: int) -> None:
+        if n == number:
+            raise FAULTS[fault]
+
+    models = {TARGET: target(), DRAFT: draft()}
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(3)]
+    for of in streams[:2]:
+        of._row = scheduler.start(write(of._plan))
+    models[name].before = fail
+    n_told = 0
+    for i, of in enumerate(streams):
+        try:
+            rest(of)
+        except type(FAULTS[fault]):
+            n_told += 1
+        kept = of.completion
+        assert kept.tokens == alone((1, 2, 3), seed=i)[: len(kept.tokens)]
+        assert (len(kept.tokens) == 12) or (kept.stop_reason is StopReason.INTERRUPT)
+    assert n_told >= 1
+    assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
+    assert sorted(models[TARGET].released) == sorted(models[DRAFT].released) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n_texts", [1, 3])
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_texts: int) -> None:
+    def abort(n: int) -> None:
+        if n == number:
+            raise EvaluationAbortedError("somebody else asked for it")
+
+    models = {TARGET: target(), DRAFT: draft()}
+    models[name].before = abort
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(n_texts)]
+    for of in streams:
+        of._row = scheduler.start(write(of._plan))
+    assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
+    assert models[name].n_attempts == len(models[name].evaluated) + 1
 
 
 class Fails(CountingUp):

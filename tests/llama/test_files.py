@@ -6,6 +6,7 @@ negative return code.
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 import subprocess
@@ -165,11 +166,14 @@ def test_several_positions_at_once_do_not_end_the_process(store: ModelStore, dty
 
 
 def test_places_without_a_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     cases = {
         tmp_path / "missing.gguf": "no such model file",
         tmp_path: "is a directory; name the .gguf file inside it",
         tmp_path / ("x" * 300): "File name too long",
-        Path("/dev/null"): "is not a GGUF file",
+        Path("/dev/null"): "it is not a regular file",
+        Path("/dev/zero"): "it is not a regular file",
+        tmp_path / "pipe": "it is not a regular file",  # it would keep us waiting for ever
     }
     for path, says in cases.items():
         with pytest.raises(ModelFileError, match=says):
@@ -183,7 +187,7 @@ def test_an_unreadable_file(store: ModelStore, tmp_path: Path, monkeypatch: pyte
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with pytest.raises(ModelFileError, match=r"cannot read .*secret\.gguf: Permission denied; "):
         check_gguf(path)
 
