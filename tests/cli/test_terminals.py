@@ -12,6 +12,7 @@ import pytest
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli.generate import generate as command
+from patience import PATIENCE
 
 
 def test_a_pipe_that_closes_early(models: list[Path]) -> None:
@@ -23,7 +24,7 @@ def test_a_pipe_that_closes_early(models: list[Path]) -> None:
     head = os.read(child.stdout.fileno(), 10)
     child.stdout.close()
     child.stdout = None
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=PATIENCE)
     assert head
     assert child.returncode not in (0, -signal.SIGPIPE)
     assert b"Traceback" not in stderr
@@ -70,7 +71,7 @@ def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
         "-k",
         "4",
     ]
-    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=30)
+    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=PATIENCE)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
