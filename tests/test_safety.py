@@ -190,18 +190,18 @@ def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.Mon
 
     def abort() -> None:
         assert begun.wait(PATIENCE)
-        for _ in range(2000):  # once would do, were it sure that llama.cpp has begun
+        while not is_over.wait(0.001):  # once would do, were it sure that llama.cpp has begun
             model.abort()
-            if is_over.wait(0.001):
-                return
 
     is_over = threading.Event()
     thread = threading.Thread(target=abort)
     thread.start()
-    with pytest.raises(EvaluationAbortedError):
-        model.forward(request(4000))
-    is_over.set()
-    thread.join()
+    try:
+        with pytest.raises(EvaluationAbortedError):
+            model.forward(request(4000))
+    finally:
+        is_over.set()
+        thread.join()
     monkeypatch.undo()
     (n_cached,) = model.prepare([(-1, request(21), 0)])
     assert n_cached == 20

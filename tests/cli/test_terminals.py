@@ -12,12 +12,17 @@ import pytest
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli.generate import generate as command
+from model_store import ModelStore
 from patience import PATIENCE
+from tiny_models import Recipe
 
 
-def test_a_pipe_that_closes_early(models: list[Path]) -> None:
+def test_a_pipe_that_closes_early(store: ModelStore) -> None:
+    """The text is longer than the pipe holds, so that it cannot be at its end before the pipe closes."""
+    target = store.path("llama", Recipe(dtype="q8_0", n_context=1 << 15))
+    arguments = [*naming([target]), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "1"]
     child = subprocess.Popen(
-        [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "400", "--seed", "1"],
+        [*ENTRY, "generate", *map(str, arguments)], pipesize=4096,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
     )  # fmt: skip
     assert child.stdout is not None
