@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +190,21 @@ def test_nothing_is_fetched_while_another_process_fetches_it(
     thread.join(PATIENCE)
     assert find_here(FILE) is not None
     assert hub.n_sent == len(hub.files[BIG])
+
+
+def test_what_has_arrived_needs_no_room_again(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = hub.files[BIG]
+    partial = folder_of(FILE) / "blobs" / f"{hub.tag(BIG)}.partial"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[:1000])
+
+    def leave(n_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=n_bytes))
+
+    leave(len(content) - 1001)
+    assert "make room" in refused()
+    leave(len(content) - 1000)
+    assert fetch(FILE).read_bytes() == content
 
 
 def test_parts_of_different_states_are_not_mixed(hub: Hub, here: Path, split_files: list[Path]) -> None:
