@@ -39,6 +39,7 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
     random = np.random.default_rng(seed)
     sequence = random.integers(0, 3, 50).tolist()
     automaton = SuffixAutomaton()
+    assert automaton.match_length == 0
     for i, token in enumerate(sequence):
         automaton.append(token)
         seen = sequence[: i + 1]
