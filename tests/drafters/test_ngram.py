@@ -51,6 +51,14 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
             assert seen[end - match : end] == seen[-match:]
 
 
+def test_states_are_copied_only_where_they_must_be() -> None:
+    """The smallest automaton of a repetition has one state for each length."""
+    automaton = SuffixAutomaton()
+    for _ in range(20):
+        automaton.append(1)
+    assert len(automaton._next) == 21
+
+
 @pytest.mark.parametrize(
     ("context", "n", "expected"),
     [
