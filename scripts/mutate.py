@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,11 +186,12 @@ def main() -> None:
             sys.exit("the tests fail with the code as it is")
         place = Workplace(root, wanted.tests, 30 + 5 * (time.monotonic() - begin))
         counts: Counter[str] = Counter()
-        for path, mutant in sample(wanted.files, wanted.n, wanted.seed):
-            is_killed = place.notices(path, mutant.source)
-            counts["killed" if is_killed else "survived"] += 1
-            if not is_killed:
-                print(f"{path}:{mutant.line}: {mutant.kind}: {mutant.was}  ->  {mutant.now}", flush=True)
+        with suppress(KeyboardInterrupt):  # the rate up to there is told
+            for path, mutant in sample(wanted.files, wanted.n, wanted.seed):
+                is_killed = place.notices(path, mutant.source)
+                counts["killed" if is_killed else "survived"] += 1
+                if not is_killed:
+                    print(f"{path}:{mutant.line}: {mutant.kind}: {mutant.was}  ->  {mutant.now}", flush=True)
     print(json.dumps({**counts, "rate": counts["killed"] / max(1, counts.total())}))
 
 
