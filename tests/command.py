@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.cli.main import main
+from patience import PATIENCE
 
 ENTRY = [sys.executable, "-c", "from llamaspec.cli.main import main; main()"]
 PROMPT = "def f(self):\n    return "
@@ -62,7 +63,7 @@ def run(
         input=stdin,
         capture_output=True,
         env=environment(env),
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     return Answer(done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding))

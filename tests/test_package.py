@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import environment
+from patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NAMES = "from llamaspec.hub.catalog import read_catalog; print(*read_catalog().entries)"
@@ -32,7 +33,7 @@ def names(package: Path, folder: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", NAMES],
         cwd=folder, env=environment({"PYTHONPATH": str(package), "LLAMASPEC_CONFIG": str(folder)}),
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     return done.stdout.split()
 

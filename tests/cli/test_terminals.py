@@ -14,18 +14,24 @@ import pytest
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli.generate import generate as command
 from llamaspec.cli.terminal import Thoughts
+from model_store import ModelStore
+from patience import PATIENCE
+from tiny_models import Recipe
 
 
-def test_a_pipe_that_closes_early(models: list[Path]) -> None:
+def test_a_pipe_that_closes_early(store: ModelStore) -> None:
+    """The text is longer than the pipe holds, so that it cannot be at its end before the pipe closes."""
+    target = store.path("llama", Recipe(dtype="q8_0", n_context=1 << 15))
+    arguments = [*naming([target]), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "1"]
     child = subprocess.Popen(
-        [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "400", "--seed", "1"],
+        [*ENTRY, "generate", *map(str, arguments)], pipesize=4096,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
     )  # fmt: skip
     assert child.stdout is not None
     head = os.read(child.stdout.fileno(), 10)
     child.stdout.close()
     child.stdout = None
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=PATIENCE)
     assert head
     assert child.returncode not in (0, -signal.SIGPIPE)
     assert b"Traceback" not in stderr
@@ -72,7 +78,7 @@ def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
         "-k",
         "4",
     ]
-    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=30)
+    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=PATIENCE)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0

@@ -17,6 +17,7 @@ from llamaspec.engine.write import write
 from llamaspec.errors import ClosedError, EvaluationAbortedError, EvaluationError, MemoryFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
+from patience import PATIENCE
 from texts import V, alone, draft, stream, target
 
 Asking = Generator[ForwardRequest, Forward, Draft]
@@ -280,7 +281,7 @@ class Gate:
     def __call__(self, n: int) -> None:
         if n == self.number:
             self.reached.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(PATIENCE)
 
 
 def test_cancelling_during_an_evaluation_harms_no_other_row() -> None:
@@ -291,13 +292,13 @@ def test_cancelling_during_an_evaluation_harms_no_other_row() -> None:
     next(doomed)
     thread = threading.Thread(target=rest, args=(other,))
     thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     closing = threading.Thread(target=doomed.close)
     closing.start()
-    assert models[TARGET].aborted.wait(20)  # at once, not behind the evaluation
+    assert models[TARGET].aborted.wait(PATIENCE)  # at once, not behind the evaluation
     gate.opened.set()
-    closing.join(20)
-    thread.join(20)
+    closing.join(PATIENCE)
+    thread.join(PATIENCE)
     assert list(doomed) == []
     assert other.completion.tokens == alone(seed=1)
     assert doomed.completion.tokens == alone(seed=0)[:1]
@@ -311,13 +312,13 @@ def test_closing_the_pair_during_an_evaluation() -> None:
     of = stream(scheduler, models, drafter=NoDrafter())
     thread = threading.Thread(target=rest, args=(of,))
     thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
-    assert models[TARGET].aborted.wait(20)
+    assert models[TARGET].aborted.wait(PATIENCE)
     gate.opened.set()
-    closing.join(20)
-    thread.join(20)
+    closing.join(PATIENCE)
+    thread.join(PATIENCE)
     kept = of.completion
     assert kept.stop_reason is StopReason.INTERRUPT
     assert kept.tokens == alone()[: len(kept.tokens)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,9 +29,9 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def byte_level(store: ModelStore) -> LlamaVocabulary:
-    # The file is open as long as the test run.
-    return LlamaModel(store.path(), ModelOptions(threads=1)).vocabulary
+def byte_level(store: ModelStore) -> Iterator[LlamaVocabulary]:
+    with LlamaModel(store.path(), ModelOptions(threads=1)) as model:
+        yield model.vocabulary
 
 
 @pytest.fixture
