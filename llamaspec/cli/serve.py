@@ -123,7 +123,7 @@ Examples:
 def serve(options: ServeOptions, models: ModelChoice) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
     check_installed()
-    from llamaspec.serve.server import open_socket, run, serving, url_of  # an extra
+    from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
         files = _with_room(find_files(models), models, options)
@@ -133,7 +133,8 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
         policy = make_policy(pair, options.decoding)
         try:
             with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
-                run(app, service, opened, lambda: say(f"{service.model_name} is served at {url_of(opened)}"))
+                told = f"{service.model_name} is served at {url_of(opened)}"
+                make_server(app, service, lambda: say(told)).run(sockets=[opened])
         finally:
             keep_prior(pair, policy)
     say("stopped")

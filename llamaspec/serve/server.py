@@ -92,18 +92,8 @@ def serving(
         decoder.close()
 
 
-def run(app: ASGIApp, service: Service, opened: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until told to stop by SIGTERM or Ctrl-C.
-
-    Parameters
-    ----------
-    app : ASGI application
-    service : Service
-    opened : socket
-        Bound.
-    ready : callable
-        Told when requests are accepted.
-    """
+def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Server:
+    """A server that is to be run on a socket, until SIGTERM or Ctrl-C; `ready` is told when it accepts."""
     grace = service.settings.grace_seconds
     config = uvicorn.Config(
         app,
@@ -116,7 +106,7 @@ def run(app: ASGIApp, service: Service, opened: socket.socket, ready: Callable[[
         h11_max_incomplete_event_size=64 << 10,
         timeout_graceful_shutdown=int(grace) + LAST_SECONDS,
     )
-    Server(config, service.decoder, grace, ready).run(sockets=[opened])
+    return Server(config, service.decoder, grace, ready)
 
 
 class Server(uvicorn.Server):
