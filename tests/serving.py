@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from command import ENTRY, environment
 from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
@@ -35,6 +36,26 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.01)
+
+
+class Gate:
+    """Holds a pair before its next evaluation, so that what runs is sure to be running still."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        self.n_evaluations = 0
+        self._open = threading.Event()
+        self._step = pair.step
+        patch.setattr(pair, "step", self._held)
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._open.set()
+
+    def _held(self) -> bool:
+        self._open.wait(PATIENCE_SECONDS)
+        evaluated = self._step()
+        self.n_evaluations += evaluated
+        return evaluated
 
 
 @dataclass

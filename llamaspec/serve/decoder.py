@@ -129,7 +129,7 @@ class Decoder:
             self._end_unwanted()
             self._admit()
             try:
-                is_busy = self._pair.step()
+                is_busy = bool(self._running) and self._pair.step()
             except Exception as error:  # noqa: BLE001  # nobody else is left to tell
                 self._end_all(error)
                 is_busy = False
