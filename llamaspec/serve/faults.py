@@ -5,6 +5,7 @@ A message never contains what the client sent, but names the field. tests/serve/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,18 +28,7 @@ _TYPES = {
     503: ("server_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
-_UNION_TAGS = (
-    "str",
-    "list[",
-    "function-",
-    "constrained-",
-    "int",
-    "float",
-    "bool",
-    "lax-",
-    "tagged-",
-    "nullable",
-)
+_SIMPLE_KINDS = frozenset({"str", "int", "float", "bool"})
 
 
 class RequestError(Exception):
@@ -114,14 +104,22 @@ def fault_response(path: str, error: Exception) -> JSONResponse:
 
 
 def _invalid(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    field = ".".join(str(part) for part in first["loc"] if not _is_tag(part)) or None
-    message = first["msg"].removeprefix("Value error, ")
+    # Of the alternatives that a field may be, the one that fits furthest is what was meant.
+    same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
+    nearest = max(same, key=lambda other: len(_place(other["loc"])))
+    field = ".".join(_place(nearest["loc"])) or None
+    message = nearest["msg"].removeprefix("Value error, ")
     return RequestError(400, f"{field}: {message}" if field else message, field=field)
 
 
-def _is_tag(part: int | str) -> bool:
-    """Whether a part of a place names an alternative that pydantic has tried, and no field."""
-    return isinstance(part, str) and (part[:1].isupper() or part.startswith(_UNION_TAGS))
+def _place(parts: Sequence[int | str]) -> list[str]:
+    """Where a fault is, without the alternatives that pydantic has tried."""
+    return [str(part) for part in parts if not (isinstance(part, str) and _is_kind(part))]
+
+
+def _is_kind(part: str) -> bool:
+    return part in _SIMPLE_KINDS or "[" in part or "-" in part or part[:1].isupper()
