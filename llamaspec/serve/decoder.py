@@ -118,6 +118,11 @@ class Decoder:
         """Whether no more requests are taken."""
         return self._is_stopping
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether what runs is ended, too."""
+        return self._is_ending
+
     def rows(self) -> tuple[list[Run], int]:
         """The rows that run, and how many wait."""
         with self._changed:

@@ -27,23 +27,19 @@ class Items:
     def say(self, said: Said) -> list[Data]:
         """The events of a delta, without their numbers."""
         if isinstance(said, ToolStart):
-            self._text = ""
             call = {"type": "function_call", "id": _new_id("fc"), "call_id": said.id, "name": said.name}
-            return [
-                *self.finish("completed"),
-                *self._open({**call, "arguments": "", "status": "in_progress"}),
-            ]
-        self_closing: list[Data] = []
+            return self._change({**call, "arguments": "", "status": "in_progress"})
+        begun: list[Data] = []
         if not isinstance(said, ToolArguments):
             kind = "message" if isinstance(said, Content) else "reasoning"
             if self._item is None or self._item["type"] != kind:
-                self_closing = [*self.finish("completed"), *self._open(_text_item(kind))]
+                begun = self._change(_text_item(kind))
         self._text += said.text
         name = "function_call_arguments" if isinstance(said, ToolArguments) else _name(said)
         delta = {"type": f"response.{name}.delta", "delta": said.text, **self._place()}
         if isinstance(said, Content):
             delta["logprobs"] = []
-        return [*self_closing, delta]
+        return [*begun, delta]
 
     def finish(self, status: str) -> list[Data]:
         """The events that close the open item, if there is one."""
@@ -70,11 +66,13 @@ class Items:
         self._item, self._text = None, ""
         return events
 
-    def _open(self, item: Data) -> list[Data]:
+    def _change(self, item: Data) -> list[Data]:
+        """Close the open item and open another."""
+        events = self.finish("completed")
         self._item = item
-        events: list[Data] = [
+        events.append(
             {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(item)}
-        ]
+        )
         if item["type"] != "function_call":
             part = _part(item["type"], "")
             events.append({"type": "response.content_part.added", "part": part, **self._place()})

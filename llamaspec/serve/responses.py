@@ -162,7 +162,7 @@ class _Form:
         response["incomplete_details"] = {"reason": "max_output_tokens"} if end.is_cut else None
         response["usage"] = {
             "input_tokens": n_prompt,
-            "input_tokens_details": {"cached_tokens": done.n_cached},
+            "input_tokens_details": {"cached_tokens": done.n_cached, "cache_write_tokens": 0},
             "output_tokens": n_written,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": n_prompt + n_written,

@@ -55,7 +55,7 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise LlamaspecError(
-            f"cannot use {settings.host} port {settings.port}: {reason}; choose another --host or --port"
+            f"cannot use {settings.host} port {settings.port}: {reason}; give another --host or --port"
         ) from error
     return opened
 

@@ -18,6 +18,7 @@ from llamaspec.serve.settings import Limits
 from serving import CONTEXT, PATIENCE_SECONDS, Served, served
 
 HI = [{"role": "user", "content": "hi"}]
+IMAGE = [{"type": "image_url"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -29,7 +30,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, 400, "messages.0.role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0.text"),
-    (CHAT, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.1.content.0.type"),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": IMAGE}]}, 400, "messages.1.content.0.type"),
     (CHAT, {"messages": HI, "temperature": -0.1}, 400, "temperature"),
     (CHAT, {"messages": HI, "temperature": "hot"}, 400, "temperature"),
     (CHAT, {"messages": HI, "temperature": True}, 400, "temperature"),
@@ -66,7 +67,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"prompt": "a", "best_of": 3}, 400, "best_of"),
     (RESPONSES, {}, 400, "input"),
     (RESPONSES, {"input": []}, 400, "input"),
-    (RESPONSES, {"input": [{"role": "user", "content": "a"}, {"type": "function_call_output"}]}, 400, "input.1.type"),
+    (RESPONSES, {"input": [*HI, {"type": "function_call_output"}]}, 400, "input.1.type"),
     (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
     (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
     (RESPONSES, {"input": "hi", "background": True}, 400, "background"),
@@ -112,7 +113,9 @@ def test_what_is_unknown_or_null_is_ignored(server: Served, more: dict[str, Any]
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": "\\ud800"}', b'{"a": NaN}', b"\x00"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": "\\ud800"}', b'{"a": NaN}', b"\x00"]
+)
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES, "/tokenize"])
 def test_what_is_no_object_of_json_is_refused(server: Served, path: str, body: bytes) -> None:
     answer = server.client.post(path, content=body)

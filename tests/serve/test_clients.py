@@ -118,9 +118,7 @@ def test_openai_responses_as_a_stream(client: Any, expected: str) -> None:
 
 
 def test_anthropic(claude: Any, expected: str) -> None:
-    answer = claude.messages.create(
-        model="any", max_tokens=N, messages=MESSAGES, extra_body={"seed": SEED}
-    )
+    answer = claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"seed": SEED})
     assert answer.content[0].text == expected
     assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
     assert answer.usage.output_tokens == N
@@ -139,7 +137,11 @@ def test_anthropic_as_a_stream(claude: Any, expected: str) -> None:
 def test_anthropic_names_the_stop_sequence(claude: Any, expected: str) -> None:
     stop = expected[3:5]
     answer = claude.messages.create(
-        model="any", max_tokens=N, messages=MESSAGES, stop_sequences=["never", stop], extra_body={"seed": SEED}
+        model="any",
+        max_tokens=N,
+        messages=MESSAGES,
+        stop_sequences=["never", stop],
+        extra_body={"seed": SEED},
     )
     assert answer.content[0].text == expected[: expected.index(stop)]
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
@@ -148,7 +150,7 @@ def test_anthropic_names_the_stop_sequence(claude: Any, expected: str) -> None:
 def test_the_clients_understand_errors(client: Any, claude: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="any", messages=MESSAGES, temperature=-1)
-    assert refused.value.param == "temperature"  # type: ignore[attr-defined]
+    assert refused.value.param == "temperature"
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"top_k": "many"})
 
