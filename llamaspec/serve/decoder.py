@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.pair import Pair
@@ -131,15 +132,21 @@ class Decoder:
     def _work(self) -> None:
         is_busy = False
         while self._wait(is_busy):
-            self._end_unwanted()
-            self._admit()
             try:
-                is_busy = bool(self._running) and self._pair.step()
-            except Exception as error:  # noqa: BLE001  # nobody else is left to tell
-                self._end_all(error)
+                is_busy = self._turn()
+            except Exception as error:  # noqa: BLE001, PERF203  # all requests are told; the thread goes on
                 is_busy = False
-            for run in list(self._running):
-                is_busy |= self._hand_out(run)
+                for run in list(self._running):
+                    self._end(run, Failed(error))
+
+    def _turn(self) -> bool:
+        """One evaluation and what belongs to it; whether anything happened."""
+        self._end_unwanted()
+        self._admit()
+        is_busy = bool(self._running) and self._pair.step()
+        for run in list(self._running):
+            is_busy |= self._hand_out(run)
+        return is_busy
 
     def _wait(self, is_busy: bool) -> bool:
         """Until there is something to do; False when that will never be."""
@@ -158,10 +165,6 @@ class Decoder:
         stopping = RequestError(503, "the server is stopping", code="server_stopping")
         for run in [*unwanted, *ended]:
             self._end(run, Failed(stopping))
-
-    def _end_all(self, error: Exception) -> None:
-        for run in list(self._running):
-            self._end(run, Failed(error))
 
     def _admit(self) -> None:
         """Start rows for which there is a place and room, in the order in which they came."""
@@ -213,7 +216,8 @@ class Decoder:
 
     def _end(self, run: Run, last: Event) -> None:
         if run.stream is not None:
-            run.stream.close()
+            with suppress(Exception):  # whatever it is, the row is gone
+                run.stream.close()
         with self._changed:
             if run in self._running:
                 self._running.remove(run)
