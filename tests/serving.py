@@ -123,7 +123,7 @@ def served(
 
         try:
             assert is_ready.wait(PATIENCE_SECONDS)
-            with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
                 yield Served(url, service, log, client, stop)
         finally:
             stop()
@@ -175,7 +175,7 @@ def process(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[P
     try:
         assert served_at.wait(PATIENCE_SECONDS), lines
         url = next(line for line in lines if "is served at" in line).rpartition(" ")[2]
-        until(lambda: httpx.get(f"{url}/health", trust_env=False).status_code == 200)
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield Process(popen, lines, url)
     finally:
         popen.kill()

@@ -24,7 +24,7 @@ from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve.settings import ServeSettings
+from llamaspec.serve.settings import PADDING, ServeSettings
 from llamaspec.values import Sampling
 
 MAX_KEY_FILE = 1 << 20  # bytes
@@ -157,7 +157,7 @@ def check_installed() -> None:
 def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> PairFiles:
     """The same files, opened with one KV cache for all texts."""
     per_request = options.ctx_per_request or models.n_ctx
-    n_cells = models.n_ctx or (per_request or DEFAULT_CONTEXT) * options.settings.parallel
+    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + PADDING) * options.settings.parallel
     if per_request is not None and per_request > n_cells:
         raise ValueError(
             f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all texts share"

@@ -21,6 +21,7 @@ from llamaspec.serve.answers import Answer, Done, Event, Failed, Reading, Run, W
 from llamaspec.serve.faults import RequestError
 from llamaspec.serve.jobs import Job
 from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.settings import PADDING
 from llamaspec.values import Round
 
 LONGEST_RETRY_SECONDS = 60
@@ -186,8 +187,9 @@ class Decoder:
                 self._end(run, Failed(error))
 
     def _room(self, run: Run) -> int:
-        """Tokens that a row may come to hold."""
-        return min(len(run.job.prompt) + run.job.max_tokens, self._pair.target.context_size)
+        """Tokens that a row may come to need."""
+        longest = min(len(run.job.prompt) + run.job.max_tokens, self._pair.target.context_size)
+        return longest + PADDING
 
     def _hand_out(self, run: Run) -> bool:
         """Pass on what a row has made; whether that was anything."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
+PADDING = 64  # positions that a text may need in the KV cache besides its own, for a while
 MAX_PARALLEL = 16  # rows that a draft model scores at once
 
 

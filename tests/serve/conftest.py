@@ -11,6 +11,15 @@ from llamaspec import Pair
 from serving import Served, open_demo, served
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    """Clients on this machine go nowhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1,localhost")
+        yield
+
+
 @pytest.fixture(scope="module")
 def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
     with open_demo(demo_files) as pair:

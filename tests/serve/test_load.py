@@ -218,6 +218,26 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
         assert run(ask()) == [said(alone, "import os", 2, 40)]
 
 
+def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
+    demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong in the decode thread, the thread goes on."""
+    step, faults = demo.step, [RuntimeError("broken on purpose")]
+
+    def broken() -> bool:
+        if faults:
+            raise faults.pop()
+        return step()
+
+    monkeypatch.setattr(demo, "step", broken)
+    with served(demo) as server:
+        body = {"prompt": "def f(", "seed": 1, "max_tokens": 5}
+        failed = server.post("/v1/completions", body)
+        assert (failed.status_code, "purpose" in failed.text) == (500, False)
+        text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert text == said(alone, "def f(", 1, 5)
+
+
 def test_no_request_is_taken_while_the_server_stops(
     demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
