@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llamaspec import AutoLength, Pair, open_pair
+from llamaspec import AutoLength, Pair
 from llamaspec.serve.app import ENDPOINTS
-from serving import CONTEXT, Gate, Served, said, served, until
+from serving import CONTEXT, Gate, Served, open_demo, said, served, until
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
 
@@ -132,7 +132,7 @@ def test_drafting_is_steered_by_the_request(server: Served, alone: Pair) -> None
 def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
     prompt = "one two three four " * 8
     body = {"prompt": prompt, "max_tokens": 12, "seed": 1, "temperature": 0}
-    with open_pair(demo_files[0], None, ngram=True) as pair, served(pair) as server:
+    with open_demo((demo_files[0], "ngram")) as pair, served(pair) as server:
         copied = server.post("/v1/completions", body).json()
         not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
