@@ -146,6 +146,14 @@ class Pair:
         )
         return TextStream(plan, self._scheduler, on_prefill)
 
+    def step(self) -> bool:
+        """Make one evaluation for all streams that have begun; False where none needs one.
+
+        For a program that looks after many streams in one thread: `TextStream.ready` begins a stream and
+        hands out what exists of it.
+        """
+        return self._scheduler.step()
+
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that yields what it wants evaluated, beside the streams; returns its result.
 
@@ -159,6 +167,10 @@ class Pair:
         >>> pair.run(score(tokens))  # doctest: +SKIP
         """
         return self._scheduler.run(measurement)
+
+    def cache_use(self) -> tuple[int, int]:
+        """Tokens that the target's KV cache holds, and how many it could."""
+        return self.target.cache_use()
 
     def forget(self) -> None:
         """Empty both KV caches, as if nothing had been evaluated."""

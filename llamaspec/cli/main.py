@@ -20,6 +20,7 @@ from llamaspec.cli.generate import generate
 from llamaspec.cli.messages import message_of
 from llamaspec.cli.models import models
 from llamaspec.cli.probe import probe
+from llamaspec.cli.serve import serve
 from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 
@@ -97,6 +98,7 @@ def main() -> None:
 
 main.add_command(generate)
 main.add_command(chat)
+main.add_command(serve)
 main.add_command(compare)
 main.add_command(audit)
 main.add_command(doctor)

@@ -94,6 +94,12 @@ class Scheduler:
             raise error
         return None
 
+    def step(self) -> bool:
+        """Make one evaluation for all rows, for who reads their events later; False where none is needed."""
+        with self._lock:
+            self._check_open()
+            return self._step()
+
     def cancel(self, row: Row[Any]) -> None:
         """End a row, within one evaluation; from any thread, and harmless to other rows."""
         row.is_cancelled = True
@@ -148,8 +154,8 @@ class Scheduler:
         if os.getpid() != self._process:
             raise ClosedError("this pair was opened before a fork; open it in the child process")
 
-    def _step(self) -> None:
-        """Make one evaluation, or find that no row needs one."""
+    def _step(self) -> bool:
+        """Make one evaluation; False where no row needs one."""
         if self._is_stepping:
             raise RuntimeError(
                 "a drafter cannot wait for a text of its own pair; let it yield a ForwardRequest"
@@ -162,6 +168,7 @@ class Scheduler:
                 for group in groups:
                     self._rows.put_last(group.rows)  # who had to wait comes first next time
                 self._evaluate(groups)
+            return bool(groups)
         finally:
             self._is_stepping = False
 

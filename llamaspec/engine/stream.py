@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from llamaspec.engine.events import Completion, Ended, Piece, Prefilled, StopReason, TextEvent, Written
 from llamaspec.engine.row import Row
@@ -74,6 +74,24 @@ class TextStream:
             raise StopAsyncIteration
         return piece
 
+    def ready(self) -> list[Piece]:
+        """The pieces that exist by now; begins the text, and evaluates nothing: `Pair.step` does.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the text.
+        """
+        row, pieces = self._begun(), list[Piece]()
+        while not self._is_closed:
+            if self._pieces:
+                pieces.append(next(self))
+            elif not self._is_over and (row.events or row.is_done):
+                self._take_in(self._next_event())
+            else:
+                break
+        return pieces
+
     def run(self) -> Completion:
         """Generate to the end."""
         for _ in self:
@@ -95,6 +113,16 @@ class TextStream:
             self._plan.speculation.length.close()
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing follows what exists by now."""
+        return self._is_over
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds up to now; the list grows."""
+        return self._rounds
+
+    @property
     def completion(self) -> Completion:
         """What has been generated up to now."""
         return Completion(
@@ -108,14 +136,18 @@ class TextStream:
             n_cached=self._prefilled.n_cached,
         )
 
-    def _next_event(self) -> TextEvent | None:
+    def _begun(self) -> Row[TextEvent]:
         if self._row is None:
             self._row = self._scheduler.start(write(self._plan), self._plan.speculation.length.width)
+        return self._row
+
+    def _next_event(self) -> TextEvent | None:
+        row = self._begun()
         try:
-            return self._scheduler.next_event(self._row)
+            return self._scheduler.next_event(row)
         except BaseException:
             self._is_over = True
-            self._scheduler.cancel(self._row)
+            self._scheduler.cancel(row)
             raise
 
     def _take_in(self, event: TextEvent | None) -> None:

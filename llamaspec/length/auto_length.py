@@ -91,6 +91,10 @@ class AutoLength:
         """Tokens made in all rows."""
         return self._shared.n_tokens
 
+    def plain_seconds(self, n_rows: int = 1) -> float | None:
+        """What a round of so many texts without drafts is believed to take; None before one was seen."""
+        return self._shared.allocator.plain_seconds(n_rows) if self._shared.knows_plain else None
+
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
         model = self._shared.beliefs[Source.MODEL]

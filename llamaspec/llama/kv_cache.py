@@ -143,6 +143,11 @@ class KVCache:
         self._is_evaluating = self._is_changing = False
 
     @property
+    def size(self) -> int:
+        """Cells."""
+        return self._size
+
+    @property
     def n_used(self) -> int:
         """Cells that hold something."""
         return self._top

@@ -143,6 +143,11 @@ class LlamaModel:
         for context in self._contexts:
             context.abort()
 
+    def cache_use(self) -> tuple[int, int]:
+        """Tokens that the KV cache holds, and how many it could: of all contexts, at any time."""
+        caches = [context.cache for context in list(self._contexts)]
+        return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
+
     def facts(self) -> ModelFacts:
         """What the weights are."""
         return self.weights.facts()

@@ -117,6 +117,16 @@ class StateCache:
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
         self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
 
+    @property
+    def size(self) -> int:
+        """Tokens of the longest text."""
+        return self._size
+
+    @property
+    def n_used(self) -> int:
+        """Tokens of the text that is held."""
+        return self._held.n
+
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the row; answers how many of its tokens are cached."""
         ((_, request, _),) = batch
