@@ -12,6 +12,7 @@ from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import Completion, Piece, StopReason, TextStream
 from llamaspec.errors import (
     ClosedError,
+    ConstraintError,
     ContextFullError,
     EvaluationError,
     LlamaspecError,
@@ -25,7 +26,8 @@ from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
-from llamaspec.values import Distribution, Draft, Round, Sampling
+from llamaspec.protocols import Constraint
+from llamaspec.values import Distribution, Draft, Logprobs, Round, Sampling
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,8 @@ __all__ = [
     "AutoLength",
     "ClosedError",
     "Completion",
+    "Constraint",
+    "ConstraintError",
     "ContextFullError",
     "Distribution",
     "Draft",
@@ -42,6 +46,7 @@ __all__ = [
     "FixedLength",
     "LlamaModel",
     "LlamaspecError",
+    "Logprobs",
     "MemoryFullError",
     "ModelDrafter",
     "ModelFileError",

@@ -6,7 +6,7 @@ copied and compared in microseconds. `None` is the only "off".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -89,8 +89,8 @@ class Forward:
 class Sampling:
     """How a token is drawn from a model's scores, in llama.cpp's order of steps.
 
-    Penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token, ties to
-    the lowest id.
+    Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token,
+    ties to the lowest id.
 
     Raises
     ------
@@ -105,7 +105,9 @@ class Sampling:
     repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
     presence_penalty: float | None = None  # subtracted once from the score of a seen token
     frequency_penalty: float | None = None  # subtracted once for each time a token was seen
-    penalty_window: int = 64  # how many of the last tokens count as seen
+    penalty_window: int | None = 64  # how many of the last tokens count as seen, those of the prompt among
+    # them; None = all that were generated and none of the prompt, as OpenAI defines it
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -122,8 +124,12 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not -float("inf") < value < float("inf"):
                 raise ValueError(f"{name.replace('_', '-')} must be a finite number, got {value}")
-        if self.penalty_window < 1:
+        if self.penalty_window is not None and self.penalty_window < 1:
             raise ValueError(f"penalty window must be >= 1, got {self.penalty_window}")
+
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not -float("inf") < bias < float("inf"):
+                raise ValueError(f"a logit bias must be a finite number for a token id, got {token}: {bias}")
 
     @property
     def penalises(self) -> bool:
@@ -174,6 +180,14 @@ class Distribution:
         if i < len(self.tokens) and self.tokens[i] == token:
             return float(self.probabilities[i])
         return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How probable a token was to the model itself: of softmax(logits), before anything changes them."""
+
+    logprob: float  # natural logarithm
+    top: tuple[tuple[int, float], ...]  # the most probable (token, logprob), best first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,6 +280,7 @@ class Draft:
 
 NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
+NO_GRAMMAR_DRAFT = Draft(source=Source.GRAMMAR)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,6 +306,7 @@ class Round:
     draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed
+    logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
 
     @property
     def drafted(self) -> TokenArray:

@@ -103,6 +103,7 @@ class Row(Generic[Event]):
                 self.draft_seconds,
                 self.verify_seconds,
                 self.overhead_seconds,
+                said.logprobs,
             )
             self.has_rounds = True
         else:

@@ -8,12 +8,15 @@ was produced until then stays available. Knows models only by the requests for t
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from llamaspec.drafters.coroutines import preparing
 from llamaspec.engine.row import Row, Text
@@ -23,7 +26,7 @@ from llamaspec.engine.statistics import Summary, summarize
 from llamaspec.engine.text import Span, TextAssembler
 from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.protocols import Vocabulary
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 
@@ -37,6 +40,7 @@ class StopReason(str, Enum):
     LIMIT = "limit"  # as many tokens as were asked for
     STOP = "stop"  # a stop string
     CONTEXT = "context"  # the context is full
+    CONSTRAINT = "constraint"  # the constraint is not fulfilled, and nothing that it allows can follow
     INTERRUPT = "interrupt"  # the consumer stopped, or the pair was closed
 
 
@@ -47,6 +51,7 @@ class Piece:
     text: str
     token: int
     spans: tuple[Span, ...]  # the same text, split by where it came from
+    logprobs: Logprobs | None = None  # of the token, where they are wanted
 
     @property
     def drafted(self) -> bool:
@@ -223,23 +228,31 @@ class _Writer:
         self._vocabulary = plan.vocabulary
         self._text = TextAssembler(plan.stops)
         self._last_token = int(plan.prompt[-1])
+        self._constraint = plan.speculation.constraint
+        self._generated: list[int] = []
         self.reason: StopReason | None = None  # the text has ended
 
     def keep(self, round_: Round) -> Written:
         """What the text keeps of a round."""
         pieces: list[Piece] = []
-        for i, token in enumerate(round_.tokens.tolist()):
+        logprobs = round_.logprobs or itertools.repeat(None)
+        for i, (token, of_token) in enumerate(zip(round_.tokens.tolist(), logprobs, strict=False)):
             self._last_token = token
             if self._vocabulary.is_end(token):
-                self.reason = StopReason.END
-                pieces.append(Piece("", token, ()))
+                self.reason = StopReason.END if self._is_complete() else StopReason.CONSTRAINT
+                pieces.append(Piece("", token, (), of_token))
                 break
+            self._generated.append(token)
             spans = self._text.add(self._vocabulary.piece(token), drafted=i < round_.n_accepted)
-            pieces.append(_piece(spans, token))
+            pieces.append(_piece(spans, token, of_token))
             if self._text.stopped:
                 self.reason = StopReason.STOP
                 break
         return Written(round_, tuple(pieces))
+
+    def _is_complete(self) -> bool:
+        """Whether the text is what its constraint wants, if it has one."""
+        return self._constraint is None or self._constraint.is_complete(np.array(self._generated, np.int32))
 
     def rest(self) -> tuple[Piece, ...]:
         """What was held back."""
@@ -247,8 +260,8 @@ class _Writer:
         return (_piece(spans, self._last_token),) if spans else ()
 
 
-def _piece(spans: Sequence[Span], token: int) -> Piece:
-    return Piece("".join(span.text for span in spans), token, tuple(spans))
+def _piece(spans: Sequence[Span], token: int, logprobs: Logprobs | None = None) -> Piece:
+    return Piece("".join(span.text for span in spans), token, tuple(spans), logprobs)
 
 
 class TextStream:

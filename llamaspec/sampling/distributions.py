@@ -7,16 +7,20 @@ neither models nor chance. Hand-computed tables in tests/sampling/test_distribut
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, Sampling, TokenArray
+from llamaspec.values import NO_TOKENS, Distribution, Sampling, TokenArray
 
 Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] one row of logits
 
 
-def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS) -> Distribution:
+def distribution(
+    scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
+) -> Distribution:
     """The distribution of the next token.
 
     Parameters
@@ -24,9 +28,11 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     scores : [V] float32
         Logits of one position; not changed.
     sampling : Sampling
-        The chain: penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
+        The chain: bias, penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
     seen : [n] int32
         The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
+    allowed : [A] int32, optional
+        Ascending, not empty: the only tokens that may be drawn. The others have no score at all.
 
     Raises
     ------
@@ -39,41 +45,36 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     >>> distribution(row, Sampling(temperature=1.0, top_k=2, top_p=None, min_p=None)).tokens
     array([1, 2], dtype=int32)
     """
+    if sampling.logit_bias:
+        scores = biased(scores, sampling.logit_bias)
     if sampling.penalises:
-        scores = penalised(scores, sampling, seen[-sampling.penalty_window :])
-    best = int(np.argmax(scores))
-    highest = float(scores[best])
-    if not np.isfinite(highest):
-        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
-    if sampling.temperature == 0 or sampling.top_k == 1:
-        return Distribution.certain(best)
-
-    mass = None
-    if sampling.top_p is not None and sampling.top_k is None:
-        mass = _sum_exp(scores, highest)
-    tokens = _candidates(scores, sampling, highest, mass)
-    relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
-    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
-        return _tempered(tokens, relative, sampling.temperature)
-    order = np.argsort(-relative, kind="stable")  # ties stay in order of id
-    if sampling.top_k is not None:
-        order = order[: sampling.top_k]
-    sorted_scores = relative[order]
-    n_kept = len(order)
-    if sampling.min_p is not None:
-        n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
-    if sampling.top_p is not None:
-        n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
-    kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
-    return _tempered(tokens[kept], relative[kept], sampling.temperature)
+        window = sampling.penalty_window
+        scores = penalised(scores, sampling, seen if window is None else seen[-window:])
+    if allowed is None:
+        return _truncated(scores, sampling)
+    drawn = _truncated(scores[allowed], sampling)
+    return Distribution(allowed[drawn.tokens], drawn.probabilities)
 
 
-def confidence(scores: Scores, token: int, drawn_from: Distribution) -> float:
+def confidence(
+    scores: Scores, token: int, drawn_from: Distribution, allowed: TokenArray | None = None
+) -> float:
     """The drafter's own probability of its token: after the chain, or of the plain scores when greedy."""
     if len(drawn_from.tokens) > 1:
         return drawn_from.probability(token)
     highest = float(scores[token])
+    scores = scores if allowed is None else scores[allowed]
     return min(1.0, 1.0 / _sum_exp(scores, highest))
+
+
+def biased(scores: Scores, logit_bias: Mapping[int, float]) -> Scores:
+    """A copy of the scores with the bias of some tokens; a draft may not have all of them: float32 [V]."""
+    scores = scores.copy()
+    tokens = np.fromiter(logit_bias.keys(), np.int64, len(logit_bias))
+    bias = np.fromiter(logit_bias.values(), np.float32, len(logit_bias))
+    known = tokens < len(scores)
+    scores[tokens[known]] += bias[known]
+    return scores
 
 
 def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
@@ -104,6 +105,35 @@ def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None)
     cumulative = np.cumsum(np.exp(sorted_scores))
     total = float(cumulative[-1]) if mass is None else mass
     return int(np.searchsorted(cumulative, top_p * total)) + 1
+
+
+def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
+    """Top-k, top-p, min-p and temperature."""
+    best = int(np.argmax(scores))
+    highest = float(scores[best])
+    if not np.isfinite(highest):
+        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return Distribution.certain(best)
+
+    mass = None
+    if sampling.top_p is not None and sampling.top_k is None:
+        mass = _sum_exp(scores, highest)
+    tokens = _candidates(scores, sampling, highest, mass)
+    relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
+    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
+        return _tempered(tokens, relative, sampling.temperature)
+    order = np.argsort(-relative, kind="stable")  # ties stay in order of id
+    if sampling.top_k is not None:
+        order = order[: sampling.top_k]
+    sorted_scores = relative[order]
+    n_kept = len(order)
+    if sampling.min_p is not None:
+        n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
+    if sampling.top_p is not None:
+        n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
+    kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
+    return _tempered(tokens[kept], relative[kept], sampling.temperature)
 
 
 def _tempered(tokens: TokenArray, relative: Floats, temperature: float) -> Distribution:
@@ -149,35 +179,3 @@ def _floor_of_best(scores: Scores, k: int) -> float:
     group_size = len(scores) // n_groups
     maxima = scores[: n_groups * group_size].reshape(group_size, n_groups).max(axis=0)
     return float(np.partition(maxima, n_groups - k)[n_groups - k])
-
-
-class LogitsTarget:
-    """The target's distributions behind a draft, each computed once and only where a rule looks.
-
-    Parameters
-    ----------
-    logits : [1 + K, V] float32
-        After the context, then after each draft token.
-    context : [n] int32
-    draft : Draft
-        Of K tokens.
-    sampling : Sampling
-    """
-
-    def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampling: Sampling) -> None:
-        self._logits = logits
-        self._context = context
-        self._draft = draft
-        self._sampling = sampling
-        self._known: dict[int, Distribution] = {}
-
-    def after(self, i: int) -> Distribution:
-        """p after the context and the path to draft token `i`; -1 = after the context."""
-        if i not in self._known:
-            self._known[i] = distribution(self._logits[i + 1], self._sampling, self._seen(i))
-        return self._known[i]
-
-    def _seen(self, i: int) -> TokenArray:
-        if i < 0 or not self._sampling.penalises:
-            return self._context
-        return np.concatenate([self._context, self._draft.tokens[self._draft.path(i)]])
