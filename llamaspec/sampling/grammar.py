@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,6 +54,7 @@ class GrammarRow:
         self._fresh = matcher
         self._matcher = matcher.deep_copy()
         self._ends = ends
+        self._is_end = frozenset(ends.tolist())
         self._size = size
         self._read = NO_TOKENS  # what the matcher has read
         self._answers: OrderedDict[bytes, TokenArray] = OrderedDict()
@@ -91,12 +93,11 @@ class GrammarRow:
     def _go_to(self, generated: TokenArray) -> bool:
         """Let the matcher have read exactly this; False where an end or a token not allowed is in it."""
         n = _n_shared(self._read, generated)
-        if self._matcher.is_error() or not self._matcher.rollback(len(self._read) - n):
+        n_back = len(self._read) - n
+        if self._matcher.is_error() or (n_back and not self._matcher.rollback(n_back)):
             self._matcher, n = self._fresh.deep_copy(), 0
-        following = generated[n:]
-        ends = np.flatnonzero(np.isin(following, self._ends))
-        readable = following[: ends[0]] if len(ends) else following
-        n += self._matcher.try_consume_tokens(readable.tolist())
+        readable = list(takewhile(lambda token: token not in self._is_end, generated[n:].tolist()))
+        n += self._matcher.try_consume_tokens(readable)
         self._read = generated[:n]
         return n == len(generated)
 
