@@ -127,15 +127,12 @@ class RowConstraint(Protocol):
     def allowed(self, generated: TokenArray) -> TokenArray:
         """The tokens that may come next: int32 [A], ascending.
 
-        The end-of-text tokens where the text is complete, and where nothing else can go on. None behind
-        an end-of-text token, or behind one that is not allowed: the text has ended before.
+        With the end-of-text tokens where the text may be complete, and only these where nothing else can
+        go on. None behind an end-of-text token, or behind what could not be written.
         """
 
     def forced(self, generated: TokenArray) -> TokenArray:
         """The only tokens that can come next, as many as are known: int32 [F]."""
-
-    def n_allowed(self, generated: TokenArray, following: TokenArray) -> int:
-        """How many of the tokens that are to follow are allowed, before the first that is not."""
 
     def is_complete(self, generated: TokenArray) -> bool:
         """Whether the text may end here."""

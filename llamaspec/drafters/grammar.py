@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from llamaspec.drafters.coroutines import drafting, preparing
 from llamaspec.protocols import Drafter, Drafting, Preparing, RowConstraint, RowLength
 from llamaspec.values import NO_GRAMMAR_DRAFT, Distribution, Draft, TokenArray
@@ -48,6 +50,11 @@ class AllowedDrafter:
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """The part of the other's draft that may be accepted."""
         draft = yield from drafting(self.drafter, context, length)
-        if not len(draft) or not draft.is_chain:
+        if not draft.is_chain:
             return draft
-        return draft.first(self.constraint.n_allowed(context[self.n_prompt :], draft.tokens))
+        path = np.concatenate([context[self.n_prompt :], draft.tokens])
+        n_generated = len(path) - len(draft)
+        for i, token in enumerate(draft.tokens):
+            if token not in self.constraint.allowed(path[: n_generated + i]):  # the target asks the same
+                return draft.first(i)
+        return draft

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
 from llamaspec.protocols import SpelledVocabulary
@@ -74,10 +74,6 @@ class GrammarRow:
             return NO_TOKENS
         return np.array(self._matcher.compute_ff_tokens(), dtype=np.int32)
 
-    def n_allowed(self, generated: TokenArray, following: TokenArray) -> int:
-        """How many of the tokens that are to follow are allowed, before the first that is not."""
-        return self._matcher.validate_tokens(following.tolist()) if self._go_to(generated) else 0
-
     def is_complete(self, generated: TokenArray) -> bool:
         """Whether the text may end here."""
         return self._go_to(generated) and self._matcher.is_accepting()
@@ -131,7 +127,7 @@ class Grammars:
     def __init__(self, vocabulary: SpelledVocabulary) -> None:
         tokens = GrammarTokens(vocabulary)
         if not len(tokens.ends):
-            raise ConstraintError("the model has no end-of-text token, so no text of it can be complete")
+            raise ConstraintError("the model has no end-of-text token, so no text is complete; use another")
         self._ends, self._size = tokens.ends, vocabulary.size
         self._tokenizer = LLTokenizer(tokens, n_vocab=self._size, eos_token=tokens.ends.tolist())  # type: ignore[arg-type]
         self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
@@ -142,7 +138,7 @@ class Grammars:
         try:
             source = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
         except ValueError as error:
-            raise ConstraintError(f"the JSON schema cannot be used: {_line(str(error))}") from error
+            raise _unusable("JSON schema", str(error)) from error
         return self._compiled("JSON schema", source)
 
     def json_object(self) -> Grammar:
@@ -158,10 +154,10 @@ class Grammars:
         if not _LARK.search(text):
             try:
                 text = gbnf_to_lark(text)
-            except (GbnfToLarkError, ValueError, LookupError, AssertionError, RecursionError) as error:
+            except Exception as error:
                 reason = _line(str(error) or type(error).__name__)
                 raise ConstraintError(
-                    f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}"
+                    f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}; correct it"
                 ) from error
         return self._compiled("grammar", LLMatcher.grammar_from_lark(text))
 
@@ -171,7 +167,7 @@ class Grammars:
         row = grammar.start_row()
         is_possible = matcher.is_error() or not np.isin(row.allowed(NO_TOKENS), self._ends).all()
         if matcher.is_error():
-            raise ConstraintError(f"the {kind} cannot be used: {_line(matcher.get_error())}")
+            raise _unusable(kind, matcher.get_error())
         if not is_possible and not row.is_complete(NO_TOKENS):
             raise ConstraintError(f"the {kind} allows no text that the model could write; loosen it")
         return grammar
@@ -186,9 +182,9 @@ def _json(schema: Mapping[str, Any] | str) -> str:
     except RecursionError as error:
         raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
     except (TypeError, ValueError) as error:
-        raise ConstraintError(f"the JSON schema is not JSON: {_line(str(error))}") from error
+        raise ConstraintError(f"the JSON schema is not JSON: {_line(str(error))}; correct it") from error
     if not isinstance(parsed, dict):
-        raise ConstraintError(f"a JSON schema is a JSON object, got {_line(text)}")
+        raise ConstraintError(f"a JSON schema must be a JSON object, got {_line(text)}")
     return text
 
 
@@ -197,7 +193,11 @@ def _check_size(kind: str, text: str) -> None:
     if n > MAX_TEXT:
         raise ConstraintError(f"the {kind} has {n} bytes, and {MAX_TEXT} are allowed; shorten it")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConstraintError(f"the {kind} is not text: it holds half of a surrogate pair")
+        raise ConstraintError(f"the {kind} is not text: it holds half of a surrogate pair; remove it")
+
+
+def _unusable(kind: str, message: str) -> ConstraintError:
+    return ConstraintError(f"the {kind} cannot be used: {_line(message)}; correct it")
 
 
 def _line(message: str) -> str:
