@@ -35,13 +35,25 @@ from llamaspec.values import DRAFT, TARGET, Forward, Sampling, Source
 
 Make = Callable[[RowConstraint, Sampling, Rule, RandomStreams], Drafter]
 N = len(PROMPT)
+
+
+def drafter_of_model(
+    constraint: RowConstraint, sampling: Sampling, rule: Rule, streams: RandomStreams
+) -> Drafter:
+    return model_drafter(THREE, sampling, rule, streams, constraint)
+
+
 CONSTRAINTS = {"steps": Steps(), "steps to an end": Steps(end=1)}
 CHAINS: dict[str, Make] = {
-    "model": lambda c, *chance: model_drafter(THREE, *chance, c),
+    "model": lambda c, *chance: drafter_of_model(c, *chance),
     "model that knows nothing of it": lambda c, *chance: model_drafter(THREE, *chance),
     "what is forced": lambda c, *_: GrammarDrafter(c, N),
     "copies, the model, what is forced": lambda c, *chance: FallbackDrafter(
-        [AllowedDrafter(NgramDrafter(1), c, N), model_drafter(THREE, *chance, c), GrammarDrafter(c, N)]
+        [
+            AllowedDrafter(NgramDrafter(1), c, N),
+            drafter_of_model(c, *chance),
+            GrammarDrafter(c, N),
+        ]
     ),
     "certain tokens": lambda *_: CountingUp(),
 }
