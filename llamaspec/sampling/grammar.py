@@ -57,6 +57,7 @@ class GrammarRow:
         self._is_end = frozenset(ends.tolist())
         self._size = size
         self._read = NO_TOKENS  # what the matcher has read
+        self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and the tokens in it
         self._answers: OrderedDict[bytes, TokenArray] = OrderedDict()
 
     def allowed(self, generated: TokenArray) -> TokenArray:
@@ -81,8 +82,11 @@ class GrammarRow:
     def _allowed(self, generated: TokenArray) -> TokenArray:
         if not self._go_to(generated):
             return NO_TOKENS
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(mask, count=self._size, bitorder="little")).astype(np.int32)
+        mask = self._matcher.compute_bitmask()
+        if mask != self._mask:  # within a string it is the same from token to token
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little")
+            self._mask, self._tokens = mask, np.flatnonzero(bits).astype(np.int32)
+        tokens = self._tokens
         # Nothing goes on where a limit of llguidance is reached, or no token spells what must come.
         return tokens if len(tokens) and not self._matcher.is_error() else self._ends
 
