@@ -1,4 +1,4 @@
-"""Draft tokens that a constraint forces: surely accepted, so wanted where a position costs less than a token."""
+"""Draft tokens that a constraint forces: accepted for sure, so wanted where a position is worth its time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def n_wanted(row: AutoRow) -> int:
 
 
 def test_as_many_as_cost_less_than_they_gain() -> None:
-    assert n_wanted(started(FLAT)) >= 8
-    assert n_wanted(started(STEP)) == 3
+    assert n_wanted(started(FLAT)) == 16
+    assert 3 <= n_wanted(started(STEP)) <= 6
     assert n_wanted(started(STEEP)) == 0
 
 
