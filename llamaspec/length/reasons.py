@@ -76,12 +76,15 @@ class Reasons:
         return self.n_predicted_tokens / self.measured_seconds if self.measured_seconds > 0 else None
 
 
+_APART = {Source.NGRAM: -1, Source.GRAMMAR: -2}  # whose confidences are not a draft model's
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts rounds as they come."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; -1 = n-gram drafts
+    verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; or one of _APART
     accepted: Counter[int] = field(default_factory=Counter)
     n_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -91,6 +94,6 @@ class Tally:
 
     def verify(self, source: Source, confidence: float, is_accepted: bool) -> None:
         """Count a verified draft token."""
-        i = -1 if source is Source.NGRAM else sum(confidence > edge for edge in EDGES[1:-1])
+        i = _APART[source] if source in _APART else sum(confidence > edge for edge in EDGES[1:-1])
         self.verified[i] += 1
         self.accepted[i] += is_accepted

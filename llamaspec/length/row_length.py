@@ -70,7 +70,9 @@ class AutoRow:
         """Whether one more token is worth its position, or is drafted to explore."""
         plan, pledge, n = self._begin(), self._pledge, len(draft)
         pledge.n_draft, pledge.is_drafting = n, True
-        if n >= (plan.free_limit if draft.source in FREE else plan.limit):
+        if draft.source is Source.GRAMMAR:
+            wants = self._pays_sure(plan.rate)
+        elif n >= (plan.free_limit if draft.source in FREE else plan.limit):
             wants = False
         elif n:
             wants = self._pays(draft, plan.rate)
@@ -176,6 +178,13 @@ class AutoRow:
             ahead = self._view(draft.source).average.probability
         costs = allocator.level_seconds(self._pledge, step)
         return standing > stopping_threshold(costs, expected_accepted(ahead, allocator.longest), rate)
+
+    def _pays_sure(self, rate: float) -> bool:
+        """Whether one more token that the target cannot but accept costs less than it gains."""
+        shared = self._shared
+        costs = shared.allocator.level_seconds(self._pledge, 0.0)
+        is_due = shared.knows_plain and not shared.wants_plain
+        return is_due and len(costs) > 1 and rate * costs[1] < 1.0
 
     def _wants_free(self, source: Source, plan: Plan) -> bool:
         """Whether a draft without steps is worth more than the best in its place, or is explored."""
