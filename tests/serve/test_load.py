@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
+from llamaspec.chat.answers import message_of
 from llamaspec.engine.scheduler import AHEAD
 from llamaspec.errors import PromptError
 from llamaspec.serve.answers import UNREAD, Answer, Done, Failed, Wrote
@@ -60,7 +61,7 @@ async def read(answer: Answer) -> list[str]:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Wrote):
-            texts[index] += "".join(piece.text for piece in event.pieces)
+            texts[index] += message_of(delta for part in event.parts for delta in part.deltas).text
         if isinstance(event, Done):
             assert event.completion.text == texts[index]
     return texts
