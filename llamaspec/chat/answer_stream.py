@@ -165,7 +165,8 @@ class AnswerStream:
             rounds=rounds,
             summary=summarize(rounds, n_tokens),
             prefill_seconds=before.prefill_seconds + last.prefill_seconds,
-            n_cached=before.n_cached,
+            # Thinking that was ended before it began has evaluated nothing.
+            n_cached=before.n_cached if before.rounds else min(last.n_cached, before.n_prompt_tokens),
         )
 
     def _part(self, piece: Piece | None) -> AnswerPart:

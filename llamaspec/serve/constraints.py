@@ -43,6 +43,11 @@ class Constraints:
         }
         self._compile = lru_cache(KEPT)(lambda kind, text: makers[kind](text))
 
+    @property
+    def n_compiled(self) -> int:
+        """How often something had to be compiled."""
+        return self._compile.cache_info().misses
+
     async def compiled(self, shape: Shape) -> Constraint:
         """The constraint of a shape.
 

@@ -114,6 +114,12 @@ class Prompts:
             )
         return b"".join(map(self._vocabulary.piece, tokens)).decode(errors="replace")
 
+    def written(self, tokens: Sequence[int]) -> str:
+        """The text of an answer's tokens, with the marks of its format."""
+        spelled = self.answer_format.spelled(self.controls)
+        pieces = (spelled.get(token) or self._vocabulary.piece(token) for token in tokens)
+        return b"".join(pieces).decode(errors="replace")
+
     def room(self, prompt: TokenArray) -> int:
         """Tokens that fit behind a prompt."""
         return self._context_size - len(prompt)

@@ -156,7 +156,7 @@ async def _with_tools(manner: Manner, use: ToolUse, prompts: Prompts, constraint
         choice = {"name": use.choice} if use.is_named else use.choice
         text = tool_grammar(
             answer_format,
-            [_bare(tool) for tool in use.tools],
+            [_bare(tool, is_strict=use.is_strict) for tool in use.tools],
             choice,
             use.is_parallel,
             thinking=is_thinking,
@@ -185,10 +185,15 @@ def _is_harmony(answer_format: AnswerFormat) -> bool:
     return answer_format.calls is CallFormat.HARMONY
 
 
-def _bare(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without what is only for reading: grammars have a limit, and agents' descriptions are long."""
+def _bare(tool: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
+    """A tool without what is only for reading: grammars have a limit, and agents' descriptions are long.
+
+    Unless it is strict, what llguidance does not know of a schema is left out, too.
+    """
     function = tool["function"]
-    return {"function": {"name": function["name"], "parameters": _without_prose(function["parameters"])}}
+    schema = _without_prose(function["parameters"])
+    schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE, "lenient": not is_strict})
+    return {"function": {"name": function["name"], "parameters": schema}}
 
 
 def _without_prose(schema: Any, *, is_names: bool = False) -> Any:

@@ -157,7 +157,7 @@ class Service:
 
     def stop_string(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """The stop string that ended a text, if one did."""
-        written = self.prompts.detokenize(completion.tokens)
+        written = self.prompts.written(completion.tokens)
         at = len(completion.text)
         return next((stop for stop in stops if written.startswith(stop, at)), None)
 

@@ -50,6 +50,8 @@ SAID: dict[str, list[Delta]] = {
     "nothing": [end()],
     "cut": [Content("Hel"), end(StopReason.LIMIT)],
     "stop": [Content("Hel"), end(StopReason.STOP)],
+    "stuck": [Content("{"), end(StopReason.CONSTRAINT)],
+    "cut call": [ToolStart("call_1", "find"), ToolArguments('{"a": "b'), end(StopReason.LIMIT)],
     "reasoning": [Reasoning("hm"), Reasoning("m"), Content("so"), end()],
     "tools": [
         Reasoning("look"),
@@ -63,6 +65,9 @@ SAID: dict[str, list[Delta]] = {
     ],
     "only a tool": [ToolStart("call_1", "find"), ToolArguments("{}"), end()],
 }
+
+
+CUT = ("cut", "stuck", "cut call")
 
 
 def of(name: str) -> Deltas:
@@ -137,7 +142,15 @@ def test_chat(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("text", "stop"), ("stop", "stop"), ("cut", "length"), ("tools", "tool_calls"), ("nothing", "stop")],
+    [
+        ("text", "stop"),
+        ("stop", "stop"),
+        ("cut", "length"),
+        ("tools", "tool_calls"),
+        ("nothing", "stop"),
+        ("stuck", "length"),
+        ("cut call", "length"),
+    ],
 )
 def test_why_a_chat_ends(name: str, reason: str) -> None:
     assert forms(chat._Form("m", 1, CHAT), name)[0]["choices"][0]["finish_reason"] == reason
@@ -201,7 +214,7 @@ def test_responses(name: str) -> None:
         assert kind == data["type"]
         kinds.validate_python(data)
     last = events[-1][1]["response"]
-    assert events[-1][0] == ("response.incomplete" if name == "cut" else "response.completed")
+    assert events[-1][0] == ("response.incomplete" if name in CUT else "response.completed")
     assert nameless(last["output"]) == nameless(whole["output"])
     texts = {kind: "".join(data["delta"] for other, data in events if other == f"response.{kind}.delta")
              for kind in ("output_text", "reasoning_text")}  # fmt: skip
