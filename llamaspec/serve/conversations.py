@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,10 +18,7 @@ from llamaspec.serve.faults import RequestError, not_supported
 from llamaspec.serve.fields import Fields
 
 MAX_MESSAGES = 4096
-_ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-    "function": "tool",
-}  # fmt: skip
+_OTHER_NAMES = {"developer": "system", "function": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 
@@ -55,10 +52,13 @@ class CallFields(Fields):
     function: FunctionFields
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
 class MessageFields(Fields):
     """A message of a conversation."""
 
-    role: str
+    role: Role
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
@@ -123,10 +123,7 @@ def _part_text(part: ContentPart, field: str) -> str:
 
 def _messages(message: MessageFields, field: str) -> list[Message]:
     """A message, after the results of tools that are blocks in it."""
-    if message.role not in _ROLES:
-        roles = ", ".join(_ROLES)
-        raise RequestError(400, f"{field}.role: must be one of {roles}", field=f"{field}.role")
-    role, parts = _ROLES[message.role], message.content
+    role, parts = _OTHER_NAMES.get(message.role, message.role), message.content
     if role == "tool":
         text = text_of(parts, f"{field}.content")
         return [Message("tool", text, name=message.name, tool_call_id=message.tool_call_id)]

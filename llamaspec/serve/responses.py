@@ -21,6 +21,7 @@ from llamaspec.serve.conversations import (
     Content,
     FunctionFields,
     MessageFields,
+    Role,
     conversation,
     function_tool,
     text_of,
@@ -39,7 +40,7 @@ class InputItem(Fields):
     """A message, or another item of a conversation."""
 
     type: str | None = None
-    role: str | None = None
+    role: Role | None = None
     content: Content | None = None
     call_id: str | None = None  # of function_call and function_call_output
     name: str | None = None
@@ -180,7 +181,9 @@ def _messages(items: Sequence[InputItem]) -> tuple[list[MessageFields], list[str
 def _message(item: InputItem, place: str) -> MessageFields:
     kind = item.type or "message"
     if kind == "message":
-        return MessageFields(role=item.role or "", content=item.content)
+        if item.role is None:
+            raise RequestError(400, f"{place}.role: is missing", field=f"{place}.role")
+        return MessageFields(role=item.role, content=item.content)
     if kind == "reasoning":
         thought = text_of(item.content or item.summary, f"{place}.content")
         return MessageFields(role="assistant", reasoning_content=thought)

@@ -41,6 +41,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HI, "top_k": 1.5}, 400, "top_k"),
     (CHAT, {"messages": HI, "min_p": -1}, 400, "min_p"),
     (CHAT, {"messages": HI, "repeat_penalty": 0}, 400, "repeat_penalty"),
+    (CHAT, {"messages": HI, "repeat_penalty": 1e300}, 400, "repeat_penalty"),
     (CHAT, {"messages": HI, "presence_penalty": "x"}, 400, "presence_penalty"),
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": -5}, 400, "max_completion_tokens"),
