@@ -117,6 +117,19 @@ def test_rows_pause_instead_of_being_cut(
     assert len(set(map(id, pauses))) >= 1
 
 
+def test_texts_without_a_limit_share_the_room(
+    demo_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None reserves what it will not use: two texts that may fill the KV cache begin at once."""
+    with open_demo(demo_files, n_cells=CONTEXT) as pair:
+        gate = Gate(pair, monkeypatch)
+        with served(pair) as server, ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(server.post, "/v1/completions", {"prompt": "import", "n": 2, "seed": 1})
+            until(lambda: server.n_running() == 2)
+            gate.open()
+            assert asked.result().status_code == 200
+
+
 def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
     """Else nobody could go on before it reads."""
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
