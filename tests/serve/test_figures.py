@@ -82,6 +82,12 @@ def test_spans_of_what_a_parser_held_back() -> None:
     assert told[-1].spans == (Span("So ", False), Span("it", True), Span(" is", False))
 
 
+def test_text_that_also_stands_in_a_mark() -> None:
+    (said,) = Teller().tell([part("</think>", drafted=False), part("t", ContentDelta("t"))])
+    assert isinstance(said, Content)
+    assert said.spans == (Span("t", True),)
+
+
 def test_text_that_the_model_did_not_write_so() -> None:
     (said,) = Teller().tell([part("a", ContentDelta("b"))])
     assert isinstance(said, Content)

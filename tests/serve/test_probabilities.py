@@ -86,6 +86,14 @@ def test_only_what_is_said_is_told(talker: Served, demo: Pair) -> None:
     assert told.decode().lstrip("\n") == choice["message"]["content"]
 
 
+def test_the_end_of_the_text_is_not_told(server: Served) -> None:
+    """Also where the text is held back until then, because a stop string might have come."""
+    body = {**HI, "logprobs": True, "grammar": 'root ::= "yes"', "stop": "yesterday"}
+    choice = server.post(CHAT, body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "yes"
+
+
 def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair) -> None:
     usual = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
     first = alone.stream("def f(", sampling=Sampling(temperature=0), max_tokens=1).run().tokens[0]

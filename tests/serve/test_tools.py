@@ -12,7 +12,10 @@ import pytest
 from pydantic import BaseModel
 
 from llamaspec import Pair
+from llamaspec.chat.formats import AnswerFormat, Reasoning
 from llamaspec.chat.message import Message, ToolCall
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.statistics import summarize
 from llamaspec.serve.chat import ChatRequest
 from llamaspec.serve.messages import MessagesRequest
 from llamaspec.serve.responses import ResponsesRequest
@@ -182,7 +185,8 @@ def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
     more = {"enable_thinking": True, "thinking_budget_tokens": 5, "reasoning_effort": None, "seed": 1}
     answer = talker.post(CHAT, {**FORCED, **more}).json()
     message = answer["choices"][0]["message"]
-    assert message["reasoning_content"]
+    free = talker.post(CHAT, {**FORCED, **more, "tool_choice": "auto"}).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == free["reasoning_content"]
     (call,) = message["tool_calls"]
     check(call["function"]["name"], call["function"]["arguments"])
 
@@ -216,6 +220,19 @@ def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
     assert set(json.loads(call["function"]["arguments"])) == {"a"}
     strict = {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
     assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
+
+
+def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are control tokens that have text in an answer, and only there."""
+    service = talker.service
+    vocabulary = service.pair.target.vocabulary
+    mark = vocabulary.text(vocabulary.eos).decode()
+    monkeypatch.setattr(service.prompts, "answer_format", AnswerFormat(None, Reasoning("<think>", mark)))
+    tokens = (vocabulary.eos, *vocabulary.tokenize(b"a stop b", add_special=False).tolist())
+    text = service.prompts.written(tokens).partition("stop")[0]
+    assert text.startswith(mark)
+    done = Completion(text, tokens, 1, StopReason.STOP, (), summarize([], 3), 0.0)
+    assert service.stop_string(done, ["never", "stop"]) == "stop"
 
 
 def test_all_apis_say_the_same_to_the_template() -> None:
