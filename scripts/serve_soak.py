@@ -179,7 +179,7 @@ class Client:
 
     def mangled(self) -> tuple[str, str | None]:
         """A request with fields that are wrong, or right by accident."""
-        junk = [
+        junk: list[Any] = [
             None,
             True,
             -1,
