@@ -28,7 +28,7 @@ from llamaspec.serve.deltas import Deltas, End, Reasoning, Said, Silence, ToolSt
 from llamaspec.serve.faults import RequestError, anthropic_error, fault_of, not_supported
 from llamaspec.serve.fields import MAX_STOPS, Count, Fields, SamplingFields, StopText
 from llamaspec.serve.figures import figures
-from llamaspec.serve.questions import MAX_TOOLS, Question, ThinkingFields, ToolName, ToolUse
+from llamaspec.serve.questions import MAX_TOOLS, Question, ThinkingFields, ToolName, ToolUse, prompted
 from llamaspec.serve.service import Service, body_of
 from llamaspec.serve.sse import event
 
@@ -144,7 +144,7 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await body_of(request, CountRequest)
     question = body.question(takes_tools=service.prompts.takes_tools)
-    tokens, _ = await service.asked(question, fits=False)
+    tokens, _ = await prompted(question, service.prompts, fits=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 

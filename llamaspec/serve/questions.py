@@ -15,8 +15,8 @@ from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.formats import AnswerFormat, CallFormat
 from llamaspec.chat.message import Message
+from llamaspec.chat.template import RESERVED
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
-from llamaspec.errors import PromptError
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.grammar import WHITESPACE
 from llamaspec.serve.constraints import Constraints, Shape
@@ -47,7 +47,11 @@ class ToolUse:
     is_named: bool = False
     is_parallel: bool = True
     is_strict: bool = False  # arguments that cannot be held to their schemas are an error
-    choice_field: str = "tool_choice"
+
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the model sees."""
+        return self.tools if self.is_named or self.choice != "none" else ()
 
     @property
     def is_forced(self) -> bool:
@@ -92,8 +96,32 @@ class ThinkingFields(Fields):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+async def prompted(question: Question, prompts: Prompts, *, fits: bool = True) -> tuple[TokenArray, bool]:
+    """The prompt of a question, and whether the answer begins with reasoning.
+
+    Raises
+    ------
+    RequestError
+        It names the field that cannot be obeyed.
+    """
+    use, kwargs = question.tool_use, question.thinking.kwargs
+    if use.tools and not prompts.takes_tools:
+        raise not_supported("tools", "this model's chat template takes no tools")
+    if use.is_forced and not use.tools:
+        raise RequestError(400, "tool_choice: there are no tools", field="tool_choice")
+    if use.is_named and use.choice not in {tool["function"]["name"] for tool in use.tools}:
+        raise RequestError(400, "tool_choice: names none of the tools; name one", field="tool_choice")
+    if taken := RESERVED.intersection(kwargs):
+        field = "chat_template_kwargs"
+        message = f"{field}: the template gets {', '.join(sorted(taken))} from elsewhere; leave that out"
+        raise RequestError(400, message, field=field)
+    return await run_in_threadpool(
+        prompts.of_messages, question.messages, use.offered, kwargs, field=question.place, fits=fits
+    )
+
+
 async def answerable(
-    question: Question, prompts: Prompts, constraints: Constraints, *, fits: bool = True
+    question: Question, prompts: Prompts, constraints: Constraints
 ) -> tuple[TokenArray, Manner]:
     """The prompt of a question, and the manner of its answer.
 
@@ -102,30 +130,14 @@ async def answerable(
     RequestError
         It names the field that cannot be obeyed.
     """
-    use, thinking = question.tool_use, question.thinking
-    if use.tools and not prompts.takes_tools:
-        raise not_supported("tools", "this model's chat template takes no tools")
-    if use.is_forced and not use.tools:
-        raise RequestError(400, f"{use.choice_field}: there are no tools", field=use.choice_field)
-    if use.is_named and use.choice not in {tool["function"]["name"] for tool in use.tools}:
-        raise RequestError(
-            400, f"{use.choice_field}: names none of the tools; name one", field=use.choice_field
-        )
-    tools = use.tools if use.is_named or use.choice != "none" else ()
-    try:
-        prompt, is_thinking = await run_in_threadpool(
-            prompts.of_messages, question.messages, tools, thinking.kwargs, field=question.place, fits=fits
-        )
-    except PromptError as error:
-        if "llamaspec" in str(error) and thinking.kwargs:
-            raise RequestError(400, f"chat_template_kwargs: {error}", field="chat_template_kwargs") from error
-        raise
-    manner = Manner(prompts.answer_format, tools, is_thinking, thinking.budget)
+    prompt, is_thinking = await prompted(question, prompts)
+    use = question.tool_use
+    manner = Manner(prompts.answer_format, use.offered, is_thinking, question.thinking.budget)
     if question.shape is not None:
-        if tools:
+        if use.offered:
             raise not_supported(question.shape.field, "cannot be combined with tools")
         return prompt, await _shaped(manner, question.shape, prompts, constraints)
-    return prompt, await _with_tools(manner, use, prompts, constraints) if tools else manner
+    return prompt, await _with_tools(manner, use, prompts, constraints) if use.offered else manner
 
 
 async def _shaped(manner: Manner, shape: Shape, prompts: Prompts, constraints: Constraints) -> Manner:
@@ -164,7 +176,7 @@ async def _with_tools(manner: Manner, use: ToolUse, prompts: Prompts, constraint
         )
         if text is None:
             if use.is_forced:
-                raise not_supported(use.choice_field, "this model's format of calls cannot be forced")
+                raise not_supported("tool_choice", "this model's format of calls cannot be forced")
             return None
         try:
             return await constraints.compiled(Shape("grammar", text, "tools"))

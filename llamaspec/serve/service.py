@@ -59,9 +59,9 @@ class Service:
         """The manner of a text that is only continued."""
         return Manner(constraint=None if shape is None else await self.constraints.compiled(shape))
 
-    async def asked(self, question: Question, *, fits: bool = True) -> tuple[TokenArray, Manner]:
+    async def asked(self, question: Question) -> tuple[TokenArray, Manner]:
         """The prompt of a question to a chat model, and the manner of the answer."""
-        return await answerable(question, self.prompts, self.constraints, fits=fits)
+        return await answerable(question, self.prompts, self.constraints)
 
     @cached_property
     def model_name(self) -> str:
