@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import jsonschema
@@ -128,25 +128,24 @@ def test_anthropic(claude: Any) -> None:
 
 
 class Thing(BaseModel):
-    name: str
-    size: int
+    name: Literal["cup", "hat"]
+    size: Literal[1, 2, 3]
 
 
 def test_the_clients_parse_what_they_asked_for(client: Any, claude: Any) -> None:
     """Their own helpers, which send schemas of pydantic's."""
     shaped = client.chat.completions.parse(
         model="any", messages=USER, response_format=Thing, seed=1, max_tokens=300, reasoning_effort="none",
-        logit_bias={}, extra_body={"repeat_penalty": 1.3},
-    )  # fmt: skip
+            )  # fmt: skip
     assert isinstance(shaped.choices[0].message.parsed, Thing)
     response = client.responses.parse(
         model="any", input="Hi", text_format=Thing, max_output_tokens=300, reasoning={"effort": "none"},
-        extra_body={"seed": 1, "repeat_penalty": 1.3},
+        extra_body={"seed": 1},
     )  # fmt: skip
     assert isinstance(response.output_parsed, Thing)
     parsed = claude.messages.parse(
         model="any", max_tokens=300, messages=USER, output_format=Thing, thinking={"type": "disabled"},
-        extra_body={"seed": 1, "repeat_penalty": 1.3},
+        extra_body={"seed": 1},
     )  # fmt: skip
     assert isinstance(parsed.parsed_output, Thing)
 
