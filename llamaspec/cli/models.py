@@ -142,7 +142,7 @@ Examples:
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
 def remove_model(called: str) -> None:
     """Delete what was fetched of a model, and the entry if it is your own."""
-    remote = find_remote(called)
+    remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
     dropped = remove_own(called)
     if not freed and not dropped:
