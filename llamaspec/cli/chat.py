@@ -23,12 +23,14 @@ from llamaspec.cli.chat_options import (
 from llamaspec.cli.decoding_options import DecodingOptions, answer_decoding_options, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
+from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import Thoughts, say
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.pair import demo_target
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec chat --target llama-70b-instruct.Q4.gguf --draft llama-8b-instruct.Q4.gguf
@@ -36,7 +38,7 @@ Examples:
   llamaspec chat --target big-instruct.gguf --system "Answer in one sentence." --save talk.json
   llamaspec chat --target big-instruct.gguf --load talk.json --save talk.json
   llamaspec chat --target big-instruct.gguf < questions.txt > answers.txt
-"""
+""",
 )
 @chat_options
 @reasoning_options

@@ -80,7 +80,7 @@ def list_models(repo: str) -> list[str]:
         return [name for name in list_files(repo) if name.endswith(".gguf")]
     except (HTTPError, OSError, ValueError) as error:
         raise ModelFileError(
-            f"cannot see which models {repo} has: {quoted(str(error))}; name the file: hf:owner/repo:file.gguf"
+            f"cannot see which models {repo} has: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
         ) from error
 
 
