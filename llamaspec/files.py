@@ -70,10 +70,10 @@ def read_beginning(path: Path, n: int) -> bytes:
         return file.read(n) or b""
 
 
-def write_file(path: Path, content: str) -> None:
+def write_file(path: Path, content: str, *, private: bool = False) -> None:
     """Write a file in one step: a reader finds the old content or the new, whatever happens.
 
-    A link to a regular file stays a link. Folders must exist.
+    A link to a regular file stays a link. Folders must exist. Nobody else can read a private file.
 
     Raises
     ------
@@ -86,6 +86,8 @@ def write_file(path: Path, content: str) -> None:
     _sweep(path.parent, prefix)
     new = path.with_name(f"{prefix}{secrets.token_hex(6)}.tmp")
     try:
+        if private:
+            new.touch(mode=0o600, exist_ok=False)
         new.write_text(content, encoding="utf-8")
         new.replace(path)
     except BaseException:

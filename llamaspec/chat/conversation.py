@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
 from llamaspec.chat.answers import AnswerParser, ContentDelta, ReasoningDelta
 from llamaspec.chat.formats import AnswerFormat
@@ -43,6 +45,15 @@ class Settings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an answer consists of up to a point."""
+
+    tokens: tuple[int, ...]
+    text: str  # with reasoning and marks
+    said: str  # what a person reads of it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
     """An answer and how it came about."""
@@ -50,6 +61,7 @@ class Reply:
     completion: Completion
     seed: int
     n_thought: int = 0  # characters of reasoning
+    before: Answer | None = None  # where an answer was gone on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,7 @@ class Session:
     template : ChatTemplate
         Of the target.
     settings : Settings
+        May be replaced between two answers.
     system : str, optional
         The system prompt.
     tell : callable
@@ -101,7 +114,7 @@ class Session:
     ) -> None:
         self._pair = pair
         self._template = template
-        self._settings = settings
+        self.settings = settings
         self._system = system
         self._tell = tell
         self._on_reasoning = on_reasoning
@@ -112,6 +125,7 @@ class Session:
         self._asked: tuple[Message, ...] = ()  # what the model was asked with last
         self._n_dropped = 0  # messages at the beginning that the model is not asked with any more
         self._attempt = 0  # how often the last answer was regenerated
+        self._answered: Answer | None = None  # the last answer, where it was written here
         self.last: Reply | None = None
         self.totals = Totals()
 
@@ -137,6 +151,7 @@ class Session:
             self._system = first.text
         self._turns = tuple(others)
         self._n_dropped = self._attempt = 0
+        self._answered = None
         self.last = None
 
     def reset(self) -> None:
@@ -162,6 +177,41 @@ class Session:
         """
         return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
 
+    @property
+    def last_message(self) -> str:
+        """What the user said last.
+
+        Raises
+        ------
+        PromptError
+            Nothing yet.
+        """
+        return self._turns[self._last_asked()].text
+
+    def ask_instead(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """The answer to another message in place of the last one; else as `ask`."""
+        return self._answer((*self._turns[: self._last_asked()], Message("user", text)), 0, on_prefill)
+
+    def go_on(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """More of the last answer, piece by piece: what a larger limit would have let it write at once.
+
+        Raises
+        ------
+        PromptError
+            There is no answer yet.
+        ContextFullError
+            The context has no room for more.
+        """
+        if not self._turns or self._turns[-1].role != "assistant":
+            raise PromptError("there is no answer to go on with; write a message first")
+        return self._answer(self._turns[:-1], self._attempt, on_prefill, more=True)
+
+    def _last_asked(self) -> int:
+        asked = [i for i, message in enumerate(self._turns) if message.role == "user"]
+        if not asked:
+            raise PromptError("there is no message yet; write one first")
+        return asked[-1]
+
     def regenerate(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """Another answer to the last message, with another seed.
 
@@ -172,17 +222,25 @@ class Session:
         """
         if not self._turns or self._turns[-1].role != "assistant":
             raise PromptError("there is no answer to regenerate; write a message first")
-        if self._settings.sampling.temperature == 0:
+        if self.settings.sampling.temperature == 0:
             self._tell("at temperature 0 the answer is always the same")
         return self._answer(self._turns[:-1], self._attempt + 1, on_prefill)
 
     def _answer(
-        self, turns: tuple[Message, ...], attempt: int, on_prefill: Progress | None
+        self,
+        turns: tuple[Message, ...],
+        attempt: int,
+        on_prefill: Progress | None,
+        *,
+        more: bool = False,
     ) -> Generator[str, None, None]:
-        prompt = self._prompt(turns)
+        answered = self._written(turns) if more else Answer((), "", "")
+        prompt = self._prompt(turns, answered)
         n_turn = sum(message.role == "user" for message in turns) - 1
-        seed = self._settings.seed + n_turn + attempt * REGENERATION
-        stream = self._stream(prompt, seed, on_prefill)
+        seed = self.settings.seed + n_turn + attempt * REGENERATION
+        parser = AnswerParser(self._format, thinking=self._begins_thinking)
+        parser.feed(answered.text)
+        stream = self._stream(prompt, seed, on_prefill, parser)
         said: list[str] = []
         n_thought = 0
         try:
@@ -197,10 +255,31 @@ class Session:
                             self._on_reasoning(delta.text)
         finally:
             stream.close()
-            self._keep(turns, Reply(stream.completion, seed, n_thought), "".join(said), attempt)
+            before = answered if more else None
+            self._keep(turns, Reply(stream.completion, seed, n_thought, before), "".join(said), attempt)
 
-    def _stream(self, prompt: TokenArray, seed: int, on_prefill: Progress | None) -> AnswerStream:
-        settings, vocabulary = self._settings, self._pair.target.vocabulary
+    def _written(self, turns: Sequence[Message]) -> Answer:
+        """The last answer; of one from a file only what was said is known, and not what was thought."""
+        if self._answered is not None:
+            return self._answered
+        vocabulary, said = self._pair.target.vocabulary, self._turns[-1].text
+        rendered = self._template.render(
+            (*self._system_messages(), *turns), template_kwargs=self.settings.template_kwargs
+        )
+        reasoning = self._format.reasoning if self._format.begins_thinking(rendered.text) else None
+        cut = reasoning.cut if reasoning is not None else ""
+        tokens = [
+            *vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True).tolist(),
+            *vocabulary.tokenize(said.encode(), add_special=False).tolist(),
+        ]
+        if tokens and vocabulary.piece(tokens[0]) == b" " and not (cut or said).startswith(" "):
+            del tokens[0]  # SentencePiece begins so
+        return Answer(tuple(tokens), cut + said, said)
+
+    def _stream(
+        self, prompt: TokenArray, seed: int, on_prefill: Progress | None, parser: AnswerParser
+    ) -> AnswerStream:
+        settings, vocabulary = self.settings, self._pair.target.vocabulary
 
         def open_stream(prompt: TokenArray, max_tokens: int) -> TextStream:
             return self._pair.stream(
@@ -217,7 +296,6 @@ class Session:
         limit = None
         if settings.reasoning_budget is not None and self._format.reasoning is not None:
             limit = ReasoningLimit(self._format.reasoning, settings.reasoning_budget)
-        parser = AnswerParser(self._format, thinking=self._begins_thinking)
         return AnswerStream(prompt, settings.max_tokens, open_stream, parser, vocabulary, limit)
 
     def _keep(self, turns: tuple[Message, ...], reply: Reply, said: str, attempt: int) -> None:
@@ -225,8 +303,12 @@ class Session:
         completion = reply.completion
         if completion.stop_reason is StopReason.INTERRUPT and not said:
             return
+        before = reply.before or Answer((), "", "")
         self._transcript.wrote(completion.tokens)
-        self._turns = (*turns, self._as_message(said))
+        self._answered = Answer(
+            (*before.tokens, *completion.tokens), before.text + completion.text, before.said + said
+        )
+        self._turns = (*turns, self._as_message(self._answered.said))
         self._attempt = attempt
         self.last = reply
         self.totals = self.totals.plus(completion)
@@ -237,25 +319,31 @@ class Session:
             message = Message("assistant", variant)
             with suppress(PromptError):  # a template may want the user to speak last
                 rendered = self._template.render(
-                    [*self._asked, message], template_kwargs=self._settings.template_kwargs
+                    [*self._asked, message], template_kwargs=self.settings.template_kwargs
                 )
                 if rendered.text.startswith(self._transcript.text):
                     return message
         return Message("assistant", text)
 
-    def _prompt(self, turns: tuple[Message, ...]) -> TokenArray:
+    def _prompt(self, turns: tuple[Message, ...], answered: Answer) -> TokenArray:
         """Tokens of the conversation, without its oldest turns where they leave no room for an answer.
+
+        Behind them those of an answer that is gone on with.
 
         Once there is no room, turns are dropped until half of the context is free: after every drop what is
         left must be prefilled anew, so it should be rare.
         """
         context_size = self._pair.target.context_size
-        room = context_size - min(self._settings.max_tokens, context_size // 4)
+        room = context_size - min(self.settings.max_tokens, context_size // 4)
         n_dropped = min(self._n_dropped, len(turns) - 1)
-        tokens = self._tokens(turns[n_dropped:])
+        tokens = self._tokens(turns[n_dropped:], answered)
         while len(tokens) > room and (next_start := _next_turn(turns, n_dropped)) is not None:
             n_dropped, room = next_start, context_size // 2
-            tokens = self._tokens(turns[n_dropped:])
+            tokens = self._tokens(turns[n_dropped:], answered)
+        if len(tokens) >= context_size and answered.tokens:
+            raise ContextFullError(
+                f"the context of {context_size} tokens has no room for more of this answer; open a larger one"
+            )
         if len(tokens) >= context_size:
             raise ContextFullError(
                 f"the message has {len(tokens)} tokens with what the template and the system prompt add, the "
@@ -271,11 +359,13 @@ class Session:
             self._n_dropped = n_dropped
         return tokens
 
-    def _tokens(self, turns: Sequence[Message]) -> TokenArray:
+    def _tokens(self, turns: Sequence[Message], answered: Answer) -> TokenArray:
         self._asked = (*self._system_messages(), *turns)
-        rendered = self._template.render(self._asked, template_kwargs=self._settings.template_kwargs)
+        rendered = self._template.render(self._asked, template_kwargs=self.settings.template_kwargs)
         self._begins_thinking = self._format.begins_thinking(rendered.text)
-        return self._transcript.read(rendered)
+        tokens = self._transcript.read(rendered)
+        self._transcript.wrote(answered.tokens)
+        return np.concatenate([tokens, np.array(answered.tokens, dtype=np.int32)])
 
     def _system_messages(self) -> tuple[Message, ...]:
         return (Message("system", self._system),) if self._system else ()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llamaspec.chat.message import Message
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.files import cache_folder, parse_json, read_file, write_file
 
 _MAX_BYTES = 64 << 20
 
@@ -72,7 +73,39 @@ class ConversationFiles:
         self._own.add(Path(os.path.realpath(path)))
 
 
-def save_conversation(path: Path, messages: Sequence[Message]) -> None:
+def last_conversation() -> Path:
+    """Where the conversation held last is kept; it need not exist."""
+    return cache_folder() / "last_chat.json"
+
+
+def keep_last(messages: Sequence[Message]) -> None:
+    """Keep a conversation as the last one, for nobody else to read.
+
+    Raises
+    ------
+    LlamaspecError
+        It cannot be kept.
+    """
+    path = last_conversation()
+    with suppress(OSError):  # writing says why
+        path.parent.mkdir(parents=True, exist_ok=True)
+    save_conversation(path, messages, private=True)
+
+
+def load_last() -> tuple[Message, ...]:
+    """The conversation held last.
+
+    Raises
+    ------
+    PromptError
+        There is none, or its file is damaged.
+    """
+    if not last_conversation().exists():
+        raise PromptError("no conversation was kept yet; begin one, or name a file that holds one")
+    return load_conversation(last_conversation())
+
+
+def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
     """Write a conversation; a file that is there is replaced in one step, or not at all.
 
     Raises
@@ -82,7 +115,7 @@ def save_conversation(path: Path, messages: Sequence[Message]) -> None:
     """
     content = [asdict(_Saved(message.role, message.text)) for message in messages]
     try:
-        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
     except OSError as error:
         raise LlamaspecError(
             f"cannot save the conversation to {printable(str(path))}: {error.strerror or error}; "

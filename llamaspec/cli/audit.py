@@ -11,6 +11,7 @@ import click
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.opening import open_files
+from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.errors import PairError
@@ -22,11 +23,12 @@ DEFAULT_SEED = 0
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec audit --target big.gguf --draft small.gguf
   llamaspec audit --target big.gguf --draft small.gguf -t 0 -n 1000 -f prompt.txt --json
-"""
+""",
 )
 @prompt_options("The prompt; default: the beginning of a function.")
 @model_options

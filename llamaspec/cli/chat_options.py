@@ -31,6 +31,15 @@ _FILE_OPTIONS: tuple[Decorator, ...] = (
         "--load", metavar="FILE", help="Go on with a saved conversation; may be the file of --save."
     ),
     click.option(
+        "--resume", "-c", is_flag=True, help="Go on with the conversation that was held last at a terminal."
+    ),
+    click.option(
+        "--keep/--no-keep",
+        default=True,
+        show_default=True,
+        help="Keep the conversation for --resume, in the cache folder, readable by you alone.",
+    ),
+    click.option(
         "--stats/--no-stats", default=False, show_default=True, help="Statistics after every answer."
     ),
 )
@@ -132,11 +141,23 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """Where a conversation comes from and goes to, and what is told of it."""
+    """Where a conversation comes from and goes to, and what is told of it.
+
+    Raises
+    ------
+    ValueError
+        It comes from two places.
+    """
 
     save: str | None
     load: str | None
+    resume: bool
+    keep: bool
     stats: bool
+
+    def __post_init__(self) -> None:
+        if self.resume and self.load is not None:
+            raise ValueError("--resume and --load both name a conversation; drop one")
 
 
 def chat_options(command: Command) -> Command:

@@ -14,7 +14,7 @@ from rich.table import Table
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.opening import open_files
-from llamaspec.cli.option_groups import option_group
+from llamaspec.cli.option_groups import GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress, stderr_console
 from llamaspec.errors import PairError
@@ -33,13 +33,14 @@ class CompareOptions:
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec compare
   llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
   llamaspec compare --target big.gguf --draft ngram -f report.txt
   llamaspec compare --target big.gguf --draft big.gguf       sanity check: every draft token is accepted
-"""
+""",
 )
 @prompt_options("The prompt; default: a very predictable text.")
 @option_group(

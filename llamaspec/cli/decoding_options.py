@@ -10,6 +10,7 @@ import click
 
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.cli.terminal import say
+from llamaspec.errors import PromptError
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.measure.learned_length import auto_length, known_exact_widths
@@ -17,6 +18,16 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.parameters import Sampling
+
+_CHAIN = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 class DraftLength(click.ParamType):  # type: ignore[type-arg]
@@ -37,9 +48,14 @@ class DraftLength(click.ParamType):  # type: ignore[type-arg]
         return length
 
 
+UNLIMITED = 1 << 31  # tokens; every context ends sooner
+
+_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
+                      help="Stop after this many tokens.")  # fmt: skip
+_ANSWER_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=UNLIMITED,
+                             show_default="what the context has room for",
+                             help="Stop an answer after this many tokens.")  # fmt: skip
 _OPTIONS: tuple[Decorator, ...] = (
-    click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
-                 help="Stop after this many tokens."),
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
                  help="0 = always the best token."),
     click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k best tokens; 0 = all."),
@@ -105,7 +121,53 @@ def _decoding(
 
 def decoding_options(command: Command) -> Command:
     """Options for decoding; the command gets DecodingOptions as `decoding`."""
-    return option_group("decoding", _decoding, _OPTIONS)(command)
+    return option_group("decoding", _decoding, (_LIMIT, *_OPTIONS))(command)
+
+
+def answer_decoding_options(command: Command) -> Command:
+    """The same for answers, which end by themselves."""
+    return option_group("decoding", _decoding, (_ANSWER_LIMIT, *_OPTIONS))(command)
+
+
+def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
+    """The same options but for one, which is given as on the command line.
+
+    Raises
+    ------
+    PromptError
+        It is none that can be set, or cannot have this value.
+    """
+    values = settings_of(decoding)
+    field = name.lstrip("-").replace("-", "_")
+    if field not in values:
+        names = ", ".join(values).replace("_", "-")
+        raise PromptError(f"there is no setting {name}; choose one of {names}")
+    option = next(option for option in _settable() if option.name == field)
+    values |= {"rule": decoding.rule, "draft_length": decoding.draft_length, "exact": decoding.exact}
+    try:
+        values[field] = option.type.convert(value, option, None)
+        return _decoding(**values)
+    except click.BadParameter as error:
+        raise PromptError(
+            f"{name} cannot be {value}: {error.message.rstrip('.')}; /set shows them"
+        ) from error
+    except ValueError as error:
+        raise PromptError(f"{name} cannot be {value}: {error}; /set shows them all") from error
+
+
+def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
+    """What can be set between two answers, with its value; None = off, or drawn at random."""
+    chain = {name: getattr(decoding.sampling, name) for name in _CHAIN}
+    return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
+
+
+def _settable() -> list[click.Parameter]:
+    def holder() -> None: ...
+
+    for option in (_ANSWER_LIMIT, *_OPTIONS):
+        option(holder)
+    found: list[click.Parameter] = holder.__click_params__  # type: ignore[attr-defined]
+    return found
 
 
 def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:

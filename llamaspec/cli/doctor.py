@@ -12,6 +12,7 @@ from rich.text import Text
 
 from llamaspec.cli.messages import options_of
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
+from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import printable
 from llamaspec.llama import runtime
@@ -38,12 +39,13 @@ _OPTIONS = {  # by the settings that findings name
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec doctor                                            this machine, with the embedded pair
   llamaspec doctor --target big.gguf --draft small.gguf
   llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
-"""
+""",
 )
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")

@@ -16,7 +16,7 @@ from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, ma
 from llamaspec.cli.explain import explain
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
-from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.report import completion_json, statistics_lines
 from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
@@ -80,6 +80,7 @@ def _generate_options(command: Command) -> Command:
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec generate "def quicksort(items):"
@@ -88,7 +89,7 @@ Examples:
   llamaspec generate --chat --target big-instruct.gguf --system "Be brief." "Why is the sky blue?"
   llamaspec generate --json-schema person.json "Anna is 31 years old. As JSON: "
   git diff | llamaspec generate --target big.gguf --draft small.gguf --json | jq .statistics
-"""
+""",
 )
 @prompt_options("The prompt.", with_argument=True)
 @optional_chat_options

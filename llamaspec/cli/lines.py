@@ -6,6 +6,7 @@ At a terminal with line editing and a history that lasts; otherwise line by line
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def read_typed(read_line: ReadLine) -> Typed:
         There is none.
     """
     line = read_line("> ")
+    if "\n" in line:  # several lines were pasted at once
+        return Typed(line.rstrip("\n"), is_command=False)
     if not line.startswith(QUOTES) and not line.endswith("\\"):
         return Typed(line, is_command=line.startswith("/"))
     try:
@@ -122,6 +125,8 @@ def line_editing() -> Iterator[None]:
     path = history_path()
     with contextlib.suppress(OSError):  # none yet, or not readable
         readline.read_history_file(path)
+    if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines come as one
     readline.set_history_length(HISTORY_LENGTH)
     try:
         yield

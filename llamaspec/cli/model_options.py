@@ -23,9 +23,10 @@ from llamaspec.values import MTP
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 _OPTIONS: tuple[Decorator, ...] = (
-    click.option("--target", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The model that decides what is said: a file, a name, or hf:owner/repo:file."),
-    click.option("--draft", metavar="MODEL|auto|mtp|ngram", envvar="LLAMASPEC_DRAFT",
+    click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
+                 help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
+                      ":QUANTIZATION, or the address of a page of the hub."),
+    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
                       "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
                       "earlier text instead."),

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -26,6 +27,9 @@ from llamaspec.hub.names import find_remote, is_path, locate_model
 from llamaspec.hub.remote import HUB
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import heads_in_file
+
+_TABLE_WIDTH = 70  # columns; on narrower terminals every model has lines of its own
+_LABELS = ("for ", "", "draft ", "", "here: ")
 
 
 @click.group(no_args_is_help=False)
@@ -53,20 +57,21 @@ def list_models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in entries]))
         return
+    console = Console(highlight=False)
+    if console.width < _TABLE_WIDTH:
+        for entry in entries:
+            name, *others = _columns(entry)
+            console.print(_cell(name))
+            told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
+            console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
+        return
     table = Table(box=None, pad_edge=False)
     for title in ("name", "for memory", "size", "draft", "licence", "here"):
         is_number = title in ("for memory", "size")
         table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "licence")
     for entry in entries:
-        table.add_row(
-            _cell(entry.name),
-            f"{entry.memory_gb} GB" if entry.memory_gb else "",
-            _size(entry),
-            _cell(entry.draft or ("mtp" if _has_heads(entry) else "")),
-            _cell(entry.licence or ""),
-            "yes" if _path_here(entry) is not None else "",
-        )
-    Console(highlight=False).print(table)
+        table.add_row(*map(_cell, _columns(entry)))
+    console.print(table)
 
 
 @models.command(
@@ -142,7 +147,7 @@ Examples:
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
 def remove_model(called: str) -> None:
     """Delete what was fetched of a model, and the entry if it is your own."""
-    remote = find_remote(called)
+    remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
     dropped = remove_own(called)
     if not freed and not dropped:
@@ -191,6 +196,18 @@ def _own_entry(name: str, called: str) -> Entry:
 
 def _is_known(catalog: Catalog, draft: str) -> bool:
     return draft.startswith(HUB) or draft.partition(":")[0] in catalog.entries
+
+
+def _columns(entry: Entry) -> tuple[str, ...]:
+    """What is told of an entry in one row."""
+    return (
+        entry.name,
+        f"{entry.memory_gb} GB" if entry.memory_gb else "",
+        _size(entry),
+        entry.draft or ("mtp" if _has_heads(entry) else ""),
+        entry.licence or "",
+        "yes" if _path_here(entry) is not None else "",
+    )
 
 
 def _cell(text: str) -> Text:

@@ -13,6 +13,25 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
 
 
+_TITLES = {"source": "Prompt", "thinking": "Reasoning", "options": "Server"}
+_SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options in the groups in which they were given to it."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each group, and one for what is in none."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(_SECTIONS.get(parameter, "Other"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section("Options" if len(sections) == 1 else title):
+                formatter.write_dl(records)
+
+
 def option_group(
     name: str, make: Callable[..., Any], options: Sequence[Decorator]
 ) -> Callable[[Command], Command]:
@@ -33,7 +52,9 @@ def option_group(
 
         for option in reversed(options):
             grouped = option(grouped)
-        names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
+        parameters = cast(Any, grouped).__click_params__[before:]
+        names = [parameter.name for parameter in parameters]
+        _SECTIONS.update(dict.fromkeys(parameters, _TITLES.get(name, name.capitalize())))
         return cast(Command, grouped)
 
     return decorate

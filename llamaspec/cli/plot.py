@@ -7,6 +7,9 @@ from pathlib import Path
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.probe import Probe
+from llamaspec.measure.saturation import break_even_seconds, verdict
+
+_BREAK_EVEN = "break-even: the same as single tokens, if every draft token is accepted"
 
 
 def check_plot(path: Path) -> None:
@@ -24,7 +27,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw_probe(found: Probe, path: Path, title: str) -> None:
-    """Draw seconds against width, one line for each depth.
+    """Draw seconds against width, one line for each depth, and what drafting may cost at most.
+
+    Below the break-even line a batch with draft tokens is faster than single tokens if all are accepted.
 
     Raises
     ------
@@ -41,7 +46,13 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
         timings = [row.timings[i] for row in found.widths]
         axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
         axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
-    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds", ylim=(0, None))
+    curve = found.curve
+    if found.draft_step is not None:
+        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=_BREAK_EVEN)
+        figure.supxlabel(verdict(curve), fontsize="medium")
+    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
+    slowest = max(timing.high for row in found.widths for timing in row.timings)
+    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
     axes.grid(alpha=0.3)
     axes.legend()
     try:

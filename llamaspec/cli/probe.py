@@ -15,7 +15,7 @@ from rich.table import Table
 
 from llamaspec.cli.model_options import ModelChoice, find_files, find_files_here, model_options
 from llamaspec.cli.opening import open_files
-from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.plot import check_plot, draw_probe
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, printable
@@ -75,12 +75,13 @@ def _probe_options(command: Command) -> Command:
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec probe --target big.gguf --draft small.gguf
   llamaspec probe --target big.gguf --draft small.gguf --quick --json | jq .break_even_acceptance
   llamaspec probe --target big.gguf --draft small.gguf --plot curve.png
-"""
+""",
 )
 @model_options
 @_probe_options

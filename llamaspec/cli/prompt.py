@@ -65,8 +65,13 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
         ),
     ]
     if with_argument:
-        options.insert(0, click.argument("argument", metavar="[PROMPT]", required=False))
-    return option_group("source", PromptSource, options)
+        options.insert(0, click.argument("argument", metavar="[PROMPT]...", nargs=-1))
+    return option_group("source", _source, options)
+
+
+def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] = ()) -> PromptSource:
+    """From the command line, where several words are one prompt."""
+    return PromptSource(option, file, " ".join(argument) if argument else None)
 
 
 def _read(text: str | None, file: str | None) -> bytes:

@@ -15,7 +15,7 @@ from llamaspec.cli.chat_options import ChatOptions
 from llamaspec.cli.decoding_options import DecodingOptions, DraftLength, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
-from llamaspec.cli.option_groups import Command, Decorator, option_group, refusing_values
+from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
@@ -111,12 +111,13 @@ def _serve_options(command: Command) -> Command:
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
   llamaspec serve --pair qwen3-14b --parallel 8 --ctx-per-request 8192
   LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
-"""
+""",
 )
 @_serve_options
 @model_or_plain_options

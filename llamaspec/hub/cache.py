@@ -19,10 +19,21 @@ _MAX_COMMIT_BYTES = 100
 
 
 def folder_of(file: RemoteFile) -> Path:
-    """Where a repository's files lie (HF_HOME, HF_HUB_CACHE)."""
+    """Where the files of its repository lie (HF_HOME, HF_HUB_CACHE)."""
+    return _folder(file.repo)
+
+
+def models_here(repo: str) -> list[str]:
+    """The model files of a repository that are here, by their paths in it."""
+    states = [state for state in (_folder(repo) / "snapshots").glob("*") if state.is_dir()]
+    found = (path.relative_to(state) for state in states for path in state.rglob("*.gguf") if path.is_file())
+    return sorted({path.as_posix() for path in found})
+
+
+def _folder(repo: str) -> Path:
     from huggingface_hub import constants  # takes a while, and most models are files
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{file.repo.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def find_here(file: RemoteFile) -> Path | None:

@@ -68,6 +68,22 @@ def fetch(file: RemoteFile, on_progress: OnFetch | None = None) -> Path:
     return paths[0]
 
 
+def list_models(repo: str) -> list[str]:
+    """The model files of a repository.
+
+    Raises
+    ------
+    ModelFileError
+        The hub does not say.
+    """
+    try:
+        return [name for name in list_files(repo) if name.endswith(".gguf")]
+    except (HTTPError, OSError, ValueError) as error:
+        raise ModelFileError(
+            f"cannot see which models {repo} has: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
+        ) from error
+
+
 class _Teller:
     """Tells how far all parts together are."""
 

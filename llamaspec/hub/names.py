@@ -9,10 +9,18 @@ import os
 from pathlib import Path
 
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub.cache import find_here
+from llamaspec.hub.cache import find_here, models_here
 from llamaspec.hub.catalog import read_catalog
 from llamaspec.hub.progress import OnFetch
-from llamaspec.hub.remote import HUB, RemoteFile, quoted, remote_file
+from llamaspec.hub.remote import (
+    HUB,
+    RemoteFile,
+    address_of_page,
+    is_repo,
+    matching,
+    quoted,
+    remote_file,
+)
 
 AUTO = "auto"  # in place of a draft: the one that is known for the target
 
@@ -23,7 +31,8 @@ def resolve_model(name: str | Path, on_progress: OnFetch | None = None) -> Path:
     Parameters
     ----------
     name : str or Path
-        A path, NAME or NAME:QUANTIZATION of the lists, or hf:owner/repo:file. A `Path` is always a file.
+        A path, NAME or NAME:QUANTIZATION of the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
+        hf:owner/repo where it has one model, or the address of a file's page. A `Path` is always a file.
     on_progress : callable, optional
         Told what is fetched, and how much of it is here.
 
@@ -32,7 +41,7 @@ def resolve_model(name: str | Path, on_progress: OnFetch | None = None) -> Path:
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    found = _own_or_remote(name)
+    found = _own_or_remote(name, ask=True)
     if isinstance(found, Path):
         return found
     here = find_here(found)
@@ -64,7 +73,7 @@ def locate_model(name: str | Path) -> Path:
     ModelFileError
         There is no such model, or it is not here.
     """
-    found = _own_or_remote(name)
+    found = _own_or_remote(name, ask=False)
     here = found if isinstance(found, Path) else find_here(found)
     if here is None:
         called = quoted(str(name))
@@ -74,21 +83,28 @@ def locate_model(name: str | Path) -> Path:
 
 def is_path(name: str) -> bool:
     """Whether this names a file: one that exists, or looks as if it should."""
-    if name.startswith(HUB):
+    if is_address(name):
         return False
     return name.endswith(".gguf") or "/" in name or "\\" in name or os.path.exists(name)  # noqa: PTH110
 
 
-def find_remote(name: str) -> RemoteFile | None:
+def is_address(name: str) -> bool:
+    """Whether this names something on the hub."""
+    return name.startswith((HUB, "https://", "http://"))
+
+
+def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
     """The file on the hub; None for a name of the lists that is a file on this machine.
+
+    An address without a file is looked up here, and then, if the hub may be asked, there.
 
     Raises
     ------
     ModelFileError
         There is no such model, or the address is not one.
     """
-    if name.startswith(HUB):
-        return remote_file(name)
+    if is_address(name):
+        return _find_address(name if name.startswith(HUB) else address_of_page(name), ask)
     plain, _, quantization = name.partition(":")
     entry = read_catalog().find(plain)
     return None if entry.path is not None else entry.file(quantization or None)
@@ -105,7 +121,7 @@ def find_draft(target: str) -> str:
         No draft is known for it.
     """
     catalog = read_catalog()
-    if not is_path(target) and not target.startswith(HUB):
+    if not is_path(target) and not is_address(target):
         catalog.find(target.partition(":")[0])
     draft = catalog.draft_of(target)
     if draft is None:
@@ -118,7 +134,29 @@ def has_draft(target: str) -> bool:
     return read_catalog().draft_of(target) is not None
 
 
-def _own_or_remote(name: str | Path) -> Path | RemoteFile:
+def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
     if isinstance(name, Path) or is_path(name):
         return Path(name)
-    return find_remote(name) or read_catalog().find(name.partition(":")[0]).own_file()
+    return find_remote(name, ask=ask) or read_catalog().find(name.partition(":")[0]).own_file()
+
+
+def _find_address(address: str, ask: bool) -> RemoteFile:
+    """The file of an address that may leave it out, or say no more of it than its quantization."""
+    repo, _, quantization = address.removeprefix(HUB).partition(":")
+    if quantization.endswith(".gguf") or not is_repo(repo):
+        return remote_file(address)
+    here = matching(models_here(repo), repo, quantization)
+    if len(here) == 1:
+        return here[0]
+    if not ask:
+        raise ModelFileError(f"{quoted(address)} is not on this machine, or more than one; name the file")
+    from llamaspec.hub.download import list_models
+
+    listed = list_models(repo)
+    there = matching(listed, repo, quantization)
+    if len(there) == 1:
+        return there[0]
+    found = there or matching(listed, repo, "")
+    choices = quoted(", ".join(file.file for file in found)) or "it has none"
+    which = "several models" if there else "no such model"
+    raise ModelFileError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from llamaspec.errors import ModelFileError, printable
 
@@ -38,8 +41,7 @@ class RemoteFile:
     sha256: str | None = None
 
     def __post_init__(self) -> None:
-        parts = self.repo.split("/")
-        if len(parts) != 2 or not all(map(_is_owner_or_repo, parts)):
+        if not is_repo(self.repo):
             raise ValueError(f"a repository is named owner/name, got {quoted(self.repo)}")
         if not self.file.endswith(".gguf"):
             raise ValueError(f"a model file ends in .gguf, got {quoted(self.file)}")
@@ -77,6 +79,46 @@ def remote_file(address: str) -> RemoteFile:
         raise ModelFileError(
             f"{quoted(address)} is no address: {error}; write hf:owner/repo:file.gguf"
         ) from error
+
+
+def address_of_page(url: str) -> str:
+    """The address of a repository or a file whose page's address was copied from a browser.
+
+    Raises
+    ------
+    ModelFileError
+        It is another page.
+    """
+    from huggingface_hub import constants  # takes a while, and most models are files
+
+    page = url.partition("?")[0].partition("#")[0].removeprefix(f"{constants.ENDPOINT}/")
+    parts = unquote(page).strip("/").split("/")
+    if len(parts) == 2 or (parts[2:] == ["tree", "main"]):
+        return f"{HUB}{parts[0]}/{parts[1]}"
+    if parts[2:4] in (["blob", "main"], ["resolve", "main"]) and len(parts) > 4:
+        return f"{HUB}{parts[0]}/{parts[1]}:{'/'.join(parts[4:])}"
+    raise ModelFileError(
+        f"{quoted(url)} is no page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
+    )
+
+
+def is_repo(name: str) -> bool:
+    """Whether a repository can be called so."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(map(_is_owner_or_repo, parts))
+
+
+def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
+    """The models among a repository's files with a quantization, "" = any; of a split one the first part."""
+    marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
+    found = []
+    for name in dict.fromkeys(names):
+        with suppress(ValueError):  # no model, or a name that leads elsewhere
+            file = RemoteFile(repo, name)
+            is_model = file.parts[0] == name and "mmproj" not in name
+            if is_model and (not quantization or marked.search(name)):
+                found.append(file)
+    return found
 
 
 def is_plain(name: str) -> bool:

@@ -70,6 +70,20 @@ def break_even_acceptance(curve: CostCurve) -> float | None:
     return break_even(round_seconds(curve))
 
 
+def break_even_seconds(curve: CostCurve) -> list[float]:
+    """[n] what evaluating each measured width may cost, drafting aside, to be as fast as single tokens.
+
+    If all draft tokens are accepted; where fewer are, a batch must cost less.
+
+    Examples
+    --------
+    >>> break_even_seconds(CostCurve((1, 2), (1.0, 1.0), 0.25))
+    [1.0, 1.75]
+    """
+    single, step = curve.verify_seconds[0], curve.draft_step_seconds
+    return [width * single - (width - 1) * step for width in curve.widths]
+
+
 def dips(curve: CostCurve) -> list[Dip]:
     """Widths for which a wider batch is at least 3 % cheaper: the cheapest of these."""
     found = []

@@ -58,6 +58,33 @@ def test_regenerate(pair: Pair) -> None:
     assert third not in (first, second)
 
 
+def test_going_on_is_the_longer_answer(pair: Pair) -> None:
+    """Parts of an answer together are the answer that a larger limit gives at once."""
+    whole = session(pair, max_tokens=60)
+    say(whole, "one")
+    chat = session(pair)
+    with pytest.raises(PromptError, match="no answer to go on with"):
+        chat.go_on()
+    parts = say(chat, "one") + "".join(chat.go_on()) + "".join(chat.go_on())
+    assert parts == whole.messages[-1].text
+    assert chat.messages == whole.messages
+    whole.settings = chat.settings
+    assert say(chat, "two") == say(whole, "two")
+
+
+def test_another_message_in_place_of_the_last(pair: Pair) -> None:
+    chat, other = session(pair), session(pair)
+    with pytest.raises(PromptError, match="there is no message yet"):
+        _ = chat.last_message
+    for message in ("one", "two"):
+        say(chat, message)
+    assert chat.last_message == "two"
+    "".join(chat.ask_instead("three"))
+    for message in ("one", "three"):
+        say(other, message)
+    assert chat.messages == other.messages
+
+
 def test_stopping_keeps_what_was_said(pair: Pair) -> None:
     chat = session(pair)
     whole = say(session(pair), "one")

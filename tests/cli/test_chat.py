@@ -13,7 +13,7 @@ from chat_models import PLAIN, last, say, session
 from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
 from llamaspec.chat.message import Message
-from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
+from llamaspec.chat.saved import ConversationFiles, keep_last, load_conversation, load_last, save_conversation
 from llamaspec.cli.lines import Typed, read_typed
 from patience import PATIENCE, until_it_waits
 
@@ -81,6 +81,7 @@ def test_strange_files_are_not_overwritten(tmp_path: Path) -> None:
         (['"""', "/stats", '"""'], Typed("/stats", False)),
         (['"""', "one"], Typed("one", False)),
         (["/stats\\", "x"], Typed("/stats\nx", False)),
+        (["/stats\none\\\n"], Typed("/stats\none\\", False)),
     ],
 )
 def test_messages_of_several_lines(lines: list[str], typed: Typed) -> None:
@@ -133,6 +134,12 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         ([], b"/load none.json\n", "cannot read the conversation none.json"),
         ([], b"/reset all\n", "/reset stands alone"),
         ([], b"/regenerate\n", "no answer to regenerate"),
+        ([], b"/continue\n", "no answer to go on with"),
+        ([], b"/edit\n", "needs a terminal"),
+        ([], b"/set colour red\n", "there is no setting colour; choose one of temperature"),
+        ([], b"/set temperature hot\n", "temperature cannot be hot"),
+        ([], b"/set temperature -1\n", "temperature cannot be -1"),
+        ([], b"/set max-tokens 0\n", "max-tokens cannot be 0"),
         ([], b"caf\xe9\n", "the message is not UTF-8: byte 3 is 0xe9"),
         (["--load", "none.json"], b"", "cannot read the conversation none.json"),
         (["--save", "none/talk.json"], b"", "there is no folder none"),
@@ -145,6 +152,37 @@ def test_faults_end_a_pipe(talker: list[Path], arguments: list[str], stdin: byte
     assert answer.stdout == ""
     assert len(answer.complaints) == 1
     assert says in answer.complaints[0]
+
+
+def test_settings_between_answers(pair: Pair, talker: list[Path]) -> None:
+    stdin = b"/set max-tokens 7\n/set seed 11\n/set --top-k 0\none\n/set\n"
+    answer = invoke(*options(talker), stdin=stdin)
+    shown = dict(line.split() for line in answer.stderr.splitlines() if len(line.split()) == 2)
+    assert {name: shown[name] for name in ("max-tokens", "seed", "top-k", "top-p")} == {
+        "max-tokens": "7", "seed": "11", "top-k": "off", "top-p": "0.95",
+    }  # fmt: skip
+    chain = ["-n", "7", "--seed", "11", "--top-k", "0"]
+    assert answer.stdout == invoke(*options(talker), *chain, stdin=b"one\n").stdout
+    assert answer.stdout != invoke(*options(talker), "-n", "7", stdin=b"one\n").stdout
+
+
+def test_an_answer_is_as_long_as_the_context_allows(talker: list[Path]) -> None:
+    arguments = ["--n-ctx", "600", "--seed", "5", "--stats"]
+    answer = invoke("chat", *naming(talker), *arguments, stdin=b"one\n")
+    assert "the context is full" in answer.stderr
+    assert "conversation: 600 of 600 tokens" in answer.stderr
+
+
+def test_going_on_in_a_pipe(talker: list[Path], own_cache: None) -> None:
+    """A pipe disturbs no conversation that was held at a terminal, unless it goes on with it."""
+    assert "no conversation was kept" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
+    invoke(*options(talker), stdin=b"x\n")
+    assert "no conversation was kept" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
+    keep_last([HELLO, Message("assistant", "yes")])
+    answer = invoke(*options(talker), "--resume", "-n", "9", stdin=b"/continue\n")
+    assert load_last() == (HELLO, Message("assistant", "yes" + answer.stdout.removesuffix("\n")))
+    both = invoke(*options(talker), "--resume", "--load", "x.json", stdin=b"")
+    assert (both.code, "drop one" in both.stderr) == (2, True)
 
 
 def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
@@ -174,8 +212,10 @@ def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
 def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.spawn]]:
     children = []
 
-    def start(*more: str, n_tokens: int = 20) -> pexpect.spawn:
-        env = environment({"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), "TERM": "dumb"})
+    def start(*more: str, n_tokens: int = 20, **others: str) -> pexpect.spawn:
+        cache = str(tmp_path / "cache")
+        own = {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), "LLAMASPEC_CACHE": cache}
+        env = environment({**own, "TERM": "dumb", **others})
         arguments = [*ENTRY[1:], *options(talker), "-n", str(n_tokens), "--n-ctx", "8192", *more]
         child = pexpect.spawn(
             ENTRY[0],
@@ -194,6 +234,47 @@ def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.
     yield start
     for child in children:
         child.close(force=True)
+
+
+def test_pasted_lines_are_one_message(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
+    child = spawn("--save", "talk.json", TERM="xterm")
+    child.send("\x1b[200~one\rtwo\r/exit\r\x1b[201~\r")
+    child.expect("stopped after 20 tokens")
+    child.expect("> ")
+    messages = load_conversation(tmp_path / "talk.json")
+    assert [message.text for message in messages if message.role == "user"] == ["one\ntwo\n/exit"]
+
+
+def test_the_last_conversation_is_resumed(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
+    send(spawn("--no-keep"), "one")
+    kept = tmp_path / "cache" / "last_chat.json"
+    assert not kept.exists()
+    child = spawn()
+    send(child, "one")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    before = load_conversation(kept)
+    child.kill(9)
+    child = spawn("-c")
+    send(child, "two")
+    after = load_conversation(kept)
+    assert [message.text for message in after if message.role == "user"] == ["one", "two"]
+    assert after[:2] == before
+
+
+def test_a_message_is_edited(spawn: Callable[..., pexpect.spawn], pair: Pair, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\ngrep -q two "$1" && echo three > "$1"\n')
+    editor.chmod(0o755)
+    child = spawn("--save", "talk.json", EDITOR=str(editor))
+    assert "there is no message yet" in send(child, "/edit")
+    send(child, "one")
+    send(child, "two")
+    send(child, "/edit")
+    chat = session(pair)
+    say(chat, "one")
+    say(chat, "three")
+    assert load_conversation(tmp_path / "talk.json") == chat.messages
+    assert "the editor failed" in send(child, "/edit")  # grep finds no "two" any more
 
 
 def send(child: pexpect.spawn, line: str) -> str:
@@ -220,7 +301,7 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
     assert "no answer yet" in send(child, "/stats")
     assert "going on with talk.json: 4 messages" in send(child, "/load talk.json")
     assert "there is no command /what" in send(child, "/what")
-    assert "/regenerate    another answer" in send(child, "/help")
+    assert "/continue          more of the last" in send(child, "/help")
     child.sendline('"""')
     child.expect(r"\.\.\. ")
     child.sendline("three")
@@ -235,7 +316,7 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
 
 
 def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
-    """During an answer it stops that and keeps it, at the prompt it leaves; the history stays."""
+    """During an answer it stops that and keeps it, at the prompt it loses nothing; the history stays."""
     child = spawn("--save", "talk.json", n_tokens=8000)
     child.sendline("tell me a story")
     child.expect("tell me a story\r\n")
@@ -253,10 +334,14 @@ def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
     child.expect("> ")  # takes the unfinished message back
     until_it_waits(child.pid)
     child.sendintr()
+    child.expect("Ctrl-D leaves\r\n")
+    child.expect("> ")
+    assert "stopped by interrupt" in send(child, "/stats")  # the conversation is still there
+    child.sendline("/exit")
     child.expect(pexpect.EOF)
     assert "Traceback" not in child.before
     child.close()
     assert child.exitstatus == 0
     child = spawn()
-    child.send("\x10\x10\x10")  # Ctrl-P three times: up in the history
+    child.send("\x10\x10\x10\x10\x10")  # Ctrl-P five times: up in the history
     child.expect("tell me a story")

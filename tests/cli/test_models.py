@@ -181,6 +181,18 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
 
 
+@pytest.mark.parametrize("columns", ["40", "100"])
+def test_the_list_is_readable(own_list: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = invoke("models", "list").stdout.splitlines()
+    shown = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= int(columns)
+    assert "…" not in shown
+    for name, entry in read_catalog().entries.items():
+        assert name in shown
+        assert (entry.licence or "") in shown
+
+
 def test_a_list_keeps_what_it_says(own_list: Path, target_file: Path) -> None:
     entries = read_catalog().entries
     invoke("models", "add", "mine", target_file)

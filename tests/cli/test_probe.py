@@ -84,7 +84,10 @@ def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> No
         assert "without --show" in invoke("probe", *naming(models), "--show").stderr
 
 
-def test_the_table_the_rows_and_the_picture(models: list[Path], tmp_path: Path) -> None:
+def test_the_table_the_rows_and_the_picture(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
     answer = invoke("probe", *naming(models), "--quick")
     assert answer.stdout.splitlines()[0].startswith("positions")
     found = invoke("probe", *naming(models), "--show", "--json").json
@@ -93,8 +96,12 @@ def test_the_table_the_rows_and_the_picture(models: list[Path], tmp_path: Path) 
     assert rows[0] == "width,depth,median_seconds,low_seconds,high_seconds,logit_difference"
     assert len(rows) > 10
     picture = tmp_path / "curve.svg"
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
     assert invoke("probe", *naming(models), "--show", "--plot", str(picture)).code == 0
-    assert "<svg" in picture.read_text()
+    drawn = picture.read_text()
+    assert "<svg" in drawn
+    assert "break-even" in drawn
+    assert found["verdict"] in drawn
     answer = invoke("probe", *naming(models), "--show", "--plot", str(tmp_path / "no" / "curve.png"))
     assert answer.code == 1
     assert "cannot draw" in answer.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from command import ENTRY, PROMPT, environment, expected, generate, naming
+from command import ENTRY, PROMPT, environment, expected, generate, invoke, naming
 from patience import PATIENCE, until_it_waits
 
 
@@ -74,3 +74,12 @@ def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
     child.close()
     assert child.exitstatus == 130
     assert b"Traceback" not in child.before
+
+
+def test_several_words_and_the_names_of_peers(models: list[Path]) -> None:
+    target, draft = models
+    common = ["--threads", "1", "--seed", "5", "-n", "8", "-k", "2", "--json"]
+    ours = invoke("generate", "--target", target, "--draft", draft, *common, "hello world").json
+    theirs = invoke("generate", "-m", target, "-md", draft, *common, "hello", "world").json
+    assert theirs["text"] == ours["text"]
+    assert theirs["draft"] == ours["draft"] == str(draft)

@@ -117,6 +117,22 @@ def test_help_shows_examples(command: list[str], says: list[str]) -> None:
         assert part in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        ("generate", ["Prompt", "Conversation", "Models", "Decoding", "Output", "Other"]),
+        ("chat", ["Conversation", "Reasoning", "Files", "Models", "Decoding", "Other"]),
+        ("serve", ["Server", "Models", "Other"]),
+        ("probe", ["Models", "Output", "Other"]),
+    ],
+)
+def test_help_shows_options_in_groups(command: str, titles: list[str]) -> None:
+    lines = invoke(command, "-h").stdout.splitlines()
+    found = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert found == titles
+    assert sum("--target" in line for line in lines) >= 1
+
+
 def test_names_and_defaults_are_a_contract() -> None:
     """Scripts depend on them."""
     found = {

@@ -10,8 +10,9 @@ from huggingface_hub import constants
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub.names import locate_model, resolve_draft, resolve_model
+from llamaspec.hub.names import find_remote, locate_model, resolve_draft, resolve_model
 from llamaspec.hub.progress import FetchProgress
+from llamaspec.hub.remote import RemoteFile
 
 
 @pytest.fixture
@@ -45,6 +46,43 @@ def test_the_known_draft(hub: Hub, cache: Path) -> None:
     assert resolve_draft(Path("x.gguf"), "big") == Path("x.gguf")
     with pytest.raises(PairError, match=r"no draft is known for small; name one$"):
         resolve_draft("auto", "small")
+
+
+def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
+    split = "acme/split-GGUF"
+    hub.files |= {"acme/two-GGUF/two-Q4_K_M.gguf": b"x", "acme/two-GGUF/two-Q4_K_S.gguf": b"x"}
+    hub.files |= {"acme/two-GGUF/mmproj-two-Q4_K_M.gguf": b"x", "acme/big-GGUF/README.md": b"x"}
+    assert find_remote("hf:acme/two-GGUF:q4_k_m") == RemoteFile("acme/two-GGUF", "two-Q4_K_M.gguf")
+    first = find_remote(f"hf:{split}")
+    assert first is not None
+    assert "-00001-of-" in first.file
+    for address, says in (
+        ("hf:acme/two-GGUF", "has several models; name one"),
+        ("hf:acme/two-GGUF:Q4_K", r"has no such model; .*two-Q4_K_M.gguf, two-Q4_K_S.gguf"),
+        ("hf:acme/none", "cannot see which models acme/none has|has no such model"),
+    ):
+        with pytest.raises(ModelFileError, match=says):
+            resolve_model(address)
+    with pytest.raises(ModelFileError, match="is not on this machine"):
+        locate_model("hf:acme/big-GGUF")
+    n_requests = hub.n_requests
+    path = resolve_model("hf:acme/big-GGUF:Q8_0")
+    assert path.read_bytes() == hub.files[BIG]
+    assert hub.n_requests > n_requests
+    n_requests, hub.listing = hub.n_requests, b"no more answers"
+    assert resolve_model("hf:acme/big-GGUF") == locate_model("hf:acme/big-GGUF:q8_0") == path
+    assert hub.n_requests == n_requests
+
+
+def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:
+    file = find_remote(ADDRESS)
+    for page in ("blob/main/big-Q8_0.gguf", "resolve/main/big-Q8_0.gguf?download=true", "", "tree/main"):
+        assert find_remote(f"{hub.url}/acme/big-GGUF/{page}") == file
+    for page in ("acme/big-GGUF/blob/other/big-Q8_0.gguf", "acme", "acme/big-GGUF/blob/main/%2e%2e/x.gguf"):
+        with pytest.raises(ModelFileError, match=r"write hf:owner/repo:file\.gguf"):
+            find_remote(f"{hub.url}/{page}")
+    with pytest.raises(ModelFileError, match="is no page"):
+        find_remote("https://elsewhere.example/acme/big-GGUF/blob/main/big-Q8_0.gguf")
 
 
 def test_looking_asks_nobody(hub: Hub, cache: Path) -> None:
