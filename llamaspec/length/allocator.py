@@ -8,6 +8,7 @@ stopping rule of a single text. Knows no beliefs. tests/length/test_allocator.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llamaspec.length.cost_model import CostModel
@@ -62,10 +63,37 @@ class Allocator:
         times, base = self.costs.batch_seconds(wider, z, total), self.costs.batch_seconds([total])[0]
         return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]
 
-    def plain_seconds(self, n_rows: int) -> float:
-        """An evaluation with no draft, and all that its rows need besides."""
-        return self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds
-
     def plain_rate(self, n_rows: int) -> float:
         """Tokens per second of rows that do not draft."""
-        return n_rows / self.plain_seconds(n_rows)
+        return n_rows / (self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds)
+
+
+def expected_accepted(acceptance: float, longest: int) -> list[float]:
+    """Draft tokens that are accepted, on average, of 0 .. longest.
+
+    Examples
+    --------
+    >>> expected_accepted(0.5, 3)
+    [0.0, 0.5, 0.75, 0.875]
+    """
+    sums, standing = [0.0], 1.0
+    for _ in range(longest):
+        standing *= acceptance
+        sums.append(sums[-1] + standing)
+    return sums
+
+
+def stopping_threshold(costs: Sequence[float], gains: Sequence[float], rate: float) -> float:
+    """How likely all draft tokens so far must be accepted for one more to pay.
+
+    One more, or several: at a dip of the curve the next token may not pay by itself, but on the way to a
+    width that is cheaper for each token. `m` more tokens gain s * gains[m], where s is the probability that
+    those before are accepted; their seconds, costs[m], could have given `rate` tokens a second.
+    """
+    return min((rate * c / g for c, g in zip(costs[1:], gains[1:], strict=False)), default=float("inf"))
+
+
+def speed_up(costs: Sequence[float], gains: Sequence[float], plain_rate: float) -> float:
+    """Of the best number of draft tokens, next to none: tokens of a row over its share of the time."""
+    pairs = zip(costs[1:], gains[1:], strict=False)
+    return max((1.0 + gain) / (1.0 + plain_rate * cost) for cost, gain in pairs)
