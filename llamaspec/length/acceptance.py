@@ -12,7 +12,8 @@ from math import exp, log, sqrt
 from llamaspec.length.beliefs import Belief, learn
 from llamaspec.values import Round
 
-UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope, also from text to text
+UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope
+COUNT = 8.0  # tokens of a text that all earlier ones count for
 DRIFT, TEXT_DRIFT = 0.02, 0.1  # how far log-odds wander with each token, over all texts and within one
 SUREST = 0.02  # confidences closer than this to 0 or 1 count as this far off
 
@@ -22,11 +23,13 @@ class Acceptance:
 
     def __init__(self, level: float, slope: float = 0.0, drift: float = DRIFT) -> None:
         self.level, self.slope = Belief(level, UNKNOWN**2), Belief(slope, UNKNOWN_SLOPE**2)
-        self._drift = drift
+        self.widest, self._drift = self.level.variance, drift
 
     def of_text(self) -> Acceptance:
         """That of a new text, which differs."""
-        return Acceptance(self.level.mean, drift=TEXT_DRIFT)
+        text, p = Acceptance(self.level.mean, drift=TEXT_DRIFT), self.probability()
+        text.level.variance = text.widest = 1.0 / (COUNT * max(p * (1.0 - p), 0.02))
+        return text
 
     def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
         """That a token is accepted, `z` standard deviations of the level further up."""
@@ -42,7 +45,7 @@ class Acceptance:
 
     def pass_tokens(self, n: int) -> None:
         """Text went by: it may have changed."""
-        self.level.variance = min(self.level.variance + n * self._drift**2, UNKNOWN**2)
+        self.level.variance = min(self.level.variance + n * self._drift**2, self.widest)
         self.slope.variance += n * self._drift**4
 
 

@@ -18,8 +18,8 @@ from llamaspec.length.prior import UNSEEN_VARIANCES, LearnedPrior
 
 NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
-DRIFT, OWN_DRIFT = 0.006, 0.002  # how far times wander between evaluations: all together, each alone
-OWN = 0.15  # standard deviation of a width's offset before it is timed: steps of 15 %
+DRIFT, OWN_DRIFT = 0.006, 0.001  # how far times wander between evaluations: all together, each alone
+OWN = 0.2  # standard deviation of a width's offset, next to that of the width half as wide
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
@@ -36,6 +36,11 @@ class CostModel:
         The only widths that may be evaluated.
     """
 
+    _plain: Belief
+    _power: Belief
+    _step: Belief
+    _own: dict[int, Belief]  # width -> offset
+
     def __init__(self, prior: LearnedPrior, allowed: Collection[int] | None = None) -> None:
         self._allowed = allowed
         self._believe(prior)
@@ -46,6 +51,11 @@ class CostModel:
         self._seconds: list[float] = []  # [w] an evaluation of exactly this width; empty: not up to date
         self._width: list[int] = []  # [n] the cheapest allowed width of at least n; 0: none
         self._size = 17  # widths with a price; grows on demand
+
+    @property
+    def plain_spread(self) -> float:
+        """Standard deviation of the logarithm of the time of width 1."""
+        return sqrt(self._plain.variance)
 
     @property
     def knows_step(self) -> bool:
@@ -102,7 +112,7 @@ class CostModel:
         if width > 1:
             if width not in self._own:  # it begins where its neighbours let expect it
                 offset = log(known) - self._plain.mean - self._power.mean * log(width)
-                self._own = dict(sorted([*self._own.items(), (width, Belief(offset, OWN**2))]))
+                self._own = dict(sorted([*self._own.items(), (width, Belief(offset, self._variance(width)))]))
             parts += [(self._own[width], 1.0), (self._power, log(width))]
         self.n_timed[width] = self.n_timed.get(width, 0) + 1
         self._learn(parts, log(seconds / known), NOISE**2)
@@ -147,8 +157,14 @@ class CostModel:
         """Standard deviation of the logarithm of the ratio of two widths."""
         if width == base:
             return 0.0
-        own = [self._own[w].variance if w in self._own else OWN**2 for w in (width, base) if w > 1]
-        return sqrt(sum(own) + self._power.variance * log(width / base) ** 2)
+        own = self._variance(width) + self._variance(base)
+        return sqrt(own + self._power.variance * log(width / base) ** 2)
+
+    def _variance(self, width: int) -> float:
+        """Of a width's offset: the further from those known, the more."""
+        if width == 1 or width in self._own:
+            return self._own[width].variance if width > 1 else 0.0
+        return OWN**2 * min(1.0, *(abs(log(width / known)) / log(2) for known in (1, *self._own)))
 
     def _cover(self, n: int) -> None:
         """Bring the prices up to date, and up to `n` positions."""

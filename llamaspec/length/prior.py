@@ -12,6 +12,7 @@ UNSEEN = (log(0.03), 0.5, log(0.12))  # width 1, power, step: only ratios matter
 UNSEEN_VARIANCES = (9.0, 0.09, 1.0)  # anything; 0.3; a factor of 2.7
 OTHER_DAY = (9.0, 0.015, 0.1, 0.004)  # what these, and an offset, gain by a probe or a run being over
 LOG_ODDS = (0.4, 0.2, 0.6)  # an acceptance of 0.6; a confidence of 0.9 is worth 0.82, one of 0.1 0.25
+FREE_LOG_ODDS = (-0.4, -0.8, 0.9)  # of an n-gram: a match of 2 goes on in 46 %
 LARGEST = 50.0  # beyond, seconds and probabilities are no numbers
 
 
@@ -57,7 +58,9 @@ class LearnedPrior:
         """What a probe found; beyond its last width the power goes on."""
         first, widths = curve.verify_seconds[0], curve.widths[1:]
         ratios = [log(seconds / first) for seconds in curve.verify_seconds[1:]]
-        power = ratios[-1] / log(widths[-1]) if widths else UNSEEN[1]
+        power = max(ratios[-1] / log(widths[-1]), 0.0) if widths else UNSEEN[1]
         offsets = (ratio - power * log(width) for width, ratio in zip(widths, ratios, strict=True))
-        means = (log(first), power, log(curve.draft_step_seconds / first or 1e-6), *offsets)
-        return cls.after(widths, means, (0.0,) * len(means))
+        step = log(curve.draft_step_seconds / first) if curve.draft_step_seconds else UNSEEN[2]
+        unknown = 0.0 if curve.draft_step_seconds else UNSEEN_VARIANCES[2]
+        means = (log(first), power, step, *offsets)
+        return cls.after(widths, means, (0.0, 0.0, unknown, *(0.0 for _ in widths)))

@@ -19,6 +19,7 @@ from llamaspec.values import Draft, Round, Source
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
+FREE_WAIT = 16.0  # tokens between explorations of a source in whose place another may draft
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class View:
     """What a row knows of one source."""
 
     acceptance: Acceptance
+    least_wait: float
     wait: float = 0.0  # tokens until the next exploration
     n_since: int = 0  # tokens since the last one
 
@@ -33,9 +35,9 @@ class View:
         """Let explorations that fail become rarer. `gain`: plain tokens."""
         if explores:
             self.n_since = 0
-            self.wait = min(2 * self.wait + 1, max(-gain / CALM, 1.0))
+            self.wait = max(min(2 * self.wait + 1, max(-gain / CALM, 1.0)), self.least_wait)
         if gain > 0:
-            self.wait = 0.0
+            self.wait = self.least_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class AutoRow:
         self._shared = shared
         self._pledge = Pledge()
         shared.start_row(self._pledge)
-        self._views = {s: View(shared.usual[s].of_text()) for s in Source}
+        self._views = {s: View(shared.usual[s].of_text(), FREE_WAIT if s in FREE else 0.0) for s in Source}
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
         self.n_unread = 0  # tokens that the draft has not read, besides the last
@@ -124,7 +126,10 @@ class AutoRow:
     def _plan(self, source: Source) -> Plan:
         shared, allocator, costs = self._shared, self._shared.allocator, self._shared.costs
         n_rows, view = allocator.n_rows, self._views[source]
-        rate, left = allocator.plain_rate(n_rows), shared.budget.left(shared.n_tokens, n_rows) / n_rows
+        rate, left = (
+            allocator.plain_rate(n_rows),
+            shared.budget.left(shared.n_tokens, n_rows, costs.plain_spread) / n_rows,
+        )
         if source not in FREE:
             if not costs.knows_step and costs.cheapest_width(n_rows + 1):
                 return Plan(rate, 1, True)  # nothing is known but what one token shows

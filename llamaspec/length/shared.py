@@ -10,11 +10,12 @@ from collections.abc import Collection
 from llamaspec.length.acceptance import Acceptance, verified_tokens
 from llamaspec.length.allocator import Allocator, Pledge
 from llamaspec.length.cost_model import CostModel
-from llamaspec.length.prior import LOG_ODDS
+from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
 from llamaspec.values import Round, Source
 
 FREE = frozenset({Source.NGRAM, Source.GRAMMAR})  # sources that cost no draft step
+SOFT = 0.5  # part of a draft token that its calibrated confidence counts for, verified or not
 OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 
 
@@ -32,7 +33,7 @@ class Shared:
         self.allocator, self.budget = Allocator(costs, longest), RegretBudget()
         self.usual, self.calibrations = dict[Source, Acceptance](), dict[Source, Acceptance]()
         for source in Source:
-            usual, level, slope = log_odds if source is Source.MODEL else LOG_ODDS
+            usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
@@ -50,12 +51,14 @@ class Shared:
     def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:
         """Learn from one row's round."""
         usual, calibration = self.usual[round_.source], self.calibrations[round_.source]
+        for confidence in round_.confidences:
+            of_text.learn(calibration.probability(confidence), count=SOFT)
         for confidence, is_accepted in verified_tokens(round_):
             usual.pass_tokens(1)
             calibration.pass_tokens(1)
             usual.learn(is_accepted)
             calibration.learn(is_accepted, confidence)
-            of_text.learn(is_accepted)
+            of_text.learn(is_accepted, count=1.0 - SOFT)
 
     def observe(self, round_: Round, n_unread: int) -> float:
         """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
@@ -94,7 +97,8 @@ class Shared:
         n_rows = round_.n_rows
         if self._n_drafted and self.knows_plain:
             seconds = self._verify_seconds + self._drafting + self._overhead
-            self.budget.gain += self._n_made - seconds * self.allocator.plain_rate(n_rows)
+            plain = 1.0 / self.allocator.plain_rate(1)
+            self.budget.book(self._n_made, seconds * self.allocator.plain_rate(n_rows) * plain, plain)
         if not self._n_drafted and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
             self.knows_plain = not self.costs.looks_foreign(1)
             self.wants_plain, self.n_since_plain = False, 0
