@@ -95,5 +95,5 @@ rebuild:
 
 $(PROJECT_READY): pyproject.toml $(LLAMA_CPP_READY)
 	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet $(FROM_SOURCE) \
-	    --editable . --group dev
+	    --editable '.[serve]' --group dev
 	@touch $@

@@ -8,8 +8,9 @@
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import Summary
-from llamaspec.engine.stream import Completion, Piece, StopReason, TextStream
+from llamaspec.engine.stream import TextStream
 from llamaspec.errors import (
     ClosedError,
     ContextFullError,
@@ -25,7 +26,8 @@ from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
-from llamaspec.values import Distribution, Draft, Round, Sampling
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import Distribution, Draft, Round
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,8 @@ LlamaspecError
 ├── MemoryFullError           the machine has no room
 │   └── ContextFullError      the context has no room for a text
 └── EvaluationError           llama.cpp failed while it computed
-    └── EvaluationAbortedError  somebody asked for it
+    ├── EvaluationAbortedError  somebody asked for it
+    └── ScoresError             the model's scores are not numbers
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class EvaluationError(LlamaspecError):
 
 class EvaluationAbortedError(EvaluationError):
     """An evaluation was ended on purpose."""
+
+
+class ScoresError(EvaluationError):
+    """The scores of a model are not finite numbers: its file is damaged."""
 
 
 def printable(text: str, keep: str = "") -> str:

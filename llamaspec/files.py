@@ -2,7 +2,7 @@
 
 Only a regular file below a size is read, so no pipe, device or huge file keeps anybody waiting. Content is
 validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN. Knows
-neither what the files mean nor where they lie. tests/test_files.py has pipes, devices and damaged content.
+not what the files mean. tests/test_files.py has pipes, devices and damaged content.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that w
 _LONGEST_REASON = 200  # characters
 
 
+def cache_folder() -> Path:
+    """Where llamaspec keeps what it can find out again: $LLAMASPEC_CACHE, or the user's cache folder."""
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False))
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes.
 
@@ -39,6 +46,20 @@ def read_file(path: Path, limit: int) -> bytes:
     OSError
         It cannot be read, is no regular file, or is larger; `strerror` says which.
     """
+    content = read_beginning(path, limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
+    return content
+
+
+def read_beginning(path: Path, n: int) -> bytes:
+    """Read the first `n` bytes of a regular file, or all that it has.
+
+    Raises
+    ------
+    OSError
+        It cannot be read, or is no regular file.
+    """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer would block here
@@ -46,10 +67,7 @@ def read_file(path: Path, limit: int) -> bytes:
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        content = file.read(limit + 1) or b""
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
-    return content
+        return file.read(n) or b""
 
 
 def write_file(path: Path, content: str) -> None:

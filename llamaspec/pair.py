@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,8 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.stream import Progress, TextPlan, TextStream
+from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.hub.names import resolve_draft, resolve_model
 from llamaspec.length.auto_length import AutoLength
@@ -30,8 +31,9 @@ from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Sampling, Source, TokenArray
+from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -88,6 +90,7 @@ class Pair:
         seed: int | None = None,
         max_tokens: int = 256,
         stops: Sequence[str] = (),
+        spelled: Mapping[int, bytes] | None = None,
         rule: str = DEFAULT_RULE,
         policy: LengthPolicy | None = None,
         drafter: Drafter | None = None,
@@ -108,6 +111,9 @@ class Pair:
             At most this many new tokens.
         stops : sequence of str
             Strings that end the text.
+        spelled : dict of int to bytes, optional
+            Control tokens and the text that each has in this stream, such as the marks of a call that
+            `AnswerFormat.spelled` names; the others have none.
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
@@ -135,8 +141,18 @@ class Pair:
             context_size=self.target.context_size,
             max_scored=self.target.max_scored,
         )
-        plan = TextPlan(self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops)
+        plan = TextPlan(
+            self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
+        )
         return TextStream(plan, self._scheduler, on_prefill)
+
+    def step(self) -> bool:
+        """Make one evaluation for all streams that have begun; False where none needs one.
+
+        For a program that looks after many streams in one thread: `TextStream.ready` begins a stream and
+        hands out what exists of it.
+        """
+        return self._scheduler.step()
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that yields what it wants evaluated, beside the streams; returns its result.
@@ -151,6 +167,10 @@ class Pair:
         >>> pair.run(score(tokens))  # doctest: +SKIP
         """
         return self._scheduler.run(measurement)
+
+    def cache_use(self) -> tuple[int, int]:
+        """Tokens that the target's KV cache holds, and how many it could."""
+        return self.target.cache_use()
 
     def forget(self) -> None:
         """Empty both KV caches, as if nothing had been evaluated."""

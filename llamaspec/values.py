@@ -7,8 +7,9 @@ copied and compared in microseconds. `None` is the only "off".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,28 +54,22 @@ class ForwardRequest:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
+    n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
+    n_scored: int = field(init=False)  # rows of logits in the answer
 
     def __post_init__(self) -> None:
-        if not 0 <= self.n_logits <= len(self.tokens):
-            raise ValueError(f"cannot score {self.n_logits} of {len(self.tokens)} tokens")
-        if len(self.draft) and not self.n_logits:
+        n, n_draft = len(self.tokens), len(self.draft)
+        if not 0 <= self.n_logits <= n:
+            raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
+        if n_draft and not self.n_logits:
             raise ValueError("draft tokens need the logits of the token before them")
-        if self.parents is not None and len(self.parents) != len(self.draft):
-            raise ValueError(f"{len(self.draft)} draft tokens have {len(self.parents)} parents")
-
-    @property
-    def n_tokens(self) -> int:
-        """Positions of the KV cache that the sequence and its draft tokens fill."""
-        return len(self.tokens) + len(self.draft)
-
-    @property
-    def n_scored(self) -> int:
-        """Rows of logits in the answer."""
-        return self.n_logits + len(self.draft)
+        if self.parents is not None and len(self.parents) != n_draft:
+            raise ValueError(f"{n_draft} draft tokens have {len(self.parents)} parents")
+        object.__setattr__(self, "n_tokens", n + n_draft)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forward:
+class Forward(NamedTuple):
     """The answer to a request, and the evaluation that computed it."""
 
     logits: Logits  # [n_logits + K, V] valid until the text makes its next request; not to be written to
@@ -85,76 +80,7 @@ class Forward:
     evaluation: int  # serial number of the evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is drawn from a model's scores, in llama.cpp's order of steps.
-
-    Penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token, ties to
-    the lowest id.
-
-    Raises
-    ------
-    ValueError
-        A field is outside its range.
-    """
-
-    temperature: float = 0.8  # >= 0; 0 = greedy
-    top_k: int | None = 40  # keep the k best tokens
-    top_p: float | None = 0.95  # keep the smallest set of best tokens with this much probability
-    min_p: float | None = 0.05  # keep tokens at least this probable, relative to the best
-    repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
-    presence_penalty: float | None = None  # subtracted once from the score of a seen token
-    frequency_penalty: float | None = None  # subtracted once for each time a token was seen
-    penalty_window: int = 64  # how many of the last tokens count as seen
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top-k must be >= 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p must be in (0, 1], got {self.top_p}")
-        if self.min_p is not None and not 0 < self.min_p <= 1:
-            raise ValueError(f"min-p must be in (0, 1], got {self.min_p}")
-        if self.repeat_penalty is not None and not 0 < self.repeat_penalty < float("inf"):
-            raise ValueError(f"repeat-penalty must be > 0, got {self.repeat_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if value is not None and not -float("inf") < value < float("inf"):
-                raise ValueError(f"{name.replace('_', '-')} must be a finite number, got {value}")
-        if self.penalty_window < 1:
-            raise ValueError(f"penalty window must be >= 1, got {self.penalty_window}")
-
-    @property
-    def penalises(self) -> bool:
-        """Whether the scores depend on the tokens seen before."""
-        penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
-        return any(penalty is not None for penalty in penalties)
-
-
-ROLES = ("system", "user", "assistant")
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One contribution to a conversation.
-
-    Raises
-    ------
-    ValueError
-        The role is unknown.
-    """
-
-    role: str  # system, user or assistant
-    text: str
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Distribution:
+class Distribution(NamedTuple):
     """Probabilities after truncation: only the tokens that survived, in ascending order of id.
 
     Where one token holds all the probability, drawing needs no chance.
@@ -243,11 +169,12 @@ class Draft:
 
     def plus(self, token: int, distribution: Distribution, confidence: float) -> Draft:
         """The same chain with one more draft token."""
-        return replace(
-            self,
-            tokens=np.append(self.tokens, np.int32(token)),
-            distributions=(*self.distributions, distribution),
-            confidences=(*self.confidences, confidence),
+        return Draft(
+            np.concatenate((self.tokens, np.array((token,), dtype=np.int32))),
+            (*self.distributions, distribution),
+            (*self.confidences, confidence),
+            self.source,
+            self.parents,
         )
 
     def first(self, n: int) -> Draft:
@@ -268,8 +195,7 @@ NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verification:
+class Verification(NamedTuple):
     """What the target made of a draft: the tokens along `path` are accepted, then comes `next_token`."""
 
     path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
@@ -320,35 +246,10 @@ class Round:
     @property
     def tokens(self) -> TokenArray:
         """The tokens that this round adds to the text: int32 [n_accepted + 1]."""
-        tokens = np.empty(len(self.path) + 1, dtype=np.int32)
-        tokens[:-1] = self.draft.tokens[list(self.path)] if self.path else NO_TOKENS
-        tokens[-1] = self.next_token
-        return tokens
+        accepted = self.draft.tokens[list(self.path)].tolist() if self.path else ()
+        return np.array((*accepted, self.next_token), dtype=np.int32)
 
     @property
     def seconds(self) -> float:
         """Wall clock of the whole round, without what only other rows needed."""
         return self.draft_seconds + self.verify_seconds + self.overhead_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class CostCurve:
-    """What one pair costs on one machine: the answer of the saturation probe.
-
-    Raises
-    ------
-    ValueError
-        Widths are not ascending from 1, or a time is not positive.
-    """
-
-    widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
-    verify_seconds: tuple[float, ...]  # one for each width
-    draft_step_seconds: float  # one draft token; 0 where they cost nothing
-
-    def __post_init__(self) -> None:
-        if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
-            raise ValueError("a cost curve needs one time for each width, from width 1 on")
-        if any(b <= a for a, b in zip(self.widths, self.widths[1:], strict=False)):
-            raise ValueError(f"widths must ascend, got {self.widths}")
-        if min(self.verify_seconds) <= 0 or self.draft_step_seconds < 0:
-            raise ValueError("seconds must be positive")

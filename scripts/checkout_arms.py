@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from llamaspec import Pair
-from llamaspec.values import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 
 WORKER = Path(__file__).with_name("checkout_worker.py")
 ARMS = ("plain", "auto", "auto, kept", "auto, cold")

@@ -16,15 +16,15 @@ def main() -> None:
     folder, target, draft = sys.argv[1:4]
     sys.path.insert(0, folder)
     import llamaspec
-    from llamaspec.values import CostCurve
 
+    cost_curve = sys.modules[llamaspec.AutoLength.__module__].CostCurve  # wherever that version keeps it
     answers, sys.stdout = sys.stdout, sys.stderr
     kept = llamaspec.AutoLength()
     with llamaspec.open_pair(target, draft) as pair:
         for line in sys.stdin:
             request = json.loads(line)
             curve = request["curve"]
-            prior = CostCurve(tuple(curve[0]), tuple(curve[1]), curve[2]) if curve else None
+            prior = cost_curve(tuple(curve[0]), tuple(curve[1]), curve[2]) if curve else None
             policies: dict[str, Any] = {
                 "plain": llamaspec.FixedLength(0),
                 "auto, cold": llamaspec.AutoLength(),

@@ -8,10 +8,11 @@ a test wants to see would drown in it. The sign > is left out, so that a prompt 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
-import gguf
-
+from label_demo_pair import relabel
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.chat.conversation import Session, Settings
 from llamaspec.chat.template import ChatTemplate
@@ -51,22 +52,8 @@ def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE
 
 def with_template(path: Path, new: Path, template: str) -> Path:
     """Copy a model file and add a chat template."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(new, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
-            kind, *inner = field.types
-            writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
-    writer.add_chat_template(template)
-    for tensor in reader.tensors:
-        data = tensor.data
-        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in reader.tensors:
-        writer.write_tensor_data(tensor.data)
-    writer.close()
+    shutil.copyfile(path, new)
+    relabel(new, template)
     return new
 
 
@@ -84,11 +71,15 @@ def session(
     tell: Remarks | None = None,
     template: ChatTemplate | None = None,
     n_drafted: int = 3,
+    on_reasoning: Remarks | None = None,
+    **others: Any,
 ) -> Session:
     pair.target.forget()
-    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", FixedLength(n_drafted))
+    policy = FixedLength(n_drafted)
+    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", policy, **others)
     template = template or ChatTemplate.of(pair.target)
-    return Session(pair, template, settings, system=system, tell=Remarks() if tell is None else tell)
+    tell = Remarks() if tell is None else tell
+    return Session(pair, template, settings, system=system, tell=tell, on_reasoning=on_reasoning)
 
 
 def say(session: Session, text: str) -> str:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.cli.main import main
+from patience import PATIENCE
 
 ENTRY = [sys.executable, "-c", "from llamaspec.cli.main import main; main()"]
 PROMPT = "def f(self):\n    return "
@@ -47,7 +48,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what would change how llamaspec answers."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    return {**kept, "PYTHONUTF8": "1", **(changes or {})}
+    return {**kept, "PYTHONUTF8": "1", "LLAMASPEC_TRUST_FILES": "1", **(changes or {})}
 
 
 def run(
@@ -62,7 +63,7 @@ def run(
         input=stdin,
         capture_output=True,
         env=environment(env),
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     return Answer(done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from llama_cpp import llama_cpp as lib
 
 from chat_models import TALKER, write_chat_model
@@ -15,14 +17,35 @@ from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.llama.batch import Batch, Stretch
 from model_store import ModelStore, OpenModel, demo_pair
+from patience import PATIENCE
 from tiny_models import Recipe
+
+
+def pytest_configure() -> None:
+    """Nothing of the person's surroundings, and nothing about time, decides whether tests pass."""
+    for name in [name for name in os.environ if name.startswith(("HF_", "LLAMASPEC_"))]:
+        del os.environ[name]
+    for name in ("http_proxy", "https_proxy", "all_proxy"):  # the hub of the tests is on this machine
+        os.environ.pop(name, None)
+        os.environ.pop(name.upper(), None)
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        os.environ[name] = str(int(PATIENCE))
+    settings.register_profile(
+        "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither what other programs have learnt is read, nor is anything left behind."""
+    """Neither what other programs have learnt is read, nor is anything left behind.
+
+    The tests' own files are opened without a trial; tests/llama/test_trial.py has the trials.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        patch.setenv("LLAMASPEC_TRUST_FILES", "1")
+        for kind in ("CACHE", "CONFIG", "STATE"):
+            patch.setenv(f"XDG_{kind}_HOME", str(tmp_path_factory.mktemp("person")))
         yield
 
 

@@ -15,7 +15,8 @@ from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import Drafter, RandomStreams, Rule, Stream
 from llamaspec.sampling.distributions import distribution
-from llamaspec.values import DRAFT, TARGET, Distribution, Round, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)

@@ -13,8 +13,8 @@ from math import exp, log
 import numpy as np
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
-from llamaspec.values import CostCurve
 from simulator import Machine, Passage, Run, passage, play, table
 
 N = 512

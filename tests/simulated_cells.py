@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import Bytes, CachedSequence, KVCache
+from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cells import Bytes
+from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import ForwardRequest, TokenArray
 
 Content = tuple[int, ...]  # the tokens up to and with that of the cell

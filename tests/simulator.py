@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.protocols import LengthPolicy, RowLength
-from llamaspec.values import CostCurve, Draft, Round, Source
+from llamaspec.values import Draft, Round, Source
 
 Array = npt.NDArray[np.float64]
 N_WIDTHS = 512

@@ -33,6 +33,7 @@ def stream(pair: Pair, seed: int) -> TextStream:
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What llama.cpp is told to free, in this order."""
+    gc.collect()  # what earlier tests left would be freed in this one
     names: list[str] = []
 
     def noted(name: str) -> Callable[[object], None]:

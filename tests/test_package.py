@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import environment
+from patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NAMES = "from llamaspec.hub.catalog import read_catalog; print(*read_catalog().entries)"
@@ -32,7 +33,7 @@ def names(package: Path, folder: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", NAMES],
         cwd=folder, env=environment({"PYTHONPATH": str(package), "LLAMASPEC_CONFIG": str(folder)}),
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     return done.stdout.split()
 
@@ -45,5 +46,5 @@ def test_the_installed_package_finds_the_list_of_models(installed: Path, tmp_pat
 
 
 def test_the_installed_package_has_the_embedded_pair_and_pages(installed: Path) -> None:
-    for name in ("demo/target.gguf", "demo/draft.gguf", "cli/timeline.html", "py.typed"):
+    for name in ("demo/target.gguf", "demo/draft.gguf", "cli/timeline.html", "serve/page.html", "py.typed"):
         assert (installed / "llamaspec" / name).stat().st_size == (ROOT / "llamaspec" / name).stat().st_size

@@ -11,11 +11,13 @@ from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.stream import TextPlan, TextStream
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import TextPlan
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Logits, Sampling, TokenArray
+from llamaspec.values import DRAFT, TARGET, Logits, TokenArray
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 V = 7
@@ -70,6 +72,7 @@ def stream(
     max_tokens: int = 12,
     vocabulary: Letters | None = None,
     stops: Sequence[str] = (),
+    spelled: Mapping[int, bytes] | None = None,
     **settings: object,
 ) -> TextStream:
     """A text; by default the draft model drafts, if there is one."""
@@ -80,7 +83,7 @@ def stream(
         drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
         model.context_size, model.max_scored,
     )  # fmt: skip
-    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops)
+    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {})
     return TextStream(plan, scheduler, **settings)  # type: ignore[arg-type]
 
 

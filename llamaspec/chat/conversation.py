@@ -6,17 +6,24 @@ text comes out of iterators, remarks go to a function that was handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
+from llamaspec.chat.answers import AnswerParser, ContentDelta, ReasoningDelta
+from llamaspec.chat.formats import AnswerFormat
+from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
-from llamaspec.engine.stream import Completion, Progress, StopReason
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import Message, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt: turns that no conversation reaches
 
@@ -32,6 +39,8 @@ class Settings:
     max_tokens: int  # of each answer
     rule: str
     policy: LengthPolicy  # one for the whole conversation, which goes on learning
+    reasoning_budget: int | None = None  # tokens of each answer's reasoning
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +49,7 @@ class Reply:
 
     completion: Completion
     seed: int
+    n_thought: int = 0  # characters of reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class Session:
         The system prompt.
     tell : callable
         Receives remarks, such as that old turns were left out.
+    on_reasoning : callable, optional
+        Receives what the model thinks, piece by piece. It is not part of the conversation.
     """
 
     def __init__(
@@ -85,12 +97,16 @@ class Session:
         *,
         system: str | None = None,
         tell: Tell,
+        on_reasoning: Tell | None = None,
     ) -> None:
         self._pair = pair
         self._template = template
         self._settings = settings
         self._system = system
         self._tell = tell
+        self._on_reasoning = on_reasoning
+        self._format = AnswerFormat.of(template.source)
+        self._begins_thinking = False  # with the prompt last made
         self._transcript = Transcript(pair.target.vocabulary)
         self._turns: tuple[Message, ...] = ()
         self._asked: tuple[Message, ...] = ()  # what the model was asked with last
@@ -166,29 +182,51 @@ class Session:
         prompt = self._prompt(turns)
         n_turn = sum(message.role == "user" for message in turns) - 1
         seed = self._settings.seed + n_turn + attempt * REGENERATION
-        stream = self._pair.stream(
-            prompt,
-            sampling=self._settings.sampling,
-            seed=seed,
-            max_tokens=self._settings.max_tokens,
-            rule=self._settings.rule,
-            policy=self._settings.policy,
-            on_prefill=on_prefill,
-        )
+        stream = self._stream(prompt, seed, on_prefill)
+        said: list[str] = []
+        n_thought = 0
         try:
-            for piece in stream:
-                yield piece.text
+            for part in stream:
+                for delta in part.deltas:
+                    if isinstance(delta, ContentDelta):
+                        said.append(delta.text)
+                        yield delta.text
+                    elif isinstance(delta, ReasoningDelta):
+                        n_thought += len(delta.text)
+                        if self._on_reasoning is not None:
+                            self._on_reasoning(delta.text)
         finally:
             stream.close()
-            self._keep(turns, Reply(stream.completion, seed), attempt)
+            self._keep(turns, Reply(stream.completion, seed, n_thought), "".join(said), attempt)
 
-    def _keep(self, turns: tuple[Message, ...], reply: Reply, attempt: int) -> None:
+    def _stream(self, prompt: TokenArray, seed: int, on_prefill: Progress | None) -> AnswerStream:
+        settings, vocabulary = self._settings, self._pair.target.vocabulary
+
+        def open_stream(prompt: TokenArray, max_tokens: int) -> TextStream:
+            return self._pair.stream(
+                prompt,
+                sampling=settings.sampling,
+                seed=seed,
+                max_tokens=max_tokens,
+                spelled=self._format.spelled(vocabulary.controls),
+                rule=settings.rule,
+                policy=settings.policy,
+                on_prefill=on_prefill,
+            )
+
+        limit = None
+        if settings.reasoning_budget is not None and self._format.reasoning is not None:
+            limit = ReasoningLimit(self._format.reasoning, settings.reasoning_budget)
+        parser = AnswerParser(self._format, thinking=self._begins_thinking)
+        return AnswerStream(prompt, settings.max_tokens, open_stream, parser, vocabulary, limit)
+
+    def _keep(self, turns: tuple[Message, ...], reply: Reply, said: str, attempt: int) -> None:
         """Let the conversation go on with an answer, or as before where nothing was said."""
         completion = reply.completion
-        if completion.stop_reason is StopReason.INTERRUPT and not completion.text:
+        if completion.stop_reason is StopReason.INTERRUPT and not said:
             return
         self._transcript.wrote(completion.tokens)
-        self._turns = (*turns, self._as_message(completion.text))
+        self._turns = (*turns, self._as_message(said))
         self._attempt = attempt
         self.last = reply
         self.totals = self.totals.plus(completion)
@@ -198,7 +236,9 @@ class Session:
         for variant in (text, text.strip()):
             message = Message("assistant", variant)
             with suppress(PromptError):  # a template may want the user to speak last
-                rendered = self._template.render([*self._asked, message])
+                rendered = self._template.render(
+                    [*self._asked, message], template_kwargs=self._settings.template_kwargs
+                )
                 if rendered.text.startswith(self._transcript.text):
                     return message
         return Message("assistant", text)
@@ -233,7 +273,9 @@ class Session:
 
     def _tokens(self, turns: Sequence[Message]) -> TokenArray:
         self._asked = (*self._system_messages(), *turns)
-        return self._transcript.read(self._template.render(self._asked))
+        rendered = self._template.render(self._asked, template_kwargs=self._settings.template_kwargs)
+        self._begins_thinking = self._format.begins_thinking(rendered.text)
+        return self._transcript.read(rendered)
 
     def _system_messages(self) -> tuple[Message, ...]:
         return (Message("system", self._system),) if self._system else ()

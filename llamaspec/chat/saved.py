@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llamaspec.chat.message import Message
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.files import parse_json, read_file, write_file
-from llamaspec.values import Message
 
 _MAX_BYTES = 64 << 20
 

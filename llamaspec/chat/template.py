@@ -1,35 +1,33 @@
 """A conversation as the text that a model was trained to read, by the Jinja template in its file.
 
-Templates are programs that other people wrote: they run in Jinja's sandbox, and whatever goes wrong inside
-one becomes one line. The environment is that of Hugging Face's transformers, for which they are written.
+Templates are programs that other people wrote: they run in a process of their own, bounded in time and memory
+(`chat/template_process.py`), and whatever goes wrong inside one becomes one line.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from llamaspec.chat.covering import conversation, covered_conversation, covered_json, covered_tools, texts_in
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Cover, Rendered, SpecialTokens
+from llamaspec.chat.template_process import PROCESS, RenderError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
-from llamaspec.values import Message
 
 KEY = "tokenizer.chat_template"
-_NOTHING_SPECIAL = SpecialTokens(())
-# What a template can raise: its own refusals, Jinja's errors, and Python's in the expressions it contains or
-# in the code that Jinja makes of it.
-_FAILURES = (
-    jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError,
-    RecursionError,
+RESERVED = frozenset(  # what a template's own variables may not replace
+    {
+        "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
 )  # fmt: skip
+_NOTHING_SPECIAL = SpecialTokens(())
+
+Json = Any  # what json.loads makes
 
 
 class NoTemplateError(ModelFileError):
@@ -73,11 +71,9 @@ class ChatTemplate:
         self._ends = {"bos_token": bos, "eos_token": eos}
         self._special = SpecialTokens((bos, eos)) if special is None else special
         try:
-            self._template = _environment().from_string(source)
-        except _FAILURES as error:
-            raise TemplateError(
-                f"the chat template is not valid: {_line(error)}; give another template"
-            ) from error
+            PROCESS.check(source)
+        except RenderError as error:
+            raise TemplateError(f"the chat template is not valid: {error}; give another template") from error
 
     @classmethod
     def of(cls, model: LlamaModel, source: str | None = None) -> ChatTemplate:
@@ -100,85 +96,77 @@ class ChatTemplate:
         bos, eos = (_spelling(model, token) for token in (model.vocabulary.bos, model.vocabulary.eos))
         return cls(source, bos, eos, SpecialTokens(model.vocabulary.controls))
 
-    def render(self, messages: Sequence[Message], *, parse_special: bool = False) -> Rendered:
+    @property
+    def source(self) -> str:
+        """The template, in Jinja."""
+        return self._source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model about tools; if not, it would not know of any."""
+        return re.search(r"\btools\b", self._source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        *,
+        template_kwargs: Mapping[str, Json] | None = None,
+        parse_special: bool = False,
+    ) -> Rendered:
         """The conversation, up to where the assistant's next words begin.
+
+        Nothing in it becomes a control token but what the template itself writes.
 
         Parameters
         ----------
         messages : sequence of Message
+        tools : sequence of dict, optional
+            What may be called, in OpenAI's form: {"type": "function", "function": {"name", "parameters"}}.
+        template_kwargs : dict, optional
+            More variables for the template, such as {"enable_thinking": False}.
         parse_special : bool
             Let messages write control tokens, too.
 
         Raises
         ------
         TemplateError
-            The template refuses: many want user and assistant to take turns, some know no system prompt.
+            The template refuses: many want user and assistant to take turns, some know no system prompt. Or
+            it takes too much time or memory.
+        PromptError
+            `template_kwargs` would replace what the template gets in any case.
+
+        Examples
+        --------
+        >>> template = ChatTemplate("{{ tools[0].function.name }} {{ mood }}", "", "")
+        >>> tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+        >>> template.render([Message("user", "Time?")], tools, template_kwargs={"mood": "calm"}).text
+        b'now calm'
         """
-        texts = (self._source, *(message.text for message in messages))
-        cover = Cover(_NOTHING_SPECIAL if parse_special else self._special, texts)
-        # A list of plain dictionaries is what templates are written for.
-        turns = [{"role": message.role, "content": cover.put_on(message.text)} for message in messages]
+        if taken := RESERVED.intersection(template_kwargs or {}):
+            raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
         try:
-            covered = self._template.render(
-                messages=turns,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                raise_exception=_refuse,
-                strftime_now=lambda form: datetime.now().strftime(form),
-                **self._ends,
+            texts = texts_in([self._source, conversation(messages), tools, template_kwargs])
+            cover = Cover(_NOTHING_SPECIAL if parse_special else self._special, texts)
+            # Plain dictionaries and lists are what templates are written for.
+            covered = PROCESS.render(
+                self._source,
+                {
+                    **covered_json(template_kwargs or {}, cover, keep_keys=True),
+                    "messages": covered_conversation(messages, cover),
+                    "tools": covered_tools(tools, cover) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                    **self._ends,
+                },
             )
             return Rendered.of(covered, self._special, cover)
-        except _FAILURES as error:
-            refused = f"the model's chat template refuses: {_line(error)}"
-            if _is_about_system(error, messages):
+        except (RenderError, ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            refused = f"the model's chat template refuses: {reason}"
+            if messages and messages[0].role == "system" and "system" in reason.lower():
                 raise SystemPromptError(f"{refused}; leave the system prompt out") from error
             raise TemplateError(f"{refused}; give another template") from error
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags, as if these were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise jinja2.TemplateError(reason)
-
-
-def _is_about_system(error: Exception, messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[0].role == "system" and "system" in str(error).lower()
-
-
-def _line(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it calls itself without end"
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _spelling(model: LlamaModel, token: int) -> str:

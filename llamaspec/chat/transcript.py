@@ -32,6 +32,7 @@ class Transcript:
     def __init__(self, vocabulary: LlamaVocabulary) -> None:
         self._vocabulary = vocabulary
         self._special = SpecialTokens(vocabulary.controls)
+        self._controls = {token: text.encode() for text, token in vocabulary.controls.items()}
         self._stretches: list[Stretch] = []
         # SentencePiece vocabularies write a space before every text, also in the middle of one.
         first = vocabulary.tokenize(b"a", add_special=False)[:1].tolist()
@@ -56,7 +57,11 @@ class Transcript:
     def wrote(self, tokens: Sequence[int]) -> None:
         """Note what the model wrote behind the text last read."""
         for token in tokens:
-            self._stretches.append(Stretch(self._vocabulary.piece(token), np.array([token], dtype=np.int32)))
+            text = self._vocabulary.piece(token)
+            specials: tuple[Span, ...] = ()
+            if not text and (text := self._controls.get(token, b"")):  # a template writes it just so
+                specials = ((0, len(text)),)
+            self._stretches.append(Stretch(text, np.array([token], dtype=np.int32), specials))
 
     def _known(self, rendered: Rendered) -> list[Stretch]:
         """The stretches with which a text begins."""

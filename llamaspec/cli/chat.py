@@ -13,7 +13,14 @@ import click
 
 from llamaspec.chat.conversation import Reply, Session, Settings
 from llamaspec.chat.saved import ConversationFiles
-from llamaspec.cli.chat_options import ChatOptions, FileOptions, chat_options, file_options
+from llamaspec.cli.chat_options import (
+    ChatOptions,
+    FileOptions,
+    ReasoningOptions,
+    chat_options,
+    file_options,
+    reasoning_options,
+)
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.lines import (
     ReadLine,
@@ -28,11 +35,12 @@ from llamaspec.cli.messages import message_of
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
 from llamaspec.cli.report import statistics_lines
-from llamaspec.cli.terminal import SlowProgress, say, write_text
-from llamaspec.engine.stream import Progress, StopReason
+from llamaspec.cli.terminal import SlowProgress, Thoughts, say, write_text
+from llamaspec.engine.events import StopReason
+from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.measure.learned_length import keep_prior
-from llamaspec.pair import Pair
+from llamaspec.pair import Pair, demo_target
 
 HELP = '''\
 /help          this list
@@ -58,11 +66,16 @@ Examples:
 """
 )
 @chat_options
+@reasoning_options
 @file_options
 @model_or_plain_options
 @decoding_options
 def chat(
-    conversation: ChatOptions, files: FileOptions, models: ModelChoice, decoding: DecodingOptions
+    conversation: ChatOptions,
+    thinking: ReasoningOptions,
+    files: FileOptions,
+    models: ModelChoice,
+    decoding: DecodingOptions,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists the commands."""
     own_files = ConversationFiles()
@@ -71,15 +84,28 @@ def chat(
     seed = decoding.seed_or_random()
     with open_files(find_files(models), models) as pair:
         policy = make_policy(pair, decoding)
-        settings = Settings(decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
+        settings = Settings(
+            decoding.sampling,
+            seed,
+            decoding.max_tokens,
+            decoding.rule,
+            policy,
+            thinking.budget,
+            thinking.template_kwargs,
+        )
         template = conversation.read_template(pair)
-        session = Session(pair, template, settings, system=conversation.system, tell=say)
+        thoughts = Thoughts(is_shown=thinking.reasoning == "show")
+        session = Session(
+            pair, template, settings, system=conversation.system, tell=say, on_reasoning=thoughts.add
+        )
+        if pair.target.path == demo_target():
+            say("the embedded model was made to continue Python; name a model that converses with --target")
         if messages is not None:
             session.replace(messages)
         if decoding.seed is None:
             say(f"the seed is {seed}; --seed {seed} gives the same answers again")
         try:
-            _Chat(session, pair, own_files, save_to, files.stats).run()
+            _Chat(session, pair, own_files, save_to, files.stats, thoughts).run()
         finally:
             keep_prior(pair, policy)
 
@@ -88,8 +114,15 @@ class _Chat:
     """The loop between a person and a session."""
 
     def __init__(
-        self, session: Session, pair: Pair, files: ConversationFiles, save_to: Path | None, stats: bool
+        self,
+        session: Session,
+        pair: Pair,
+        files: ConversationFiles,
+        save_to: Path | None,
+        stats: bool,
+        thoughts: Thoughts,
     ) -> None:
+        self._thoughts = thoughts
         self._session = session
         self._pair = pair
         self._files = files
@@ -169,6 +202,7 @@ class _Chat:
                 closing(answer(progress.part)) as pieces,
             ):
                 for text in pieces:
+                    self._thoughts.end()
                     write_text(text)
         except KeyboardInterrupt:
             self._after(before)
@@ -183,6 +217,7 @@ class _Chat:
 
     def _after(self, before: Reply | None) -> None:
         """End the answer's line, save, and say what there is to say about it."""
+        self._thoughts.end()
         click.echo()
         last = self._session.last
         if last is None or last is before:

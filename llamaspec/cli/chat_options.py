@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.errors import PromptError
 from llamaspec.pair import Pair
-from llamaspec.values import Message, TokenArray
+from llamaspec.values import TokenArray
 
 _CHAT = click.option(
     "--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template."
@@ -33,6 +34,39 @@ _FILE_OPTIONS: tuple[Decorator, ...] = (
         "--stats/--no-stats", default=False, show_default=True, help="Statistics after every answer."
     ),
 )
+_REASONING_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--reasoning",
+        type=click.Choice(["show", "hide", "off"]),
+        default="show",
+        show_default=True,
+        help="What a model thinks before it answers goes to stderr, or nowhere; off asks it not to think.",
+    ),
+    click.option(
+        "--reasoning-budget",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="End thinking after this many tokens.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """What becomes of what a model thinks."""
+
+    reasoning: str
+    reasoning_budget: int | None
+
+    @property
+    def template_kwargs(self) -> dict[str, bool]:
+        """What the chat template is told."""
+        return {"enable_thinking": False} if self.reasoning == "off" else {}
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of thinking; none for a model that thinks though it was asked not to."""
+        return 0 if self.reasoning == "off" else self.reasoning_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +147,11 @@ def chat_options(command: Command) -> Command:
 def optional_chat_options(command: Command) -> Command:
     """The same with --chat, without which there is no conversation."""
     return option_group("conversation", ChatOptions, (_CHAT, *_OPTIONS))(command)
+
+
+def reasoning_options(command: Command) -> Command:
+    """Options of `chat` alone; the command gets ReasoningOptions as `thinking`."""
+    return option_group("thinking", ReasoningOptions, _REASONING_OPTIONS)(command)
 
 
 def file_options(command: Command) -> Command:

@@ -16,7 +16,7 @@ from llamaspec.measure.learned_length import auto_length, known_exact_widths
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.values import Sampling
+from llamaspec.sampling.parameters import Sampling
 
 
 class DraftLength(click.ParamType):  # type: ignore[type-arg]

@@ -21,7 +21,8 @@ from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.report import completion_json, statistics_lines
 from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
-from llamaspec.engine.stream import StopReason, TextStream
+from llamaspec.engine.events import StopReason
+from llamaspec.engine.stream import TextStream
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.reasons import explain

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import click
@@ -17,6 +20,7 @@ from llamaspec.cli.generate import generate
 from llamaspec.cli.messages import message_of
 from llamaspec.cli.models import models
 from llamaspec.cli.probe import probe
+from llamaspec.cli.serve import serve
 from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 
@@ -24,10 +28,12 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
+_LATER_SECONDS = 0.01
 
 
 class _Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
+        sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
@@ -49,6 +55,23 @@ class _Commands(click.Group):
                 traceback.print_exc()
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _fail(f"internal error: {told}; please report it, LLAMASPEC_DEBUG=1 shows where", EXIT_INTERNAL)
+
+
+def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Let Ctrl-C be met a little later where it comes while nobody can be told.
+
+    Such as in a callback of llama.cpp, or while something is freed: Python would print it and go on.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            later = threading.Timer(_LATER_SECONDS, _thread.interrupt_main)
+            later.daemon = True
+            later.start()
+        else:
+            usual(unraisable)
+
+    return hook
 
 
 def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
@@ -75,6 +98,7 @@ def main() -> None:
 
 main.add_command(generate)
 main.add_command(chat)
+main.add_command(serve)
 main.add_command(compare)
 main.add_command(audit)
 main.add_command(doctor)

@@ -33,7 +33,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
-    click.option("--threads", type=int, help="Threads for the target; default: physical cores."),
+    click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto", show_default=True,
                  help="Flash attention."),

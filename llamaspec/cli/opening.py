@@ -26,7 +26,7 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
             files.draft.path if files.draft is not None else None,
             ngram=files.ngram,
             target_options=files.target.options,
-            draft_options=choice.draft_options,
+            draft_options=files.draft.options if files.draft is not None else None,
             on_load=progress,
         )
     _warn(pair)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamaspec.engine.stream import Completion
+from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 
 

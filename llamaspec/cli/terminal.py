@@ -35,6 +35,37 @@ def write_text(text: str, colour: str | None = None) -> None:
     sys.stdout.buffer.flush()
 
 
+class Thoughts:
+    """What a model thinks, on stderr: dim, and apart from its answer.
+
+    Parameters
+    ----------
+    is_shown : bool
+        Else only that it thinks is told, and only to a person.
+    """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._is_open = False
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        is_terminal = sys.stderr.isatty()
+        if not self._is_shown:
+            if self._is_open or not is_terminal:
+                return
+            text = "thinking …"
+        self._is_open = True
+        shown = printable(text, keep="\n\t")
+        click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
+
+    def end(self) -> None:
+        """The answer begins, or ends."""
+        if self._is_open:
+            click.echo(err=True)
+        self._is_open = False
+
+
 def stderr_console() -> Console:
     """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
     return Console(stderr=True, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from llamaspec.engine.stream import Completion
+from llamaspec.engine.events import Completion
 from llamaspec.errors import LlamaspecError
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import Round, Source

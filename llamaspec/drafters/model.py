@@ -7,17 +7,18 @@ kept are not read twice. Knows nothing of the target. tests/drafters/test_model.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import confidence, distribution
-from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, TokenArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelDrafter:
     """Draws draft tokens from a model.
 
@@ -46,6 +47,7 @@ class ModelDrafter:
     streams: RandomStreams
     n_tokens: int | None = None
     model: str = DRAFT
+    is_silent: bool = field(default=False, init=False)  # its scores were no numbers: it drafts no more
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
@@ -57,13 +59,16 @@ class ModelDrafter:
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         context, draft = self._known(context), NO_DRAFT
-        while length.wants_more(draft):
+        while not self.is_silent and length.wants_more(draft):
             path = np.concatenate([context, draft.tokens])
             try:
                 forward = yield ForwardRequest(self.model, self._window(path))
             except ContextFullError:
                 break
             logits = forward.logits[0, : self.n_tokens]
+            if not np.isfinite(logits.max()):
+                self.is_silent = True
+                break
             q = distribution(logits, self.sampling, path)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q))

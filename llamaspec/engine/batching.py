@@ -6,17 +6,20 @@ each has reserved what it would want alone. tests/engine/test_scheduler.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from llamaspec.engine.row import Row
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, ForwardRequest
 
 
-def model_of(rows: Iterable[Row[Any]]) -> str:
-    """The model that some rows ask for, all the same."""
-    return next(row.request.model for row in rows if row.request is not None)
+class Group(NamedTuple):
+    """Rows that are evaluated together."""
+
+    model: str
+    rows: list[Row[Any]]
+    width: int  # positions to evaluate, with padding
 
 
 class Batching:
@@ -32,74 +35,86 @@ class Batching:
 
     def __init__(self, models: Mapping[str, Model], *, concurrent: bool) -> None:
         self._models = models
+        self._order = tuple(reversed(list(models)))
         self._concurrent = concurrent
         self._prompts_wait = False  # a round has been made since the last part of a prompt was read
 
-    def groups(self, waiting: Sequence[Row[Any]]) -> list[list[Row[Any]]]:
+    def groups(self, waiting: Sequence[Row[Any]]) -> list[Group]:
         """The rows of the next evaluation; of two, where models compute on different devices."""
-        prompts = [row for row in waiting if self._is_prompt(row)]
-        others = [row for row in waiting if row not in prompts]
+        prompts: list[Row[Any]] = []
+        others: dict[str, list[Row[Any]]] = {}
+        for row in waiting:
+            request = row.request
+            if request is not None and request is row.part and request.n_scored:
+                others.setdefault(request.model, []).append(row)
+            else:  # there is something to read before its logits
+                prompts.append(row)
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
-            return [prompts[:1]]
-        groups: list[list[Row[Any]]] = []
-        for name in reversed(list(self._models)):
-            rows = [row for row in others if row.request is not None and row.request.model == name]
-            if rows and (not groups or self._concurrent):
-                groups.append(self._together(rows))
-        self._prompts_wait = bool(prompts) and any(model_of(group) == TARGET for group in groups)
+            return [_reading(prompts[0])]
+        groups: list[Group] = []
+        for name in self._order:
+            if name in others and (not groups or self._concurrent):
+                groups.append(self._together(name, others[name]))
+        self._prompts_wait = bool(prompts) and any(group.model == TARGET for group in groups)
         return groups
 
-    def part(self, row: Row[Any]) -> ForwardRequest:
-        """A row's request, or what is to be read before it.
+    def part(self, request: ForwardRequest, n_cached: int) -> ForwardRequest:
+        """A request, or what is to be read before it.
 
         That is a part of a prompt that is longer than a batch. And the target scores only what needs logits,
         because the width of that evaluation may be chosen so that its numbers are exact.
         """
-        request = row.request
-        assert request is not None
         size, n_before = self._models[request.model].batch_size, len(request.tokens) - request.n_logits
-        is_exact = request.model != TARGET or not request.n_scored or row.n_cached == n_before
-        if (row.n_new <= size and is_exact) or row.n_cached >= n_before:
+        is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
+        if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
             return request
-        return ForwardRequest(request.model, request.tokens[: min(row.n_cached + size, n_before)], n_logits=0)
+        return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
 
-    def padding_of(self, row: Row[Any]) -> int:
-        """Positions that a row would want besides its own."""
-        request = row.request
-        if request is None or request.model != TARGET or not request.n_scored:
+    def padding(self, row: Row[Any], request: ForwardRequest) -> int:
+        """Positions that a row would want besides those of its request."""
+        if request.model != TARGET or not request.n_scored:
             return 0
         width = row.width(request.n_scored) or request.n_scored
         return min(width - request.n_scored, self._models[TARGET].context_size - request.n_tokens)
 
-    def width(self, group: Sequence[Row[Any]]) -> int | None:
-        """Positions to evaluate for some rows: the fewest that every row accepts; None if there are none."""
-        width = n = sum(row.n_new for row in group)
-        if model_of(group) != TARGET:
-            return n
-        room = n + sum(self.padding_of(row) for row in group)
-        while True:
-            wanted = [row.width(width) for row in group]
-            widest = max((w for w in wanted if w is not None), default=0)
-            if None in wanted or widest > max(room, n):
-                return None if len(group) > 1 else n
-            if widest == width:
-                return width
-            width = widest
-
-    def _is_prompt(self, row: Row[Any]) -> bool:
-        """Whether a row has something to read before its logits."""
-        request = row.request
-        return request is not None and not (request.n_scored and self.part(row) is request)
-
-    def _together(self, rows: list[Row[Any]]) -> list[Row[Any]]:
+    def _together(self, name: str, rows: list[Row[Any]]) -> Group:
         """As many rows as fit one evaluation; those that came first, first."""
-        model, group = self._models[model_of(rows)], rows[:1]
+        model, first = self._models[name], rows[0]
+        group = Group(name, rows[:1], _width(name, rows[:1]) or first.n_new)
+        n_scored = 0 if first.request is None else first.request.n_scored
         for row in rows[1:]:
-            wider = [*group, row]
-            n_scored = sum(row.request.n_scored for row in wider if row.request is not None)
-            width = self.width(wider)
+            wider = [*group.rows, row]
+            width = _width(name, wider)
+            n_scored += 0 if row.request is None else row.request.n_scored
             if width is None or width > model.batch_size or n_scored > model.max_scored:
                 break
-            group = wider
+            group = Group(name, wider, width)
         return group
+
+
+def _reading(row: Row[Any]) -> Group:
+    """One row reads a part of its prompt."""
+    assert row.part is not None
+    return Group(row.part.model, [row], row.part.n_tokens - row.n_cached)
+
+
+def _width(name: str, rows: Sequence[Row[Any]]) -> int | None:
+    """Positions to evaluate for some rows: the fewest that every row accepts; None if there are none."""
+    n_new = room = 0
+    for row in rows:
+        n_new += row.n_new
+        room += row.n_padding
+    if name != TARGET:
+        return n_new
+    width = n_new
+    while True:
+        widest = 0
+        for row in rows:
+            wanted = row.width(width)
+            if wanted is None or wanted > max(n_new + room, n_new):
+                return None
+            widest = max(widest, wanted)
+        if widest == width:
+            return width
+        width = widest

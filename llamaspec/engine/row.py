@@ -31,8 +31,11 @@ class Row(Generic[Event]):
     text: Text[Event]
     width: Width
     request: ForwardRequest | None = None  # what it waits for
+    part: ForwardRequest | None = None  # of it, what is evaluated next
     n_cached: int = 0  # tokens of the request that are cached
     n_cached_before: int | None = None  # the same, before a part of a long request was evaluated
+    n_new: int = 0  # positions that the request still needs
+    n_padding: int = 0  # positions that it would want besides
     events: deque[Event] = field(default_factory=deque)
     error: BaseException | None = None  # what ended it
     is_done: bool = False
@@ -44,11 +47,6 @@ class Row(Generic[Event]):
     verify_seconds: float = 0.0
     overhead_seconds: float = 0.0
     n_draft_steps: int = 0
-
-    @property
-    def n_new(self) -> int:
-        """Positions that the request still needs."""
-        return 0 if self.request is None else self.request.n_tokens - self.n_cached
 
     def cost(self, seconds: float) -> None:
         """Note that (a part of) the request has been evaluated."""
@@ -68,15 +66,23 @@ class Row(Generic[Event]):
         goes wrong in it.
         """
         drafts = self.request is not None and self.request.model != TARGET
-        self.request, self.n_cached_before, self.seconds, self.is_started = None, None, 0.0, True
+        self.request = self.part = self.n_cached_before = None
+        self.seconds, self.is_started = 0.0, True
         begin = clock()
         try:
             wanted = self.text.send(answer) if error is None else self.text.throw(error)
             while not isinstance(wanted, ForwardRequest):
-                now = clock()
-                self._count(now - begin, drafts)
-                begin, drafts = now, False
-                wanted = self.text.send(self._told(wanted))
+                if isinstance(wanted, Round):
+                    now = clock()
+                    self._count(now - begin, drafts)
+                    begin, drafts = now, False
+                    wanted = self.text.send(self._stamped(wanted))
+                else:
+                    self.events.append(wanted)
+                    if not self.has_rounds:
+                        self._begin_round()
+                        begin, drafts = clock(), False
+                    wanted = self.text.send(None)
             self.request = wanted
         finally:
             self._count(clock() - begin, drafts)
@@ -88,26 +94,24 @@ class Row(Generic[Event]):
         else:
             self.overhead_seconds += seconds
 
-    def _told(self, said: Any) -> Round | None:
-        """A round with its seconds; anything else is an event for whoever reads the text."""
-        answer: Round | None = None
-        if isinstance(said, Round):
-            answer = Round(
-                said.draft,
-                said.path,
-                said.next_token,
-                said.width,
-                said.n_rows,
-                said.evaluation,
-                self.n_draft_steps,
-                self.draft_seconds,
-                self.verify_seconds,
-                self.overhead_seconds,
-            )
-            self.has_rounds = True
-        else:
-            self.events.append(said)
-        if answer is not None or not self.has_rounds:
-            self.draft_seconds = self.verify_seconds = self.overhead_seconds = 0.0
-            self.n_draft_steps = 0
-        return answer
+    def _stamped(self, round_: Round) -> Round:
+        """A round with its seconds."""
+        stamped = Round(
+            round_.draft,
+            round_.path,
+            round_.next_token,
+            round_.width,
+            round_.n_rows,
+            round_.evaluation,
+            self.n_draft_steps,
+            self.draft_seconds,
+            self.verify_seconds,
+            self.overhead_seconds,
+        )
+        self.has_rounds = True
+        self._begin_round()
+        return stamped
+
+    def _begin_round(self) -> None:
+        self.draft_seconds = self.verify_seconds = self.overhead_seconds = 0.0
+        self.n_draft_steps = 0

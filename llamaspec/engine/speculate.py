@@ -20,7 +20,8 @@ import numpy as np
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.protocols import Drafter, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import LogitsTarget
-from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 
@@ -56,10 +57,11 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
     Round
         To be sent the same round with its seconds. Each adds at least one token.
     """
+    length = _AtMost(0, config.length)
     while len(tokens) < limit:
-        longest = min(limit - len(tokens), config.max_scored or limit) - 1
-        draft = yield from drafting(config.drafter, tokens, _AtMost(longest, config.length))
-        draft = draft.first(longest)  # a drafter may not have asked
+        length.n_draft = min(limit - len(tokens), config.max_scored or limit) - 1
+        draft = yield from drafting(config.drafter, tokens, length)
+        draft = draft.first(length.n_draft)  # a drafter may not have asked
         draft = _evaluable(draft, config.length, config.context_size + 1 - len(tokens))
         forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
@@ -73,11 +75,11 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
             n_rows=forward.n_rows,
             evaluation=forward.evaluation,
         )
-        tokens = np.concatenate([tokens, round_.tokens])
+        tokens = np.concatenate((tokens, round_.tokens))
         config.length.observe(round_)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _AtMost:
     """A length that ends where the text does."""
 

@@ -1,254 +1,22 @@
-"""A prompt in, pieces of text out, and at the end the whole with its statistics.
+"""What a program iterates over, with `for` or `async for`: a prompt in, pieces of text out.
 
-`write` is the text as a coroutine: it reads the prompt, speculates, and ends where the text ends.
-`TextStream` is what a program iterates over, with `for` or `async for`; it may stop at any time, and what
-was produced until then stays available. Knows models only by the requests for them.
+It may stop at any time, and what was produced until then stays available.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from llamaspec.drafters.coroutines import preparing
-from llamaspec.engine.row import Row, Text
+from llamaspec.engine.events import Completion, Ended, Piece, Prefilled, StopReason, TextEvent, Written
+from llamaspec.engine.row import Row
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.statistics import Summary, summarize
-from llamaspec.engine.text import Span, TextAssembler
-from llamaspec.errors import ContextFullError, PromptError
-from llamaspec.protocols import Vocabulary
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
-
-PREFILL_PART = 512  # tokens of a prompt between two reports of progress
+from llamaspec.engine.statistics import summarize
+from llamaspec.engine.write import TextPlan, write
+from llamaspec.values import Round
 
 Progress = Callable[[int, int], None]  # (tokens read, tokens to read)
-
-
-class StopReason(str, Enum):
-    """Why a text ended."""
-
-    END = "end"  # the model said so
-    LIMIT = "limit"  # as many tokens as were asked for
-    STOP = "stop"  # a stop string
-    CONTEXT = "context"  # the context is full
-    INTERRUPT = "interrupt"  # the consumer stopped, or the pair was closed
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What became certain with one token: text, or none where a character or a stop string may go on."""
-
-    text: str
-    token: int
-    spans: tuple[Span, ...]  # the same text, split by where it came from
-
-    @property
-    def drafted(self) -> bool:
-        """Whether there is text, all of it from accepted draft tokens."""
-        return bool(self.spans) and all(span.drafted for span in self.spans)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefilled:
-    """Some of the prompt has been read."""
-
-    n_read: int
-    n_to_read: int
-    n_cached: int  # of them, tokens that the target's KV cache held before
-    seconds: float  # of the target and the draft, up to now
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """A round, and what the text keeps of it."""
-
-    round: Round
-    pieces: tuple[Piece, ...]  # one for each token, the end-of-text token counted
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ended:
-    """The text is complete."""
-
-    reason: StopReason
-    pieces: tuple[Piece, ...]  # what was held back
-
-
-TextEvent: TypeAlias = "Prefilled | Written | Ended"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion:
-    """A finished text."""
-
-    text: str
-    tokens: tuple[int, ...]  # of the text, without the end-of-text token
-    n_prompt_tokens: int
-    stop_reason: StopReason
-    rounds: tuple[Round, ...]
-    summary: Summary
-    prefill_seconds: float  # reading the prompt, by target and draft
-    n_cached: int = 0  # tokens of the prompt that the target's KV cache held before
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TextPlan:
-    """What a text is made from.
-
-    Raises
-    ------
-    PromptError
-        The prompt is empty or does not fit the target's context.
-    ValueError
-        A number is outside its range, or a stop string is empty.
-    """
-
-    prompt: TokenArray  # [n] int32
-    vocabulary: Vocabulary
-    speculation: Speculation
-    max_tokens: int = 256
-    stops: Sequence[str] = ()  # strings that end the text; they are not part of it
-
-    def __post_init__(self) -> None:
-        n, context_size = len(self.prompt), self.speculation.context_size
-        if n == 0:
-            raise PromptError("the prompt is empty; give some text to continue")
-        if n >= context_size:
-            raise PromptError(
-                f"the prompt has {n} tokens, which leaves no room in a context of {context_size}; "
-                f"shorten it or use a larger context"
-            )
-        if self.max_tokens < 1:
-            raise ValueError(f"max tokens must be >= 1, got {self.max_tokens}")
-        if "" in self.stops:
-            raise ValueError("a stop string must not be empty")
-
-    @property
-    def limit(self) -> int:
-        """Tokens that the sequence has at most."""
-        return min(len(self.prompt) + self.max_tokens, self.speculation.context_size)
-
-    @property
-    def reason_at_limit(self) -> StopReason:
-        """Why the text ends there."""
-        return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
-
-
-def write(plan: TextPlan) -> Text[TextEvent]:
-    """The text as a coroutine: yields requests, rounds and events."""
-    try:
-        writer = _Writer(plan)
-        try:
-            yield from _prefill(plan)
-        except ContextFullError:  # other texts hold the room
-            yield Ended(StopReason.CONTEXT, ())
-            return
-        reason = yield from _generate(plan, writer)
-        yield Ended(reason, writer.rest())
-    finally:
-        plan.speculation.length.close()
-
-
-def _prefill(plan: TextPlan) -> Text[TextEvent]:
-    """Read the prompt, all but its last token: decoding begins with that."""
-    prompt, n_to_read = plan.prompt, len(plan.prompt) - 1
-    n_cached, seconds = 0, 0.0
-    for begin in range(0, n_to_read, PREFILL_PART):
-        end = min(begin + PREFILL_PART, n_to_read)
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
-        n_cached += max(0, forward.n_cached - begin)
-        seconds += forward.seconds
-        yield Prefilled(end, n_to_read, n_cached, seconds)
-    seconds += yield from _prepare_drafter(plan)
-    yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
-
-
-def _prepare_drafter(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
-    """Let the drafter take in the prompt; returns seconds."""
-    seconds, preparation = 0.0, preparing(plan.speculation.drafter, plan.prompt)
-    request = _advance(preparation)
-    while request is not None:
-        try:
-            forward = yield request
-        except ContextFullError as error:  # noqa: PERF203
-            request = _advance(preparation, error=error)
-        else:
-            seconds += forward.seconds
-            request = _advance(preparation, forward)
-    return seconds
-
-
-def _generate(plan: TextPlan, writer: _Writer) -> Generator[Any, Any, StopReason]:
-    """Speculate to where the text ends; returns why it ends."""
-    with closing(speculate(plan.prompt, plan.limit, plan.speculation)) as loop:
-        wanted = _advance(loop)
-        while wanted is not None:
-            try:
-                answer = yield wanted
-            except ContextFullError as error:
-                try:
-                    wanted = _advance(loop, error=error)  # a drafter can do without
-                except ContextFullError:
-                    return StopReason.CONTEXT
-                continue
-            if isinstance(wanted, Round):
-                yield writer.keep(answer)  # before the next draft, which may fail
-                if writer.reason is not None:
-                    plan.speculation.length.observe(answer)  # as the loop would, before its next draft
-                    return writer.reason
-            wanted = _advance(loop, answer)
-    return plan.reason_at_limit
-
-
-def _advance(
-    coroutine: Generator[Any, Any, Any], answer: Any = None, *, error: Exception | None = None
-) -> Any:
-    """What a coroutine yields next; None at its end."""
-    try:
-        return coroutine.send(answer) if error is None else coroutine.throw(error)
-    except StopIteration:
-        return None
-
-
-class _Writer:
-    """Turns rounds into text, up to where the text ends."""
-
-    def __init__(self, plan: TextPlan) -> None:
-        self._vocabulary = plan.vocabulary
-        self._text = TextAssembler(plan.stops)
-        self._last_token = int(plan.prompt[-1])
-        self.reason: StopReason | None = None  # the text has ended
-
-    def keep(self, round_: Round) -> Written:
-        """What the text keeps of a round."""
-        pieces: list[Piece] = []
-        for i, token in enumerate(round_.tokens.tolist()):
-            self._last_token = token
-            if self._vocabulary.is_end(token):
-                self.reason = StopReason.END
-                pieces.append(Piece("", token, ()))
-                break
-            spans = self._text.add(self._vocabulary.piece(token), drafted=i < round_.n_accepted)
-            pieces.append(_piece(spans, token))
-            if self._text.stopped:
-                self.reason = StopReason.STOP
-                break
-        return Written(round_, tuple(pieces))
-
-    def rest(self) -> tuple[Piece, ...]:
-        """What was held back."""
-        spans = self._text.finish()
-        return (_piece(spans, self._last_token),) if spans else ()
-
-
-def _piece(spans: Sequence[Span], token: int) -> Piece:
-    return Piece("".join(span.text for span in spans), token, tuple(spans))
 
 
 class TextStream:
@@ -306,6 +74,24 @@ class TextStream:
             raise StopAsyncIteration
         return piece
 
+    def ready(self) -> list[Piece]:
+        """The pieces that exist by now; begins the text, and evaluates nothing: `Pair.step` does.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the text.
+        """
+        row, pieces = self._begun(), list[Piece]()
+        while not self._is_closed:
+            if self._pieces:
+                pieces.append(next(self))
+            elif not self._is_over and (row.events or row.is_done):
+                self._take_in(self._next_event())
+            else:
+                break
+        return pieces
+
     def run(self) -> Completion:
         """Generate to the end."""
         for _ in self:
@@ -327,6 +113,16 @@ class TextStream:
             self._plan.speculation.length.close()
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing follows what exists by now."""
+        return self._is_over
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds up to now; the list grows."""
+        return self._rounds
+
+    @property
     def completion(self) -> Completion:
         """What has been generated up to now."""
         return Completion(
@@ -340,14 +136,18 @@ class TextStream:
             n_cached=self._prefilled.n_cached,
         )
 
-    def _next_event(self) -> TextEvent | None:
+    def _begun(self) -> Row[TextEvent]:
         if self._row is None:
             self._row = self._scheduler.start(write(self._plan), self._plan.speculation.length.width)
+        return self._row
+
+    def _next_event(self) -> TextEvent | None:
+        row = self._begun()
         try:
-            return self._scheduler.next_event(self._row)
+            return self._scheduler.next_event(row)
         except BaseException:
             self._is_over = True
-            self._scheduler.cancel(self._row)
+            self._scheduler.cancel(row)
             raise
 
     def _take_in(self, event: TextEvent | None) -> None:

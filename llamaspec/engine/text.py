@@ -8,11 +8,10 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of text and whether it came from an accepted draft token."""
 
     text: str
@@ -53,6 +52,8 @@ class TextAssembler:
     def _release(self, text: str, drafted: bool) -> list[Span]:
         if self.stopped or not text:
             return []
+        if not self._stops:
+            return [Span(text, drafted)]
         self._held.append(Span(text, drafted))
         held = "".join(span.text for span in self._held)
         found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]

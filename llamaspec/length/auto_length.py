@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.length.row_length import AutoRow
 from llamaspec.length.shared import Shared
-from llamaspec.values import CostCurve, Source
+from llamaspec.values import Source
 
 
 class AutoLength:
@@ -57,6 +58,10 @@ class AutoLength:
     def start_row(self) -> AutoRow:
         """A text begins."""
         return AutoRow(self.shared)
+
+    def plain_seconds(self, n_rows: int = 1) -> float | None:
+        """What a round of so many texts without drafts is believed to take; None before one was seen."""
+        return n_rows / self.shared.allocator.plain_rate(n_rows) if self.shared.knows_plain else None
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
-from llamaspec.values import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 
 UNSEEN = (log(0.03), 0.5, log(0.12))  # width 1, power, step: only ratios matter until the first round
 UNSEEN_VARIANCES = (9.0, 0.09, 1.0)  # anything; 0.3; a factor of 2.7

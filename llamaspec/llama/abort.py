@@ -30,7 +30,8 @@ class AbortFlag:
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
             self._fd = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, _close, self._fd)
+        _ours.add(self._fd)
         os.truncate(self._fd, mmap.PAGESIZE)
         os.set_blocking(self._fd, False)  # signal.set_wakeup_fd insists
         self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
@@ -57,8 +58,29 @@ class AbortFlag:
             yield
             return
         os.lseek(self._fd, 0, os.SEEK_SET)
-        before = signal.set_wakeup_fd(self._fd, warn_on_full_buffer=False)
         try:
+            _wake(self._fd)
             yield
         finally:
-            signal.set_wakeup_fd(before)
+            _wake(_theirs[0])
+
+
+# A second Ctrl-C may keep the end of `armed` from running. So what other code had set before is remembered
+# here, and the next use puts it back.
+_ours: set[int] = set()  # descriptors of flags
+_theirs = [-1]  # the descriptor that other code, such as asyncio, wants woken
+
+
+def _wake(fd: int) -> None:
+    before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+    if before not in _ours:
+        _theirs[0] = before
+
+
+def _close(fd: int) -> None:
+    """Close the descriptor of a flag; no signal is written to it any more."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(_theirs[0] if before == fd else before, warn_on_full_buffer=False)
+    _ours.discard(fd)
+    os.close(fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -12,8 +12,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.values import TokenArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class Stretch(NamedTuple):
     """Consecutive positions of one sequence."""
 
     sequence: int
@@ -51,7 +50,7 @@ class Batch:
         for stretch in stretches:
             start, end = end, end + len(stretch.tokens)
             self._token[start:end] = stretch.tokens
-            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start)
+            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start, dtype=np.int32)
             self._sequence[start:end] = stretch.sequence
             self._wanted[start:end] = 0
             self._wanted[end - stretch.n_scored : end] = 1

@@ -21,12 +21,14 @@ from llamaspec.errors import (
     EvaluationError,
     MemoryFullError,
     ModelFileError,
+    ScoresError,
 )
 from llamaspec.llama import runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.handles import Handle
-from llamaspec.llama.kv_cache import Bytes, KVCache, Prepared
+from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
@@ -37,8 +39,9 @@ from llamaspec.llama.options import (
     ModelOptions,
 )
 from llamaspec.llama.state_cache import Snapshots, StateCache
+from llamaspec.llama.threads import governor
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
@@ -62,6 +65,7 @@ class Context:
     """
 
     def __init__(self, weights: Weights, options: ModelOptions) -> None:
+        self._path = weights.path
         self._n_vocabulary = weights.vocabulary.size
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
         self.context_size = n_ctx
@@ -76,6 +80,8 @@ class Context:
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
         self._batch = Batch(self.batch_size)
+        self._governor = governor() if options.threads is None else None
+        self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | StateCache
         if weights.keeps_states:
             snapshots = Snapshots(pointer) if _can_restore_states(weights) else None
@@ -99,20 +105,26 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
-        stretches = [self._stretch(row, request) for row, request in batch]
-        n_scored = sum(stretch.n_scored for stretch in stretches)
+        pointer = self.pointer
+        stretches: list[Stretch] = []
+        new: list[tuple[int, TokenArray]] = []
+        n_positions, n_scored = n_padding, 0
+        for row, request in batch:
+            stretch = self._stretch(row, request)
+            stretches.append(stretch)
+            new.append((row, stretch.tokens))
+            n_positions += len(stretch.tokens)
+            n_scored += stretch.n_scored
         if n_padding:
             stretches.append(_padding(stretches[-1], n_padding, self.max_scored - n_scored))
             n_scored += stretches[-1].n_scored
-        n_positions = sum(len(stretch.tokens) for stretch in stretches)
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         if isinstance(self.cache, StateCache):
             self.cache.take_snapshot(n_scored)
-        self._decode(stretches)
-        new = [(row, stretch.tokens) for (row, _), stretch in zip(batch, stretches, strict=False)]
+        self._decode(pointer, stretches)
         self.cache.commit(new, n_padding)
-        return self._answers(batch, n_scored)
+        return self._answers(pointer, batch, n_scored)
 
     def release(self, row: int) -> None:
         """The row has ended."""
@@ -135,18 +147,23 @@ class Context:
         if request.parents is not None and (request.parents != np.arange(-1, len(request.draft) - 1)).any():
             raise ValueError("this model evaluates chains of draft tokens, not trees")
         held = self.cache.sequence(row)
-        new = np.concatenate([request.tokens[held.n :], request.draft])
+        new = request.tokens[held.n :]
+        if len(request.draft):
+            new = np.concatenate((new, request.draft))
         return Stretch(held.number, held.n, new, request.n_scored)
 
-    def _decode(self, stretches: Sequence[Stretch]) -> None:
-        pointer, batch = self.pointer, self._batch.fill(stretches)
+    def _decode(self, pointer: Any, stretches: Sequence[Stretch]) -> None:
+        batch = self._batch.fill(stretches)
         self.cache.begin()
+        self._choose_threads(pointer)
         if batch.n_tokens < LONG:
             self._abort.clear()
             status = lib.llama_decode(pointer, batch)
         else:
             with self._abort.armed(), runtime.raising_signals():
                 status = lib.llama_decode(pointer, batch)
+        if self._governor is not None:
+            self._governor.finish()
         if status == 0:
             return
         if status == 1:
@@ -157,73 +174,42 @@ class Context:
         self.cache.forget()
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
 
-    def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
+    def _choose_threads(self, pointer: Any) -> None:
+        if self._governor is None:
+            return
+        self._governor.begin()
+        if self._governor.n_threads != self._n_threads:
+            self._n_threads = self._governor.n_threads
+            lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
+
+    def _answers(
+        self, pointer: Any, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int
+    ) -> list[Logits]:
         if not n_scored:
             return [np.empty((0, self._n_vocabulary), dtype=np.float32) for _ in batch]
-        logits, end, answers = self._logits(n_scored), 0, []
+        logits, end, answers = self._logits(pointer, n_scored), 0, []
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
+        if not np.isfinite(logits[:end].max(axis=1)).all():
+            self.cache.forget()  # cells that are not numbers would spoil every row
+            if all(request.model != TARGET for _, request in batch):
+                return answers  # a drafter can do without
+            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return answers
 
-    def _logits(self, n: int) -> Logits:
+    def _logits(self, pointer: Any, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive."""
-        address = ctypes.addressof(lib.llama_get_logits(self.pointer).contents)
+        address = ctypes.addressof(lib.llama_get_logits(pointer).contents)
         memory = (ctypes.c_float * (n * self._n_vocabulary)).from_address(address)
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, self._n_vocabulary), np.float32, buffer=memoryview(memory))
-
-
-class LlamaCells:
-    """The cells of a context whose layers keep keys and values.
-
-    Parameters
-    ----------
-    context : llama_context pointer
-    can_copy : bool
-        Whether a copy of a sequence has all its positions: not where some layers look through a window.
-    """
-
-    def __init__(self, context: Any, *, can_copy: bool) -> None:
-        self._context = context
-        self._memory = lib.llama_get_memory(context)
-        self._can_copy = can_copy
-
-    def remove(self, sequence: int, start: int) -> None:
-        """Take a sequence's positions from `start` on out of their cells."""
-        lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
-
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let `sequence` hold the cells of some positions of `source`, too."""
-        lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on; it gives up the cells before it."""
-        if not self._can_copy:
-            return None
-        lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
-        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
-        n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
-        return content if n == len(content) else None
-
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        """Put the content into the first empty cells."""
-        n = lib.llama_state_seq_set_data(self._context, _bytes(content), len(content), sequence)
-        return bool(n == len(content))
-
-    def clear(self) -> None:
-        """Empty all cells."""
-        lib.llama_memory_clear(self._memory, False)
 
 
 def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
     """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
     return Stretch(last.sequence, last.start + len(last.tokens), tokens, max(0, min(n, n_scorable)))
-
-
-def _bytes(content: Bytes) -> Any:
-    return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def _can_restore_states(weights: Weights) -> bool:

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 from llamaspec.errors import ModelFileError
+from llamaspec.files import read_beginning
 
 _HEADER = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 
@@ -22,8 +23,7 @@ def check_gguf(path: Path) -> None:
         With the reason and the remedy.
     """
     try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER.size)
+        header = read_beginning(path, _HEADER.size)
     except FileNotFoundError:
         raise ModelFileError(f"no such model file: {path}; check the path") from None
     except IsADirectoryError:

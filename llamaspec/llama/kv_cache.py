@@ -11,69 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from llamaspec.errors import ContextFullError
-from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray
+from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cells import Cells
+from llamaspec.llama.compaction import Moved, copied_out
+from llamaspec.values import ForwardRequest, TokenArray
 
-Bytes = npt.NDArray[np.uint8]
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
 SLACK = 0.875  # part of the cells that may be full when unused prefixes are given up
-
-
-class Cells(Protocol):
-    """What llama.cpp does with the cells of one context; `llama/context.py` has the real one."""
-
-    def remove(self, sequence: int, start: int) -> None:
-        """Take a sequence's positions from `start` on out of their cells."""
-
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let `sequence` hold the cells of some positions of `source`, too."""
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on; it gives up the cells before it.
-
-        None where the content cannot be copied.
-        """
-
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        """Put the content into the first empty cells; False where that failed."""
-
-    def clear(self) -> None:
-        """Empty all cells."""
-
-
-@dataclass(slots=True, eq=False)
-class CachedSequence:
-    """Tokens whose keys and values are cached."""
-
-    number: int  # llama.cpp's seq_id
-    row: int | None = None  # the row that uses it; None = a prefix that nobody uses
-    last_used: int = 0
-    n_reserved: int = 0  # cells that its row will fill next
-    n_padding: int = 0  # of them, those that padding may fill
-    n: int = 0
-    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] the first n count
-    cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
-
-    def append(self, tokens: TokenArray, cells: npt.NDArray[np.int64]) -> None:
-        """Hold more tokens. The length is set last, so an interruption leaves what was held before."""
-        end = self.n + len(tokens)
-        if end > len(self.tokens):
-            grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
-            grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]
-            self.tokens, self.cells = grown
-        self.tokens[self.n : end], self.cells[self.n : end] = tokens, cells
-        self.n = end
-
-    def shared(self, tokens: TokenArray) -> int:
-        """Length of the common beginning with other tokens."""
-        return shared(self.tokens[: self.n], tokens)
 
 
 class KVCache:
@@ -108,22 +58,22 @@ class KVCache:
         """
         while True:
             n_before = self._n_compactions
-            answers = [self._prepared(*entry) for entry in batch]
+            answers: list[int | ContextFullError] = []
+            for entry in batch:
+                try:
+                    answers.append(self.prepare(*entry))
+                except ContextFullError as error:  # noqa: PERF203
+                    answers.append(error)
             if self._n_compactions == n_before:
                 return answers
-
-    def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
-        try:
-            return self.prepare(row, request, n_padding)
-        except ContextFullError as error:
-            return error
 
     def prepare(self, row: int, request: ForwardRequest, n_padding: int = 0) -> int:
         """Cut the row's sequence to the request, extend it by what others know, reserve cells for the rest.
 
         Returns the number of cached tokens. Raises ContextFullError, which concerns this row alone.
         """
-        self._settle()
+        if self._is_changing or self._is_evaluating:
+            self._settle()
         self._is_changing = True
         sequence = self._of_row.get(row) or self._assign(row)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
@@ -162,13 +112,13 @@ class KVCache:
         self._is_changing = True
         for row, tokens in evaluated:
             sequence = self._of_row[row]
-            cells = np.arange(self._top, self._top + len(tokens))
-            self._n_owners[self._top : self._top + len(tokens)] += 1
-            sequence.append(tokens, cells)
+            top = self._top + len(tokens)
+            self._n_owners[self._top : top] = 1
+            sequence.append(tokens, np.arange(self._top, top, dtype=np.int32))
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
-            self._top += len(tokens)
+            self._top = top
         if n_padding:
             last = self._of_row[evaluated[-1][0]]
             self._cells.remove(last.number, last.n)
@@ -191,6 +141,11 @@ class KVCache:
         self._n_owners[:] = 0
         self._top = 0
         self._is_evaluating = self._is_changing = False
+
+    @property
+    def size(self) -> int:
+        """Cells."""
+        return self._size
 
     @property
     def n_used(self) -> int:
@@ -240,7 +195,7 @@ class KVCache:
         cells = other.cells[start:n]
         self._n_owners[cells] += 1
         other.last_used = next(self._clock)
-        sequence.append(other.tokens[start:n], cells.astype(np.int64))
+        sequence.append(other.tokens[start:n], cells)
 
     def _cut(self, sequence: CachedSequence, n: int) -> None:
         """Take the tokens from `n` on out of a sequence.
@@ -266,7 +221,9 @@ class KVCache:
 
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty."""
-        n_reserved = sum(sequence.n_reserved for sequence in self._of_row.values())
+        n_reserved = 0
+        for sequence in self._of_row.values():
+            n_reserved += sequence.n_reserved
         if self._top + n_reserved <= self._size:
             return
         unused = (sequence for sequence in self._sequences if sequence.row is None and sequence.n)
@@ -295,19 +252,14 @@ class KVCache:
         What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
         reads its text again.
         """
-        held = [sequence for sequence in self._sequences if sequence.n]
-        moved: list[_Moved] = []
-        for sequence in sorted(held, key=lambda sequence: sequence.last_used):
-            trunk, n_shared = _trunk(sequence, [before.sequence for before in moved])
-            content = self._cells.copy_out(sequence.number, n_shared)
-            moved.append(_Moved(sequence, sequence.n, trunk, n_shared, content))
+        moved = copied_out(self._cells, [sequence for sequence in self._sequences if sequence.n])
         self.forget()
         self._is_changing = True
         self._n_compactions += 1
         for move in moved:
             self._put_back(move)
 
-    def _put_back(self, move: _Moved) -> None:
+    def _put_back(self, move: Moved) -> None:
         sequence, n_new = move.sequence, move.n - move.n_shared
         if move.content is None or (move.trunk is not None and move.trunk.n < move.n_shared):
             return
@@ -321,31 +273,3 @@ class KVCache:
         self._n_owners[sequence.cells[: move.n]] += 1
         self._top += n_new
         sequence.n = move.n
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moved:
-    """A sequence whose cells are moved."""
-
-    sequence: CachedSequence
-    n: int
-    trunk: CachedSequence | None  # moved before, and holds the first `n_shared` cells too
-    n_shared: int
-    content: Bytes | None
-
-
-def _trunk(sequence: CachedSequence, others: Sequence[CachedSequence]) -> tuple[CachedSequence | None, int]:
-    """The sequence among others that holds most of the same cells, and how many of the first."""
-    cells = sequence.cells[: sequence.n]
-    n, i = max(
-        ((shared(other.cells[: other.n], cells), i) for i, other in enumerate(others)), default=(0, -1)
-    )
-    return (others[i], n) if n else (None, 0)
-
-
-def shared(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning of two sequences."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
@@ -104,6 +106,8 @@ class LlamaModel:
             `abort` was called.
         EvaluationError, MemoryFullError
             llama.cpp failed. The KV cache is empty.
+        ScoresError
+            The scores of a target are not numbers. The KV cache is empty.
         """
         if not self.weights.keeps_states:
             return self._contexts[0].evaluate(batch, n_padding)
@@ -139,6 +143,11 @@ class LlamaModel:
         for context in self._contexts:
             context.abort()
 
+    def cache_use(self) -> tuple[int, int]:
+        """Tokens that the KV cache holds, and how many it could: of all contexts, at any time."""
+        caches = [context.cache for context in list(self._contexts)]
+        return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
+
     def facts(self) -> ModelFacts:
         """What the weights are."""
         return self.weights.facts()
@@ -172,7 +181,7 @@ class LlamaModel:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
         for tokens in (request.tokens, request.draft):
             # As unsigned numbers negative ones are large: one pass over the array instead of two.
-            if len(tokens) and int(tokens.view("uint32").max()) >= self.vocabulary.size:
+            if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
                 raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:

@@ -51,7 +51,7 @@ class ModelOptions:
 
     n_ctx: int | None = None  # tokens of the longest text; None = 4096, or the model's own if that is less
     gpu_layers: int | None = None  # None = all that the backend takes
-    threads: int | None = None  # None = the machine's full-speed physical cores
+    threads: int | None = None  # None = the full-speed physical cores that other programs leave
     flash_attention: str = "auto"  # auto, on or off
     cache_type_k: str = "f16"  # of the keys in the KV cache
     cache_type_v: str = "f16"  # of the values in the KV cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.errors import printable
+
+_LONGEST_REASON = 500  # characters; files may name things at any length
 _LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
 
 
@@ -68,7 +72,8 @@ def clear_errors() -> None:
 
 def last_error() -> str:
     """What llama.cpp said about the latest failure, in one line."""
-    return next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+    said = next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+    return printable(said)[:_LONGEST_REASON]
 
 
 def flash_attention() -> bool | None:
@@ -151,7 +156,54 @@ def can_offload() -> bool:
 
 @functools.cache
 def default_threads() -> int:
-    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores."""
+    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores.
+
+    Not more than a container may use at once.
+    """
+    return max(1, min(_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
+
+
+def n_hardware_threads() -> int:
+    """Hardware threads that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Cores whose time a Linux control group may use, as its files below `root` say; None: all.
+
+    The least of the group and those around it, in either version of control groups.
+    """
+    quotas = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            top = root / "sys/fs/cgroup"
+        elif "cpu" in controllers.split(","):
+            top = root / "sys/fs/cgroup/cpu"
+        else:
+            continue
+        own = top / path.strip("/")
+        for group in [group for group in (own, *own.parents) if group.is_relative_to(top)]:
+            files = (
+                _lines(group / "cpu.max"),
+                _lines(group / "cpu.cfs_quota_us"),
+                _lines(group / "cpu.cfs_period_us"),
+            )
+            match " ".join(itertools.chain.from_iterable(files)).split():
+                case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
+                    quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _full_speed_cores() -> int:
     if sys.platform == "darwin":
         for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
             answer = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import CachedSequence, Prepared
+from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.kv_cache import Prepared
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # snapshots
@@ -116,6 +117,16 @@ class StateCache:
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
         self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
 
+    @property
+    def size(self) -> int:
+        """Tokens of the longest text."""
+        return self._size
+
+    @property
+    def n_used(self) -> int:
+        """Tokens of the text that is held."""
+        return self._held.n
+
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the row; answers how many of its tokens are cached."""
         ((_, request, _),) = batch
@@ -161,7 +172,7 @@ class StateCache:
         """Note what an evaluation has added."""
         ((_, tokens),) = evaluated
         self._n_last = len(tokens)
-        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int64))
+        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
         self._is_settled = True
 
     def release(self, row: int) -> None:

@@ -33,12 +33,12 @@ class LlamaVocabulary:
         self._ends: dict[int, bool] = {}
 
     @functools.cached_property
-    def controls(self) -> tuple[str, ...]:
-        """How the control tokens are spelled: what `parse_special` recognises besides ordinary tokens."""
+    def controls(self) -> dict[str, int]:
+        """The control tokens by their spelling: what `parse_special` recognises besides ordinary tokens."""
         self._check_open()
         kinds = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         tokens = (token for token in range(self.size) if lib.llama_vocab_get_attr(self._vocab, token) & kinds)
-        return tuple(self.text(token).decode("utf-8", errors="replace") for token in tokens)
+        return {self.text(token).decode("utf-8", errors="replace"): token for token in tokens}
 
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Token ids of a UTF-8 text: int32 [n].

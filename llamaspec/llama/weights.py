@@ -19,6 +19,7 @@ from llamaspec.llama.facts import ModelFacts, model_facts
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
@@ -48,6 +49,7 @@ class Weights:
         self.path = path
         runtime.start()
         check_gguf(path)
+        ensure_tried(path, options.n_ctx, on_load)
         self._handle: Handle | None = Handle(_load(path, options, on_load), lib.llama_model_free)
         try:
             self._check_kind()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.engine.stream import Completion
+from llamaspec.engine.events import Completion
 from llamaspec.measure.bit_exactness import Measurement, logit_differences
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.engine.stream import Completion
+from llamaspec.engine.events import Completion
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy

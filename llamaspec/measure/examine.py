@@ -5,7 +5,6 @@ The models are loaded one by one, so that a damaged one is a finding and the oth
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import sys
@@ -18,6 +17,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.threads import usage
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
@@ -26,6 +26,7 @@ from llamaspec.measure.findings import (
     Examined,
     Finding,
     Machine,
+    busy_finding,
     machine_findings,
     room_finding,
     thread_finding,
@@ -40,6 +41,7 @@ Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> tol
 
 STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
 PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
+LOOK_SECONDS = 0.3  # at what other programs do
 N_BEFORE = 16  # cached tokens when the first step is timed
 
 
@@ -47,6 +49,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
     """All findings, the machine's first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
+    yield from busy_finding(machine)
     wanted = [("target", files.target)] + ([("draft", files.draft)] if files.draft is not None else [])
     examined: dict[str, Examined] = {}
     vocabularies: dict[str, LlamaVocabulary] = {}
@@ -82,8 +85,19 @@ def look_at_machine() -> Machine:
         repacking_is_safe=runtime.repacking_is_safe(),
         free_bytes=runtime.available_bytes(),
         n_physical=runtime.default_threads(),
-        n_logical=os.cpu_count() or 1,
+        n_logical=runtime.n_hardware_threads(),
+        n_taken=_taken_cores(),
     )
+
+
+def _taken_cores() -> float:
+    """How many hardware threads other programs use, looked at for a moment."""
+    before = usage()
+    time.sleep(LOOK_SECONDS)
+    after = usage()
+    wall = after.wall - before.wall
+    idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
+    return max(0.0, runtime.n_hardware_threads() - idle - own)
 
 
 def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:

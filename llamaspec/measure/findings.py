@@ -49,6 +49,7 @@ class Machine:
     free_bytes: int | None  # before any model was loaded; None where the system does not say
     n_physical: int  # cores at full speed
     n_logical: int  # threads of the processor
+    n_taken: float = 0.0  # of these, how many other programs use at the moment
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -109,6 +110,18 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield Finding(OK, "devices", shown + ("" if machine.can_offload else "; no GPU offload"))
+
+
+def busy_finding(machine: Machine) -> Iterator[Finding]:
+    """Whether other programs use the cores; nothing on a quiet machine."""
+    if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
+        yield Finding(
+            WARNING,
+            "load",
+            f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads; llamaspec "
+            f"computes with fewer threads while they do, and is slower than on a quiet machine",
+            "close what computes beside it",
+        )
 
 
 def _device(device: Device) -> str:

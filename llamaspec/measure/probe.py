@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.measure.bit_exactness import Difference, Measurement, compare_widths
 from llamaspec.measure.sample_text import sample_tokens
@@ -20,8 +21,9 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, CostCurve, ForwardRequest, Sampling, TokenArray
+from llamaspec.values import DRAFT, TARGET, ForwardRequest, TokenArray
 
 Clock = Callable[[], float]  # seconds
 Report = Callable[[float], None]  # the finished fraction, 0 to 1

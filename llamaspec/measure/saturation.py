@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from llamaspec.length.allocator import expected_accepted
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.probe import Probe
-from llamaspec.values import CostCurve
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 CONCLUSIVE_WIDTH = 9  # kernels change at 2, 4, 5, 8 and 9; what a narrower curve denies, a wider may allow

@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from platformdirs import user_cache_dir
-
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.options import ModelOptions
@@ -152,16 +150,14 @@ def _prior_path(pair: PairOnDisk) -> Path:
 
 
 def _probe_path(pair: PairOnDisk) -> Path:
-    folder = os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False)
     models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
     key = json.dumps([*models, runtime.backend_description(), platform.node()])
-    return Path(folder) / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def _model_key(model: ModelOnDisk) -> list[object]:
     """What tells a model file and the way it is loaded from others."""
-    with model.path.open("rb") as file:
-        beginning = hashlib.sha256(file.read(HASHED_BYTES)).hexdigest()
+    beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
     placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
     memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaspec.drafters.no_drafter import NoDrafter
-from llamaspec.engine.stream import Completion
+from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TokenArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,7 +162,7 @@ def _all_accepted(
 
 
 def _verification(path: range | list[int], token: int, target: TargetDistributions) -> Verification:
-    return Verification(tuple(path), token, tuple(target.after(node) for node in (-1, *path)))
+    return Verification(tuple(path), token, tuple([target.after(node) for node in (-1, *path)]))
 
 
 def _check_chain(draft: Draft, rule: str) -> None:

@@ -7,13 +7,18 @@ neither models nor chance. Hand-computed tables in tests/sampling/test_distribut
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, Sampling, TokenArray
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, TokenArray
 
 Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] one row of logits
+
+COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
 
 
 def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS) -> Distribution:
@@ -41,9 +46,9 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     """
     if sampling.penalises:
         scores = penalised(scores, sampling, seen[-sampling.penalty_window :])
-    best = int(np.argmax(scores))
+    best = int(scores.argmax())
     highest = float(scores[best])
-    if not np.isfinite(highest):
+    if not math.isfinite(highest):
         raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return Distribution.certain(best)
@@ -55,7 +60,7 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     relative = scores[tokens].astype(np.float64) - highest  # [C] <= 0
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return _tempered(tokens, relative, sampling.temperature)
-    order = np.argsort(-relative, kind="stable")  # ties stay in order of id
+    order = (-relative).argsort(kind="stable")  # ties stay in order of id
     if sampling.top_k is not None:
         order = order[: sampling.top_k]
     sorted_scores = relative[order]
@@ -64,7 +69,8 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
         n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
     if sampling.top_p is not None:
         n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
-    kept = np.sort(order[:n_kept])  # candidates ascend by id, so this is the order of ids again
+    kept = order[:n_kept]
+    kept.sort()  # candidates ascend by id, so this is the order of ids again
     return _tempered(tokens[kept], relative[kept], sampling.temperature)
 
 
@@ -93,7 +99,7 @@ def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
 
 def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
     """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
-    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
+    return int((sorted_scores >= np.log(min_p)).sum())
 
 
 def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
@@ -101,14 +107,13 @@ def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None)
 
     `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
     """
-    cumulative = np.cumsum(np.exp(sorted_scores))
+    cumulative = np.exp(sorted_scores).cumsum()
     total = float(cumulative[-1]) if mass is None else mass
-    return int(np.searchsorted(cumulative, top_p * total)) + 1
+    return int(cumulative.searchsorted(top_p * total)) + 1
 
 
 def _tempered(tokens: TokenArray, relative: Floats, temperature: float) -> Distribution:
-    with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp(relative / temperature)
+    weights = np.exp(relative / max(temperature, COLDEST))
     possible = weights > 0
     if not possible.all():
         tokens, weights = tokens[possible], weights[possible]
@@ -130,11 +135,11 @@ def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float 
     # Below, a little slack: the exact cuts are made later in double precision.
     # Top-p is taken of all that top-k leaves, and min-p only then.
     if sampling.min_p is not None and (sampling.top_k is None or sampling.top_p is None):
-        threshold = max(threshold, highest + float(np.log(sampling.min_p)) - 1e-3)
+        threshold = max(threshold, highest + math.log(sampling.min_p) - 1e-3)
     if mass is not None and sampling.top_p is not None and sampling.top_p < 1:
         # V tokens this improbable hold less than what top-p leaves out.
         threshold = max(threshold, highest + float(np.log((1 - sampling.top_p) * mass / len(scores))) - 1e-3)
-    return np.flatnonzero(scores >= np.float32(threshold)).astype(np.int32)
+    return (scores >= np.float32(threshold)).nonzero()[0].astype(np.int32)
 
 
 def _floor_of_best(scores: Scores, k: int) -> float:
@@ -147,8 +152,9 @@ def _floor_of_best(scores: Scores, k: int) -> float:
     if n_groups < k:
         return -np.inf
     group_size = len(scores) // n_groups
-    maxima = scores[: n_groups * group_size].reshape(group_size, n_groups).max(axis=0)
-    return float(np.partition(maxima, n_groups - k)[n_groups - k])
+    maxima = np.maximum.reduce(scores[: n_groups * group_size].reshape(group_size, n_groups))
+    maxima.partition(n_groups - k)
+    return float(maxima[n_groups - k])
 
 
 class LogitsTarget:
@@ -173,9 +179,10 @@ class LogitsTarget:
 
     def after(self, i: int) -> Distribution:
         """p after the context and the path to draft token `i`; -1 = after the context."""
-        if i not in self._known:
-            self._known[i] = distribution(self._logits[i + 1], self._sampling, self._seen(i))
-        return self._known[i]
+        known = self._known.get(i)
+        if known is None:
+            known = self._known[i] = distribution(self._logits[i + 1], self._sampling, self._seen(i))
+        return known
 
     def _seen(self, i: int) -> TokenArray:
         if i < 0 or not self._sampling.penalises:

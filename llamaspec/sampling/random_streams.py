@@ -7,6 +7,8 @@ Knows nothing of models. tests/sampling/test_random_streams.py checks the law an
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -51,7 +53,7 @@ class SeededStreams:
             return int(distribution.tokens[0])
         uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
         noise = -np.log(-np.log(uniform))
-        return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
+        return int(distribution.tokens[(np.log(distribution.probabilities) + noise).argmax()])
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
@@ -63,12 +65,18 @@ class SeededStreams:
         """Numbers in (0, 1), one for each token: float64 [S]."""
         key = self._seed
         for part in (use, position, attempt):
-            key = _mixed(key ^ _mixed((part + 1) * _GOLDEN & _MASK))
+            key = _mixed(key ^ _of_part(part))
         hashed = (tokens + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
         hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(_MIX_1)
         hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(_MIX_2)
         hashed ^= hashed >> np.uint64(31)
         return ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=64)
+def _of_part(part: int) -> int:
+    """What a use, a position or an attempt adds to a key; draft and target ask for the same ones."""
+    return _mixed((part + 1) * _GOLDEN & _MASK)
 
 
 def _mixed(value: int) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from demo_pair.chat_template import CHAT_TEMPLATE
 from demo_pair.corpus import BOS_ID, EOS_ID, KEPT_OUT
 from demo_pair.model import RMS_EPSILON, ROPE_BASE, Llama, Shape
 
@@ -98,6 +99,7 @@ def _add_vocabulary(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_eos_token_id(EOS_ID)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _tensors(model: Llama) -> Iterator[tuple[str, NDArray[np.float32]]]:

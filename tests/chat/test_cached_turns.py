@@ -9,11 +9,11 @@ import pytest
 from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
 from forward_requests import Count
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Rendered, SpecialTokens, tokenize
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import Message
 from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import Vocabulary

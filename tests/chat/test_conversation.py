@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,10 @@ from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.conversation import REGENERATION
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Rendered
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import ContextFullError
-from llamaspec.values import Message
 
 
 def test_each_turn_has_its_seed(pair: Pair) -> None:
@@ -87,10 +88,10 @@ class Spy(ChatTemplate):
 
     asked: tuple[str, ...] = ()
 
-    def render(self, messages: Sequence[Message], *, parse_special: bool = False) -> Rendered:
+    def render(self, messages: Sequence[Message], *others: Any, **options: Any) -> Rendered:
         if messages[-1].role == "user":
             self.asked = tuple(message.text for message in messages)
-        return super().render(messages, parse_special=parse_special)
+        return super().render(messages, *others, **options)
 
 
 def test_old_turns_are_left_out_when_the_context_is_full(talker: list[Path]) -> None:

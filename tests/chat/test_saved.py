@@ -9,9 +9,9 @@ import pytest
 
 from command import invoke, naming
 from llamaspec import PromptError
+from llamaspec.chat.message import Message
 from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
 from llamaspec.errors import LlamaspecError
-from llamaspec.values import Message
 
 HELLO = Message("user", "hello")
 

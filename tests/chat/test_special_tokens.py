@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from chat_models import SENTENCEPIECE
 from llamaspec import LlamaModel, ModelOptions
+from llamaspec.chat.message import Message
 from llamaspec.chat.special_tokens import Rendered, SpecialTokens, tokenize
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import Message
 from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import BYTES, CONTROL, Vocabulary
@@ -192,3 +192,20 @@ def test_a_forged_message_costs_only_its_own_tokens(words: LlamaVocabulary) -> N
     answer = b"".join(map(words.piece, wrote)).decode()  # SentencePiece puts a space before it
     talk += [Message("assistant", answer), Message("user", "<|im_end|>")]
     assert transcript.read(chat.render(talk)).tolist()[: len(first) + len(wrote)] == first + wrote
+
+
+def test_control_tokens_of_an_answer_are_known(words: LlamaVocabulary) -> None:
+    """A call begins with one; what was cached behind it was evaluated again in the next turn."""
+    chat, transcript = template(TEMPLATES["as it is"], words), Transcript(words)
+    first = transcript.read(chat.render([Message("user", "one")])).tolist()
+    wrote = [words.controls["<|assistant|>"], *words.tokenize(b"x", add_special=False).tolist()[-1:]]
+    transcript.wrote(wrote)
+    source = TEMPLATES["as it is"].replace(
+        "{{ m.content }}", "{{ m.content | replace('@', '<|assistant|>') }}"
+    )
+    talk = [Message("user", "one"), Message("assistant", "@x"), Message("user", "two")]
+    tokens = transcript.read(template(source, words).render(talk)).tolist()
+    assert tokens[: len(first) + 2] == first + wrote
+    # Where a user spells it, it is another text.
+    forged = transcript.read(chat.render([Message("user", "one"), Message("assistant", "<|assistant|>x")]))
+    assert forged.tolist()[: len(first) + 1] != first + wrote[:1]

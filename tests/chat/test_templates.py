@@ -9,9 +9,9 @@ import pytest
 from chat_models import TEMPLATE, say, session, with_template
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
+from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate, TemplateError
 from llamaspec.chat.transcript import Transcript
-from llamaspec.values import Message
 from model_store import ModelStore
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from command import ENTRY, Answer, environment, invoke, naming, run
 from model_store import ModelStore
+from patience import PATIENCE
 from tiny_models import Recipe, truncated, write_bert, write_vocabulary_only
 from tiny_vocabulary import BYTES
 
@@ -138,7 +139,7 @@ def test_no_stdin_at_all(files: dict[str, Path]) -> None:
     arguments = [*ENTRY, "generate", *map(str, naming([files["GOOD"]] * 2))]
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", *arguments],
-        capture_output=True, env=environment(), check=False, timeout=60,
+        capture_output=True, env=environment(), check=False, timeout=PATIENCE,
     )  # fmt: skip
     assert_refused(
         Answer(done.returncode, done.stdout.decode(), done.stderr.decode()), "the prompt is empty", 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import pytest
 from chat_models import PLAIN, last, say, session
 from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
+from llamaspec.chat.message import Message
 from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
 from llamaspec.cli.lines import Typed, read_typed
-from llamaspec.values import Message
+from patience import PATIENCE, until_it_waits
 
 HELLO = Message("user", "hello")
 
@@ -157,6 +157,16 @@ def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
     assert (refused.code, "need --chat" in refused.stderr) == (2, True)
 
 
+def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
+    """The obvious first command failed: the pair had no template."""
+    options = ["--threads", "1", "--seed", "1", "-t", "0", "-n", "8"]
+    answer = invoke("chat", *options, stdin=b"import os\n")
+    assert answer.code == 0
+    assert "made to continue Python" in answer.stderr
+    generated = invoke("generate", "import os\n", *options, "--no-stats")
+    assert answer.stdout == generated.stdout  # a conversation is its messages, as lines
+
+
 # A person at a terminal
 
 
@@ -168,7 +178,13 @@ def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.
         env = environment({"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), "TERM": "dumb"})
         arguments = [*ENTRY[1:], *options(talker), "-n", str(n_tokens), "--n-ctx", "8192", *more]
         child = pexpect.spawn(
-            ENTRY[0], arguments, env=env, timeout=20, encoding="utf-8", dimensions=(24, 200), cwd=tmp_path
+            ENTRY[0],
+            arguments,
+            env=env,
+            timeout=PATIENCE,
+            encoding="utf-8",
+            dimensions=(24, 200),
+            cwd=tmp_path,
         )
         children.append(child)
         child.expect("/help lists the commands")
@@ -225,17 +241,17 @@ def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
     child.expect("tell me a story\r\n")
     child.expect(r"[^\s]{2}")  # something is said
     child.sendintr()
-    child.expect("> ")
+    child.expect(r"\n> ")  # the answer may hold a > of its own
     messages = load_conversation(tmp_path / "talk.json")
     assert [message.role for message in messages] == ["user", "assistant"]
     assert len(messages[1].text) > 0
     assert "stopped by interrupt" in send(child, "/stats")
     child.sendline("line one\\")
     child.expect(r"\.\.\. ")
-    time.sleep(0.2)  # a signal just before Python waits for a line is noticed after the line
+    until_it_waits(child.pid)
     child.sendintr()
     child.expect("> ")  # takes the unfinished message back
-    time.sleep(0.2)
+    until_it_waits(child.pid)
     child.sendintr()
     child.expect(pexpect.EOF)
     assert "Traceback" not in child.before

@@ -19,6 +19,7 @@ from llamaspec.measure.findings import (
     Examined,
     Finding,
     Machine,
+    busy_finding,
     machine_findings,
     room_finding,
     thread_finding,
@@ -227,6 +228,14 @@ def test_machines(changes: dict[str, Any], topic: str, remedy: str | None) -> No
 @pytest.mark.parametrize(("asked", "level"), [(None, "ok"), (1, "ok"), (4, "ok"), (5, "warning")])
 def test_threads(asked: int | None, level: str) -> None:
     assert thread_finding(MACHINE, "target", asked).level == level
+
+
+@pytest.mark.parametrize(("n_taken", "is_busy"), [(0.0, False), (4.2, False), (4.6, True)])
+def test_other_programs(n_taken: float, is_busy: bool) -> None:
+    """Four cores of eight hardware threads."""
+    found = list(busy_finding(replace(MACHINE, n_taken=n_taken)))
+    assert bool(found) == is_busy
+    assert not is_busy or "4.6 of 8" in found[0].text
 
 
 @pytest.mark.parametrize(

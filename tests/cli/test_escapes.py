@@ -13,9 +13,11 @@ import pytest
 from chat_models import TEMPLATE, with_template
 from command import ENTRY, Answer, environment, generate, invoke, naming, run
 from llamaspec.cli.terminal import write_text
-from llamaspec.engine.stream import Piece, TextStream
+from llamaspec.engine.events import Piece
+from llamaspec.engine.stream import TextStream
 from llamaspec.engine.text import Span
 from llamaspec.errors import LlamaspecError, printable
+from patience import PATIENCE
 
 EVIL = "a\x1b[31mred\x1b]52;c;aGk=\x07\x9b2J\r\nb\tc\u202ed\x7f 👩‍👩‍👧"
 
@@ -50,7 +52,10 @@ write_text({text!r}, colour={colour!r})
 @pytest.mark.parametrize("colour", [None, "green"])
 def test_a_terminal_gets_it_escaped(colour: str | None) -> None:
     child = pexpect.spawn(
-        sys.executable, ["-c", ON_A_TERMINAL.format(text=EVIL, colour=colour)], env=environment(), timeout=20
+        sys.executable,
+        ["-c", ON_A_TERMINAL.format(text=EVIL, colour=colour)],
+        env=environment(),
+        timeout=PATIENCE,
     )
     child.expect(pexpect.EOF)
     child.close()
@@ -123,7 +128,7 @@ def test_nor_does_a_template(talker: list[Path], tmp_path: Path) -> None:
 def test_nor_does_a_model_in_a_conversation(talker: list[Path], tmp_path: Path) -> None:
     model = with_template(talker[1], tmp_path / "ev\x1bil\n.gguf", TEMPLATE)
     child = pexpect.spawn(
-        ENTRY[0], [*ENTRY[1:], "chat", "--target", str(model), "-t", "1"], env=environment(), timeout=20
+        ENTRY[0], [*ENTRY[1:], "chat", "--target", str(model), "-t", "1"], env=environment(), timeout=PATIENCE
     )
     child.expect("/help lists")
     child.close(force=True)

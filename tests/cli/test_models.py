@@ -17,6 +17,7 @@ from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub.catalog import Catalog, read_catalog
 from llamaspec.hub.entries import Entry
 from llamaspec.hub.remote import RemoteFile
+from patience import PATIENCE
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
 
@@ -141,7 +142,7 @@ def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file
     arguments = ["generate", "--target", target_file, "--draft", draft_file, "-n", "1", "--no-stats", "x"]
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, check=True, timeout=60,
+        env=environment(), capture_output=True, text=True, check=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "set()"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pexpect
 import pytest
 
 from command import ENTRY, PROMPT, environment, expected, generate, naming
+from patience import PATIENCE, until_it_waits
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_prompt_that_begins_with_a_dash(models: list[Path]) -> None:
 
 def test_a_terminal_is_asked_for_the_prompt(models: list[Path]) -> None:
     arguments = [*ENTRY[1:], "generate", *map(str, naming(models)), "-n", "8", "--seed", "3", "--no-stats"]
-    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=PATIENCE)
     child.expect("Prompt")
     child.sendline("the end")
     child.expect(pexpect.EOF)
@@ -66,9 +66,9 @@ def test_a_terminal_is_asked_for_the_prompt(models: list[Path]) -> None:
 
 def test_ctrl_c_instead_of_a_prompt(models: list[Path]) -> None:
     arguments = [*ENTRY[1:], "generate", *map(str, naming(models))]
-    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=30)
+    child = pexpect.spawn(ENTRY[0], arguments, env=environment(), timeout=PATIENCE)
     child.expect("Prompt: ")
-    time.sleep(0.5)  # a signal just before Python waits for a line is noticed after the line
+    until_it_waits(child.pid)
     child.sendintr()
     child.expect(pexpect.EOF)
     child.close()

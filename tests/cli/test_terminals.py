@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pexpect
@@ -12,18 +13,25 @@ import pytest
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli.generate import generate as command
+from llamaspec.cli.terminal import Thoughts
+from model_store import ModelStore
+from patience import PATIENCE
+from tiny_models import Recipe
 
 
-def test_a_pipe_that_closes_early(models: list[Path]) -> None:
+def test_a_pipe_that_closes_early(store: ModelStore) -> None:
+    """The text is longer than the pipe holds, so that it cannot be at its end before the pipe closes."""
+    target = store.path("llama", Recipe(dtype="q8_0", n_context=1 << 15))
+    arguments = [*naming([target]), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "1"]
     child = subprocess.Popen(
-        [*ENTRY, "generate", *map(str, naming(models)), PROMPT, "-n", "400", "--seed", "1"],
+        [*ENTRY, "generate", *map(str, arguments)], pipesize=4096,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
     )  # fmt: skip
     assert child.stdout is not None
     head = os.read(child.stdout.fileno(), 10)
     child.stdout.close()
     child.stdout = None
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=PATIENCE)
     assert head
     assert child.returncode not in (0, -signal.SIGPIPE)
     assert b"Traceback" not in stderr
@@ -70,7 +78,7 @@ def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
         "-k",
         "4",
     ]
-    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=30)
+    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=PATIENCE)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
@@ -136,3 +144,29 @@ def test_llama_cpp_is_silent_unless_asked(models: list[Path]) -> None:
     verbose = run(*common, "--verbose")
     assert "llama_model_loader" in verbose.stderr
     assert verbose.stdout == run(*common).stdout
+
+
+@pytest.mark.parametrize(
+    ("is_shown", "at_terminal", "shown"),
+    [
+        (True, True, "\x1b[2mI \\x1b[2J\x1b[0m\x1b[2mthink\n\x1b[0m\n"),
+        (True, False, "I \\x1b[2Jthink\n\n"),
+        (False, True, "\x1b[2mthinking …\x1b[0m\n"),
+        (False, False, ""),
+    ],
+)
+def test_thoughts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_shown: bool,
+    at_terminal: bool,
+    shown: str,
+) -> None:
+    """Dim, escaped, on stderr; hidden ones leave one mark for a person and none in a file."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: at_terminal, raising=False)
+    thoughts = Thoughts(is_shown=is_shown)
+    thoughts.add("I \x1b[2J")
+    thoughts.add("think\n")
+    thoughts.end()
+    thoughts.end()
+    assert capsys.readouterr() == ("", shown)

@@ -11,8 +11,9 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Sampling
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest
 from texts import PLAIN, draft, stream, target
 
 GREEDY = Sampling(temperature=0)
@@ -67,6 +68,13 @@ def test_a_small_context_slides_in_halves() -> None:
         requests, _ = asked(drafter(context_size=8).propose(np.zeros(n, np.int32), Length(1)), model)
         lengths += [len(request.tokens) for request in requests]
     assert lengths == [6, 7, 8, 5, 6, 7, 8, 5]
+
+
+def test_the_smallest_context_is_always_full() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=2)
+    for n in range(2, 6):
+        requests, _ = asked(drafter(context_size=2).propose(np.zeros(n, np.int32), Length(1)), model)
+        assert [len(request.tokens) for request in requests] == [2]
 
 
 def test_a_text_longer_than_the_drafts_context() -> None:

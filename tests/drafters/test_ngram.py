@@ -39,6 +39,7 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
     random = np.random.default_rng(seed)
     sequence = random.integers(0, 3, 50).tolist()
     automaton = SuffixAutomaton()
+    assert automaton.match_length == 0
     for i, token in enumerate(sequence):
         automaton.append(token)
         seen = sequence[: i + 1]
@@ -48,6 +49,14 @@ def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
             end = automaton.match_end
             assert end <= i
             assert seen[end - match : end] == seen[-match:]
+
+
+def test_states_are_copied_only_where_they_must_be() -> None:
+    """The smallest automaton of a repetition has one state for each length."""
+    automaton = SuffixAutomaton()
+    for _ in range(20):
+        automaton.append(1)
+    assert len(automaton._next) == 21
 
 
 @pytest.mark.parametrize(

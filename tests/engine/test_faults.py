@@ -10,11 +10,14 @@ import pytest
 from fakes import CountingUp, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import StopReason, TextStream, write
-from llamaspec.errors import ClosedError, EvaluationError
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import write
+from llamaspec.errors import ClosedError, EvaluationAbortedError, EvaluationError, MemoryFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
+from patience import PATIENCE
 from texts import V, alone, draft, stream, target
 
 Asking = Generator[ForwardRequest, Forward, Draft]
@@ -77,6 +80,57 @@ def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(name: str, 
     assert list(of) == []
     assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
     assert models[TARGET].released == models[DRAFT].released == [0, 1]
+
+
+FAULTS = {"fails": EvaluationError("llama.cpp failed"), "is full": MemoryFullError("the KV cache is full")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None:
+    """In a prompt, in a draft or in a verification: who was evaluated is told, all keep what they have."""
+
+    def fail(n: int) -> None:
+        if n == number:
+            raise FAULTS[fault]
+
+    models = {TARGET: target(), DRAFT: draft()}
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(3)]
+    for of in streams[:2]:
+        of._row = scheduler.start(write(of._plan))
+    models[name].before = fail
+    n_told = 0
+    for i, of in enumerate(streams):
+        try:
+            rest(of)
+        except type(FAULTS[fault]):
+            n_told += 1
+        kept = of.completion
+        assert kept.tokens == alone((1, 2, 3), seed=i)[: len(kept.tokens)]
+        assert (len(kept.tokens) == 12) or (kept.stop_reason is StopReason.INTERRUPT)
+    assert n_told >= 1
+    assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
+    assert sorted(models[TARGET].released) == sorted(models[DRAFT].released) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n_texts", [1, 3])
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_texts: int) -> None:
+    def abort(n: int) -> None:
+        if n == number:
+            raise EvaluationAbortedError("somebody else asked for it")
+
+    models = {TARGET: target(), DRAFT: draft()}
+    models[name].before = abort
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(n_texts)]
+    for of in streams:
+        of._row = scheduler.start(write(of._plan))
+    assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
+    assert models[name].n_attempts == len(models[name].evaluated) + 1
 
 
 class Fails(CountingUp):
@@ -153,7 +207,7 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     next(clinging)
     clinging.close()
     assert rest(other) == alone(seed=1)
-    assert scheduler._rows == []
+    assert scheduler._rows.all() == []
 
 
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
@@ -227,7 +281,7 @@ class Gate:
     def __call__(self, n: int) -> None:
         if n == self.number:
             self.reached.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(PATIENCE)
 
 
 def test_cancelling_during_an_evaluation_harms_no_other_row() -> None:
@@ -238,13 +292,13 @@ def test_cancelling_during_an_evaluation_harms_no_other_row() -> None:
     next(doomed)
     thread = threading.Thread(target=rest, args=(other,))
     thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     closing = threading.Thread(target=doomed.close)
     closing.start()
-    assert models[TARGET].aborted.wait(20)  # at once, not behind the evaluation
+    assert models[TARGET].aborted.wait(PATIENCE)  # at once, not behind the evaluation
     gate.opened.set()
-    closing.join(20)
-    thread.join(20)
+    closing.join(PATIENCE)
+    thread.join(PATIENCE)
     assert list(doomed) == []
     assert other.completion.tokens == alone(seed=1)
     assert doomed.completion.tokens == alone(seed=0)[:1]
@@ -258,13 +312,13 @@ def test_closing_the_pair_during_an_evaluation() -> None:
     of = stream(scheduler, models, drafter=NoDrafter())
     thread = threading.Thread(target=rest, args=(of,))
     thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(PATIENCE)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
-    assert models[TARGET].aborted.wait(20)
+    assert models[TARGET].aborted.wait(PATIENCE)
     gate.opened.set()
-    closing.join(20)
-    thread.join(20)
+    closing.join(PATIENCE)
+    thread.join(PATIENCE)
     kept = of.completion
     assert kept.stop_reason is StopReason.INTERRUPT
     assert kept.tokens == alone()[: len(kept.tokens)]

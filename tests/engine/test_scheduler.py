@@ -12,7 +12,8 @@ from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, to
 from forward_requests import scores
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.scheduler import AHEAD, Scheduler
-from llamaspec.engine.stream import TextStream, write
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import write
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from texts import Letters, V, alone, draft, stream, target

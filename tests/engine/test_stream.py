@@ -7,8 +7,10 @@ import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import PREFILL_PART, StopReason, TextStream
+from llamaspec.engine.stream import TextStream
+from llamaspec.engine.write import PREFILL_PART
 from llamaspec.errors import PromptError
 from llamaspec.protocols import RowLength
 from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
@@ -201,3 +203,12 @@ def test_a_drafter_of_plain_functions() -> None:
     done = made("ba", model=model, drafter=Echo(), max_tokens=7).run()
     assert done.text == "aaaaaaa"
     assert [round_.n_accepted for round_ in done.rounds] == [1, 1, 1, 0]
+
+
+def test_control_tokens_have_text_where_that_is_asked_for() -> None:
+    """The marks of a call are control tokens; who reads calls needs them, a terminal never."""
+    plain = made(max_tokens=7)
+    spelled = made(max_tokens=7, spelled={4: b"<mark>"}, stops=("rk>a",))
+    assert plain.run().text == "cdeabcd"
+    done = spelled.run()
+    assert (done.text, done.stop_reason) == ("cd<ma", StopReason.STOP)

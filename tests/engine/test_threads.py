@@ -12,10 +12,12 @@ import pytest
 
 from fakes import Batch, FakeModel
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.stream import StopReason, TextStream
+from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ClosedError
 from llamaspec.values import DRAFT, TARGET, Logits
+from patience import PATIENCE
 from texts import V, alone, draft, stream, target
 
 
@@ -24,7 +26,7 @@ def in_threads(streams: Sequence[TextStream]) -> list[tuple[int, ...]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     return [of.completion.tokens for of in streams]
 
 
@@ -45,7 +47,7 @@ class Meeting(FakeModel):
 
     def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
         if self.meeting is not None:
-            self.meeting.wait(20)
+            self.meeting.wait(PATIENCE)
             self.meeting = None
         return super().evaluate(batch, n_padding)
 
@@ -89,7 +91,7 @@ def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
     def hold(n: int) -> None:
         if n == 4:
             reached.set()
-            assert opened.wait(20)
+            assert opened.wait(PATIENCE)
 
     models = {TARGET: target(before=hold)}
     scheduler = Scheduler(models)
@@ -100,7 +102,7 @@ def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
             pass
 
     def open_when_aborted() -> None:
-        if models[TARGET].aborted.wait(20):
+        if models[TARGET].aborted.wait(PATIENCE):
             opened.set()
 
     async def both() -> None:
@@ -143,22 +145,22 @@ def test_after_a_fork_a_clear_error_and_no_hanging(is_held: bool) -> None:
     def hold() -> None:
         with scheduler._lock:
             held.set()
-            release.wait(20)
+            release.wait(PATIENCE)
 
     thread = threading.Thread(target=hold)
     if is_held:
         thread.start()
-        assert held.wait(20)
+        assert held.wait(PATIENCE)
     child = os.fork()
     if not child:
         os._exit(_in_child(scheduler, of, stream(scheduler, models)))
-    watch = threading.Timer(20, os.kill, (child, 9))  # where it hangs
+    watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # where it hangs
     watch.start()
     status = os.waitpid(child, 0)[1]
     watch.cancel()
     release.set()
     if is_held:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert os.waitstatus_to_exitcode(status) == 0
     assert of.run().tokens == alone()
 

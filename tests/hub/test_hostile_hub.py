@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -13,11 +16,12 @@ from huggingface_hub import constants
 
 from hub_server import BIG, Hub, serving
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import transfer
+from llamaspec.hub import download, transfer
 from llamaspec.hub.cache import find_here, folder_of, remove
 from llamaspec.hub.download import fetch
 from llamaspec.hub.progress import FetchProgress
 from llamaspec.hub.remote import RemoteFile
+from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
 
@@ -164,17 +168,43 @@ def test_the_list_s_hash_decides_where_there_is_one(hub: Hub, here: Path) -> Non
     fetch(RemoteFile(FILE.repo, FILE.file, sha256=hashlib.sha256(content).hexdigest()))
 
 
-def test_nothing_is_fetched_while_another_process_fetches_it(hub: Hub, here: Path) -> None:
-    lock = here / ".locks" / "models--acme--big-GGUF" / f"{hub.tag(BIG)}.lock"
-    lock.parent.mkdir(parents=True)
+def test_nothing_is_fetched_while_another_process_fetches_it(
+    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = here / ".locks" / "models--acme--big-GGUF" / f"{hub.tag(BIG)}.lock"
+    path.parent.mkdir(parents=True)
+    waits = Event()
+
+    class Told(FileLock):
+        def acquire(self, *arguments: Any, **named: Any) -> Any:
+            if Path(self.lock_file) == path:
+                waits.set()
+            return super().acquire(*arguments, **named)
+
+    monkeypatch.setattr(download, "FileLock", Told)
     thread = Thread(target=fetch, args=(FILE,))
-    with FileLock(lock):
+    with FileLock(path):
         thread.start()
-        thread.join(0.5)
+        until(lambda: waits.is_set() or not thread.is_alive())
         assert (hub.n_requests, hub.n_sent) == (1, 0)  # it has asked what the file is
-    thread.join(20)
+    thread.join(PATIENCE)
     assert find_here(FILE) is not None
     assert hub.n_sent == len(hub.files[BIG])
+
+
+def test_what_has_arrived_needs_no_room_again(hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = hub.files[BIG]
+    partial = folder_of(FILE) / "blobs" / f"{hub.tag(BIG)}.partial"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[:1000])
+
+    def leave(n_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=n_bytes))
+
+    leave(len(content) - 1001)
+    assert "make room" in refused()
+    leave(len(content) - 1000)
+    assert fetch(FILE).read_bytes() == content
 
 
 def test_parts_of_different_states_are_not_mixed(hub: Hub, here: Path, split_files: list[Path]) -> None:

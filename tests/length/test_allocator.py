@@ -7,9 +7,10 @@ import pytest
 
 from llamaspec.length.allocator import Allocator, Pledge, expected_accepted, stopping_threshold
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.values import CostCurve, Draft, Round
+from llamaspec.values import Draft, Round
 from simulated import machine, text
 from simulator import play, play_rows
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
-from llamaspec.values import CostCurve, Draft, Round
+from llamaspec.values import Draft, Round
 from simulated import machine, text
 from simulator import play
 

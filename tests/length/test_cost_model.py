@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CATCH_UP, CostModel
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.values import CostCurve
 
 Q4_0 = {1: 16.4, 2: 26.4, 3: 36.5, 4: 29.2, 5: 42.3, 6: 52.5, 7: 53.2, 8: 54.0}  # ms; width 4 is a dip
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.row_length import AutoRow
-from llamaspec.values import NO_DRAFT, NO_NGRAM_DRAFT, CostCurve, Draft, Round, Source
+from llamaspec.values import NO_DRAFT, NO_NGRAM_DRAFT, Draft, Round, Source
 from simulator import Machine, Passage, passage, play, table
 
 FLAT = CostCurve((1, 5, 17), (0.010, 0.011, 0.014), 0.001)

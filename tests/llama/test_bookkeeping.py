@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaspec.llama.kv_cache import Bytes, KVCache, shared
+from llamaspec.llama import cached_sequence
+from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.cells import Bytes
+from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
 letters = st.text(alphabet="ab", max_size=9)
@@ -60,8 +62,17 @@ N_ROWS, N_TOKENS = 32, 32_768
 
 
 @pytest.mark.parametrize("n_shared", [0, 30_000], ids=["nothing in common", "a long prompt in common"])
-def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
-    """Medians of 1 ms on two cores, where it once was 42 ms; the bound leaves room for a busy machine."""
+def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is compared with its own sequence only: 1 ms a step, where it once was 42 ms.
+
+    The processor's time of the fastest step, so that whatever else the machine does counts little.
+    """
+    compared = []
+
+    def counted(a: TokenArray, b: TokenArray) -> int:
+        compared.append(min(len(a), len(b)))
+        return shared(a, b)
+
     rng = np.random.default_rng(0)
     cache = KVCache(NoCells(), (N_ROWS + 1) * N_TOKENS, 64)
     texts = rng.integers(2, 32_000, (N_ROWS, N_TOKENS)).astype(np.int32)
@@ -71,18 +82,20 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
         beginning = ForwardRequest(TARGET, texts[row, : lengths[row]], n_logits=0)
         cache.prepare_all([(row, beginning, 0)])
         cache.commit([(row, texts[row, cache.sequence(row).n : lengths[row]])])
+    monkeypatch.setattr(cached_sequence, "shared", counted)
     steps = []
     for _ in range(50):
         batch = [
             ForwardRequest(TARGET, texts[row, : lengths[row] + 1].copy(), draft=texts[row, :4])
             for row in range(N_ROWS)
         ]
-        begin = time.perf_counter()
+        compared.clear()
+        begin = time.thread_time()
         answers = cache.prepare_all([(row, wanted, 0) for row, wanted in enumerate(batch)])
         new = [(row, np.append(wanted.tokens[-1:], wanted.draft)) for row, wanted in enumerate(batch)]
         cache.commit(new)
-        steps.append(time.perf_counter() - begin)
+        steps.append(time.thread_time() - begin)
+        assert sum(compared) <= N_ROWS * N_TOKENS
         assert answers == lengths.tolist()
         lengths += 1
-    print(f"{median(steps) * 1e3:.2f} ms per step")  # noqa: T201
-    assert median(steps) < 0.01
+    assert min(steps) < 0.02

@@ -6,6 +6,7 @@ negative return code.
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from forward_requests import request
 from llamaspec import LlamaModel, LlamaspecError, MemoryFullError, ModelFileError, ModelOptions
 from llamaspec.llama.gguf_header import check_gguf
 from model_store import ModelStore, OpenModel
+from patience import PATIENCE
 from tiny_models import Recipe, truncated, write_bert, write_llama, write_vocabulary_only
 
 LOAD = """
@@ -40,7 +42,7 @@ else:
 def loaded_apart(path: Path) -> str:
     """What came of loading a file in a process of its own."""
     answer = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert answer.returncode == 0, f"ended by {answer.returncode}: {answer.stderr[-2000:]}"
     assert answer.stderr == ""
@@ -165,11 +167,14 @@ def test_several_positions_at_once_do_not_end_the_process(store: ModelStore, dty
 
 
 def test_places_without_a_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
     cases = {
         tmp_path / "missing.gguf": "no such model file",
         tmp_path: "is a directory; name the .gguf file inside it",
         tmp_path / ("x" * 300): "File name too long",
-        Path("/dev/null"): "is not a GGUF file",
+        Path("/dev/null"): "it is not a regular file",
+        Path("/dev/zero"): "it is not a regular file",
+        tmp_path / "pipe": "it is not a regular file",  # it would keep us waiting for ever
     }
     for path, says in cases.items():
         with pytest.raises(ModelFileError, match=says):
@@ -183,7 +188,7 @@ def test_an_unreadable_file(store: ModelStore, tmp_path: Path, monkeypatch: pyte
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with pytest.raises(ModelFileError, match=r"cannot read .*secret\.gguf: Permission denied; "):
         check_gguf(path)
 
@@ -213,8 +218,9 @@ def test_a_context_that_cannot_be(n_ctx: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_no_file_stays_open(store: ModelStore, damaged: dict[str, Path]) -> None:
-    path = store.path()
+def test_no_file_stays_open(store: ModelStore, damaged: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "own.gguf"  # other tests may hold the one that they share
+    path.write_bytes(store.path().read_bytes())
     model = LlamaModel(path, ModelOptions(threads=1))
     model.close()
     model.close()

@@ -94,6 +94,17 @@ def test_interrupted_evaluations_leave_later_answers_right(
     assert interrupts.n > 20
 
 
+OWN_CODE = (
+    "_cache.py",
+    "cached_sequence.py",
+    "cells.py",
+    "compaction.py",
+    "context.py",
+    "model.py",
+    "batch.py",
+)
+
+
 @dataclass
 class AnyLine:
     """Ctrl-C before any line of the cache's own code, by chance: as a signal handler raises it."""
@@ -114,8 +125,7 @@ class AnyLine:
             sys.settrace(before)
 
     def _called(self, frame: FrameType, event: str, argument: object) -> Any:
-        path = frame.f_code.co_filename
-        return self._line if path.endswith(("_cache.py", "context.py", "model.py", "batch.py")) else None
+        return self._line if frame.f_code.co_filename.endswith(OWN_CODE) else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         self.left -= 1

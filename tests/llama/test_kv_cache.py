@@ -11,7 +11,8 @@ import pytest
 
 from forward_requests import RandomRows, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.kv_cache import TAKE_OVER, shared
+from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.kv_cache import TAKE_OVER
 from simulated_cells import Checked
 
 
@@ -146,6 +147,9 @@ def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
     assert checked.run(0, request(25)) == 10
 
 
+OWN_CODE = ("llama/kv_cache.py", "llama/cached_sequence.py", "llama/compaction.py")
+
+
 def some_operations(checked: Checked) -> None:
     """Taking over, going back, garbage, eviction and compaction."""
     checked.run(0, request(34, draft=text(3, 9)))
@@ -170,7 +174,7 @@ def test_an_interrupt_at_any_line_leaves_no_wrong_note() -> None:
         return line
 
     def called(frame: FrameType, _event: str, _argument: object) -> Any:
-        return line if frame.f_code.co_filename.endswith("llama/kv_cache.py") else None
+        return line if frame.f_code.co_filename.endswith(OWN_CODE) else None
 
     while n_left <= 0:
         n_lines += 1

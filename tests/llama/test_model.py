@@ -21,7 +21,7 @@ from forward_requests import (
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.context import LlamaCells
+from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import BATCH
 from llamaspec.values import TARGET, ForwardRequest

@@ -22,6 +22,9 @@ def model(store: ModelStore, vocabulary: Vocabulary) -> Path:
     [
         (BYTES.renamed(70, "other"), "token 70 is 'D' in the target and 'other' in the draft"),
         (BYTES.renamed(0, "<bos>"), "token 0 is '<s>' in the target and '<bos>' in the draft"),
+        # The last that both have.
+        (BYTES.renamed(287, "zzz"), "token 287 is"),
+        (BYTES.longer(5).renamed(287, "zzz"), "and 'zzz' in the draft"),
         # The first of several.
         (BYTES.renamed(287, "zzz").renamed(280, "yyy"), "token 280 is 'Ġself' in the target and 'yyy'"),
         # Spellings beyond ASCII are shown, not escaped.

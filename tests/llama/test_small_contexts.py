@@ -13,6 +13,7 @@ from forward_requests import EXACT, MEMORIES, TOLERANCE, assert_same, fresh, req
 from llamaspec import FixedLength, LlamaModel, ModelOptions, PromptError, Sampling, StopReason, open_pair
 from llamaspec.errors import ContextFullError
 from model_store import ModelStore, OpenModel
+from patience import PATIENCE
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
@@ -68,7 +69,7 @@ def test_the_smallest_contexts_of_target_and_draft(store: ModelStore, kind: str)
         [sys.executable, "-c", SMALLEST, str(store.path(kind))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.stderr == ""

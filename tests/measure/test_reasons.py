@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.reasons import Reasons, explain
-from llamaspec.values import CostCurve, Draft, Round, Source
+from llamaspec.values import Draft, Round, Source
 from simulated import SEEDS, machine, mean, run, text
 from simulator import play
 

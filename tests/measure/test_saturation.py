@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.saturation import (
     BestFixedLength,
     best_fixed_length,
@@ -12,7 +13,6 @@ from llamaspec.measure.saturation import (
     break_even_acceptance,
     round_seconds,
 )
-from llamaspec.values import CostCurve
 
 DIP = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 1.5), 0.1)  # width 4 is cheaper than 2 and 3
 

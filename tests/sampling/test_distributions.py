@@ -8,7 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamaspec.sampling.distributions import Scores, confidence, distribution, penalised
-from llamaspec.values import Distribution, Sampling
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import Distribution
 
 P = np.array([0.1, 0.4, 0.3, 0.2])
 ROW: Scores = np.log(P).astype(np.float32)

@@ -1,0 +1,162 @@
+"""An answer while it is generated: its deltas, and thinking ended where it goes on too long.
+
+Thinking is ended by asking anew: the prompt, what was thought, and the mark that closes it. Both parts look
+like one stream from outside. Knows neither the pair nor how it draws: it is handed what opens a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llamaspec.chat.answers import AnswerParser, Delta
+from llamaspec.chat.formats import Reasoning
+from llamaspec.engine.events import Completion, Piece, StopReason
+from llamaspec.engine.statistics import summarize
+from llamaspec.engine.stream import TextStream
+from llamaspec.errors import PromptError
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.values import TokenArray
+
+OpenStream = Callable[[TokenArray, int], TextStream]  # of a prompt, with at most so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningLimit:
+    """How long a model may think, and what ends it."""
+
+    reasoning: Reasoning
+    n_tokens: int  # >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """What one token made certain of an answer."""
+
+    deltas: tuple[Delta, ...]
+    piece: Piece | None  # None where it was no token: thinking was ended, or the answer
+
+
+class AnswerStream:
+    """Iterate to generate, with `for` or `async for`; `completion` tells what came of it, at any time.
+
+    Parameters
+    ----------
+    prompt : [n] int32
+    max_tokens : int
+        Of the answer, with its reasoning.
+    open_stream : callable
+        Given a prompt and a number of tokens opens a stream; the same seed each time. It spells the format's
+        control tokens: `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
+    parser : AnswerParser
+    vocabulary : LlamaVocabulary
+    limit : ReasoningLimit, optional
+
+    Examples
+    --------
+    >>> answer = AnswerStream(prompt, 256, open_stream, parser, vocabulary)  # doctest: +SKIP
+    >>> message_of(delta for part in answer for delta in part.deltas)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        prompt: TokenArray,
+        max_tokens: int,
+        open_stream: OpenStream,
+        parser: AnswerParser,
+        vocabulary: LlamaVocabulary,
+        limit: ReasoningLimit | None = None,
+    ) -> None:
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._open_stream = open_stream
+        self._parser = parser
+        self._vocabulary = vocabulary
+        self._limit = limit
+        self._n_thought = 0
+        self._is_over = False
+        self._before: Completion | None = None  # until thinking was ended, with what ended it
+        self._stream = open_stream(prompt, max_tokens)
+
+    def __iter__(self) -> Iterator[AnswerPart]:
+        return self
+
+    def __next__(self) -> AnswerPart:
+        if self._is_over:
+            raise StopIteration
+        limit = self._limit
+        if limit is not None and self._parser.is_thinking and self._n_thought >= limit.n_tokens:
+            self._limit = None
+            if self._end_thinking(limit.reasoning.cut):
+                return AnswerPart(tuple(self._parser.feed(limit.reasoning.cut)), None)
+        piece = next(self._stream, None)
+        if piece is None:
+            self._is_over = True
+            return AnswerPart(tuple(self._parser.finish()), None)
+        self._n_thought += self._parser.is_thinking
+        return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
+
+    def __aiter__(self) -> AsyncIterator[AnswerPart]:
+        return self
+
+    async def __anext__(self) -> AnswerPart:
+        try:
+            part = await asyncio.to_thread(next, self, None)
+        except BaseException:  # also when the task is cancelled
+            self.close()
+            raise
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+    def close(self) -> None:
+        """Stop generating; from any thread, within one evaluation."""
+        self._is_over = True
+        self._stream.close()
+
+    @property
+    def completion(self) -> Completion:
+        """What has been generated up to now, reasoning and marks included."""
+        last = self._stream.completion
+        before = self._before
+        if before is None:
+            return last
+        rounds = (*before.rounds, *last.rounds)
+        n_tokens = before.summary.n_tokens + last.summary.n_tokens
+        return replace(
+            last,
+            text=before.text + last.text,
+            tokens=(*before.tokens, *last.tokens),
+            n_prompt_tokens=before.n_prompt_tokens,
+            rounds=rounds,
+            summary=summarize(rounds, n_tokens),
+            prefill_seconds=before.prefill_seconds + last.prefill_seconds,
+            n_cached=before.n_cached,
+        )
+
+    def _end_thinking(self, cut: str) -> bool:
+        """Go on behind the closing mark; whether there is room."""
+        tokens = self._vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True)
+        if len(tokens) and self._vocabulary.piece(int(tokens[0])) == b" ":  # SentencePiece begins so
+            tokens = tokens[1:]
+        thought = self._stream.completion
+        n_left = self._max_tokens - len(thought.tokens) - len(tokens)
+        if n_left < 1:
+            return False
+        parts = (self._prompt, np.array(thought.tokens, dtype=np.int32), tokens)
+        try:
+            stream = self._open_stream(np.concatenate(parts), n_left)
+        except PromptError:  # the context has no room
+            return False
+        self._stream.close()
+        self._before = replace(
+            thought,
+            text=thought.text + cut,
+            tokens=(*thought.tokens, *tokens.tolist()),
+            stop_reason=StopReason.INTERRUPT,
+        )
+        self._stream = stream
+        return True

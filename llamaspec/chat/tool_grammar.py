@@ -1,0 +1,234 @@
+"""Grammars that hold a model to the schemas of its tools, in the family's own format of calls.
+
+The text is Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for the token 7. `required` forces a
+call; `auto` lets the model talk and binds it once a call begins. tests/chat/test_tool_grammar.py asks
+llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamaspec.chat.formats import HARMONY_MARKS, AnswerFormat, CallFormat
+from llamaspec.errors import PromptError
+
+Json = Any  # what json.loads makes
+ToolChoice = str | Mapping[str, Json]  # auto, none, required, or OpenAI's naming of one function
+
+_ANYTHING = r"/(?s:.*)/"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tool_grammar(
+    answer_format: AnswerFormat,
+    tools: Sequence[Mapping[str, Json]],
+    tool_choice: ToolChoice = "auto",
+    parallel: bool = True,
+    *,
+    thinking: bool = False,
+    controls: Mapping[str, int] | None = None,
+) -> str | None:
+    """The grammar of an answer that calls tools rightly.
+
+    Parameters
+    ----------
+    answer_format : AnswerFormat
+    tools : sequence of dict
+        In OpenAI's form.
+    tool_choice : str or dict
+        "auto", "required", "none", the name of a tool, or {"type": "function", "function": {"name": …}}.
+    parallel : bool
+        Several calls are allowed, where the family writes several.
+    thinking : bool
+        The prompt ends with the mark that opens reasoning.
+    controls : dict of str to int
+        The vocabulary's control tokens (`vocabulary.controls`): marks among them are tokens, others text.
+
+    Returns
+    -------
+    str or None
+        None where nothing is to be forced, or the format is not known.
+
+    Raises
+    ------
+    PromptError
+        The tool that was named is not among the tools.
+
+    Examples
+    --------
+    >>> now = [{"type": "function", "function": {"name": "now"}}]
+    >>> print(tool_grammar(AnswerFormat(CallFormat.LLAMA3), now, "required"))
+    start: call
+    call: call_0
+    call_0: "{\\"name\\": \\"now\\", \\"parameters\\": " arguments_0 "}"
+    arguments_0: %json {"type": "object", "properties": {}, "additionalProperties": false}
+    """
+    chosen = _chosen(tools, tool_choice)
+    if not chosen or answer_format.calls in (None, CallFormat.GEMMA4):
+        return None
+    grammar = _Grammar(answer_format, dict(controls or {}), thinking)
+    if answer_format.calls is CallFormat.HARMONY and not all(
+        mark in grammar.controls for mark in HARMONY_MARKS
+    ):
+        return None
+    return grammar.write(chosen, is_forced=tool_choice != "auto", is_parallel=parallel)
+
+
+class _Grammar:
+    """Rules, and how marks are written in them."""
+
+    def __init__(self, answer_format: AnswerFormat, controls: Mapping[str, int], is_thinking: bool) -> None:
+        self.controls = controls
+        self._format = answer_format
+        self._is_thinking = is_thinking
+        self._rules: list[str] = []
+
+    def write(self, tools: Sequence[Mapping[str, Json]], *, is_forced: bool, is_parallel: bool) -> str:
+        start = (self._harmony if self._format.calls is CallFormat.HARMONY else self._usual)(
+            is_forced, is_parallel
+        )
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+        for i, tool in enumerate(tools):
+            function = tool.get("function", tool)
+            schema = function.get("parameters") or _NO_PARAMETERS
+            schema = schema if "type" in schema else {"type": "object", **schema}
+            self._call(i, str(function["name"]), schema)
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def _usual(self, is_forced: bool, is_parallel: bool) -> str:
+        """What an answer consists of, but in harmony."""
+        opening, closing, between = _AROUND[self._format.calls or CallFormat.LLAMA3]
+        one = " ".join(filter(None, ["call", self._parts(closing)]))
+        if self._format.calls is CallFormat.MISTRAL:
+            one = '"[" call' + (' (", " call)*' if is_parallel else "") + ' "]"'
+        is_parallel = is_parallel and self._format.calls not in (CallFormat.MISTRAL, CallFormat.LLAMA3)
+        think = self._think()
+        if is_forced:
+            one = " ".join(filter(None, [self._parts(opening), one]))
+            more = f" ({_quoted(between)} {one})*" if between else f" ({one})*"
+            return f"{think}{one}{more if is_parallel else ''}"
+        if not opening:  # JSON as the whole answer
+            self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
+            return f"{think}(TEXT | {one})?"
+        begin, tail = self._up_to(opening[0], "begin"), self._without(opening[0])
+        one = " ".join(filter(None, [begin, self._parts(opening[1:]), one]))
+        return f"{think}({one})* {tail}" if is_parallel else f"{think}({tail} | {one})"
+
+    def _harmony(self, is_forced: bool, _is_parallel: bool) -> str:
+        """Messages in channels; the prompt has begun the first."""
+        mark = self._mark
+        self._rules += [
+            f"TEXT: {_ANYTHING}",
+            f'again: {mark("<|end|>")} {mark("<|start|>")} "assistant"',
+            f'analysis: {mark("<|channel|>")} "analysis" {mark("<|message|>")} TEXT again',
+            f'preamble: {mark("<|channel|>")} "commentary" {mark("<|message|>")} TEXT again',
+            f'final: {mark("<|channel|>")} "final" {mark("<|message|>")} TEXT',
+        ]
+        return "analysis? preamble? call" if is_forced else "analysis? (final | preamble? call)"
+
+    def _think(self) -> str:
+        """Reasoning before the answer."""
+        if self._format.reasoning is None:
+            return ""
+        self._rules.append(r"SPACE: /\s+/")
+        thought = f"{self._up_to(self._format.reasoning.closing, 'thought')} SPACE?"
+        if self._is_thinking:
+            return f"{thought} "
+        return f"({self._mark(self._format.reasoning.opening.strip())} {thought})? "
+
+    def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
+        calls, arguments = self._format.calls, f"arguments_{i}"
+        if calls is CallFormat.QWEN_XML:
+            self._rules.append(
+                f'call_{i}: {_quoted(f"<function={name}>{chr(10)}")} {arguments} "</function>\\n"'
+            )
+            self._rules.append(f"{arguments}: {self._parameters(i, schema)}")
+            return
+        if calls is CallFormat.HARMONY:
+            constrain = (
+                self._mark("<|constrain|>") + ' "json"' if "<|constrain|>" in self.controls else '"json"'
+            )
+            header = f"{self._mark('<|channel|>')} {_quoted(f'commentary to=functions.{name} ')} {constrain}"
+            self._rules.append(f"call_{i}: {header} {self._mark('<|message|>')} {arguments}")
+        elif calls is CallFormat.MISTRAL_ARGS:
+            self._rules.append(f"call_{i}: {_quoted(name)} {self._mark('[ARGS]')} {arguments}")
+        else:
+            key = "parameters" if calls is CallFormat.LLAMA3 else "arguments"
+            beginning = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+            self._rules.append(f'call_{i}: {_quoted(beginning)} {arguments} "}}"')
+        self._rules.append(f"{arguments}: %json {json.dumps(schema)}")
+
+    def _parameters(self, i: int, schema: Mapping[str, Json]) -> str:
+        """Parameters between tags, in the order of the schema."""
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or ()
+        parts = []
+        for j, (key, inner) in enumerate(properties.items()):
+            rule = f"value_{i}_{j}"
+            inner = inner if isinstance(inner, Mapping) else {}
+            kinds = inner.get("type")
+            if "string" in (kinds if isinstance(kinds, list) else [kinds]) and "enum" not in inner:
+                self._rules.append(rf"{rule}[lazy]: /(?s:.*)\n<\/parameter>\n/")
+            else:
+                values = inner.get("enum", [])
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                value = " | ".join(_quoted(v if isinstance(v, str) else json.dumps(v)) for v in values)
+                value = f"({value})" if value else f"%json {json.dumps({**inner, **shared})}"
+                self._rules.append(f'{rule}_json: {value}\n{rule}: {rule}_json "\\n</parameter>\\n"')
+            part = f"{_quoted(f'<parameter={key}>{chr(10)}')} {rule}"
+            parts.append(part if key in required else f"({part})?")
+        return " ".join(parts) or '""'
+
+    def _mark(self, text: str) -> str:
+        return f"<[{self.controls[text]}]>" if text in self.controls else _quoted(text)
+
+    def _parts(self, texts: Sequence[str]) -> str:
+        return " ".join(map(self._mark, texts))
+
+    def _up_to(self, mark: str, name: str) -> str:
+        """Any text up to a mark, and the mark."""
+        if mark in self.controls:
+            self._rules.append(f"{name.upper()}: {_ANYTHING}")
+            return f"{name.upper()} {self._mark(mark)}"
+        self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
+        return name
+
+    def _without(self, mark: str) -> str:
+        """Any text without a mark."""
+        without = "" if mark in self.controls else f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/"
+        self._rules.append(f"TAIL: {_ANYTHING}{without}")
+        return "TAIL"
+
+
+# What stands before a call, behind it, and between two.
+_AROUND: dict[CallFormat, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    CallFormat.HERMES: (("<tool_call>", "\n"), ("\n", "</tool_call>"), "\n"),
+    CallFormat.QWEN_XML: (("<tool_call>", "\n"), ("</tool_call>",), "\n"),
+    CallFormat.LLAMA3: ((), (), ""),
+    CallFormat.MISTRAL: (("[TOOL_CALLS]",), (), ""),
+    CallFormat.MISTRAL_ARGS: (("[TOOL_CALLS]",), (), ""),
+}
+
+
+def _chosen(tools: Sequence[Mapping[str, Json]], choice: ToolChoice) -> Sequence[Mapping[str, Json]]:
+    """The tools that may be called."""
+    if choice == "none":
+        return ()
+    if choice in ("auto", "required"):
+        return tools
+    name = choice if isinstance(choice, str) else choice.get("function", choice).get("name")
+    chosen = [tool for tool in tools if tool.get("function", tool).get("name") == name]
+    if not chosen:
+        raise PromptError(f"tool_choice names {name}, which is not among the tools; name one of them")
+    return chosen
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

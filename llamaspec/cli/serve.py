@@ -1,0 +1,185 @@
+"""`llamaspec serve`: the models behind the APIs of OpenAI and Anthropic, for several clients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llamaspec.chat.template import ChatTemplate, NoTemplateError
+from llamaspec.cli.chat_options import ChatOptions
+from llamaspec.cli.decoding_options import DecodingOptions, DraftLength, make_policy
+from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
+from llamaspec.cli.opening import open_files
+from llamaspec.cli.option_groups import Command, Decorator, option_group, refusing_values
+from llamaspec.cli.terminal import say
+from llamaspec.errors import LlamaspecError
+from llamaspec.files import read_file
+from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.measure.learned_length import keep_prior
+from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.pair import Pair
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.serve.settings import PADDING, ServeSettings
+
+MAX_KEY_FILE = 1 << 20  # bytes
+
+_OPTIONS: tuple[Decorator, ...] = (
+    click.option("--host", default="127.0.0.1", show_default=True,
+                 help="The address to listen on; others than this machine's need a key."),
+    click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free."),
+    click.option("--parallel", type=int, default=4, show_default=True,
+                 help="Texts that are written at once; others wait."),
+    click.option("--ctx-per-request", type=click.IntRange(min=2),
+                 help="The most tokens of one text. --n-ctx then is the room that all texts share; default: "
+                      "enough for as many as --parallel."),
+    click.option("--max-queue", type=int, default=64, show_default=True,
+                 help="Texts that may wait; more are refused for now."),
+    click.option("--request-timeout", type=float, default=600.0, show_default=True,
+                 help="Seconds that an answer may take; 0 = any."),
+    click.option("--grace", "grace_seconds", type=float, default=30.0, show_default=True,
+                 help="Seconds for running answers when the server is stopped."),
+    click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="LLAMASPEC_API_KEY",
+                 help="Ask clients for this key; may be repeated. Better in LLAMASPEC_API_KEY or a file: a "
+                      "command line can be seen by other users of the machine."),
+    click.option("--api-key-file", metavar="FILE", help="Keys, one a line."),
+    click.option("--no-auth", is_flag=True, help="Let other machines in without a key."),
+    click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
+                 help="Let pages of this origin ask, or of any: *; may be repeated."),
+    click.option("--alias", help="The model's name in answers; default: that of the file."),
+    click.option("--chat-template", metavar="FILE",
+                 help="A Jinja template instead of the one in the target's file."),
+    click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
+                 help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
+    click.option("--exact", is_flag=True,
+                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
+    click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+                 help="One line on stderr for each request."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What only `serve` can be asked for."""
+
+    settings: ServeSettings
+    ctx_per_request: int | None
+    chat_template: str | None
+    decoding: DecodingOptions
+
+
+def _options(**given: Any) -> ServeOptions:
+    """From the command line, where 0 seconds are any."""
+    keys = (*given.pop("api_keys"), *_keys_of(given.pop("api_key_file")))
+    decoding = DecodingOptions(
+        Sampling(), 1, None, DEFAULT_RULE, given.pop("draft_length"), given.pop("exact")
+    )
+    per_request, template = given.pop("ctx_per_request"), given.pop("chat_template")
+    given["request_timeout"] = given["request_timeout"] or None
+    return ServeOptions(ServeSettings(keys=keys, **given), per_request, template, decoding)
+
+
+def _keys_of(name: str | None) -> Sequence[str]:
+    """The keys in a file.
+
+    Raises
+    ------
+    LlamaspecError
+        It cannot be read, or holds none.
+    """
+    if name is None:
+        return ()
+    try:
+        lines = read_file(Path(name), MAX_KEY_FILE).decode().splitlines()
+    except OSError as error:
+        raise LlamaspecError(f"cannot read the keys in {name}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise LlamaspecError(f"the keys in {name} are not text; one key a line is expected") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise LlamaspecError(f"there is no key in {name}; write one key a line")
+    return keys
+
+
+def _serve_options(command: Command) -> Command:
+    return option_group("options", _options, _OPTIONS)(command)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
+  llamaspec serve --pair qwen3-14b --parallel 8 --ctx-per-request 8192
+  LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
+"""
+)
+@_serve_options
+@model_or_plain_options
+def serve(options: ServeOptions, models: ModelChoice) -> None:
+    """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
+    check_installed()
+    from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
+
+    with refusing_values():
+        files = _with_room(find_files(models), models, options)
+    opened = open_socket(options.settings)
+    with opened, open_files(files, models) as pair:
+        template = _template(pair, options.chat_template)
+        policy = make_policy(pair, options.decoding)
+        try:
+            with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
+                told = f"{service.model_name} is served at {url_of(opened)}"
+                make_server(app, service, lambda: say(told)).run(sockets=[opened])
+        finally:
+            keep_prior(pair, policy)
+    say("stopped")
+
+
+def check_installed() -> None:
+    """Say what is missing.
+
+    Raises
+    ------
+    LlamaspecError
+        The extra is not installed.
+    """
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise LlamaspecError(
+            'the server needs starlette and uvicorn; install them with: pip install "llamaspec[serve]"'
+        )
+
+
+def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> PairFiles:
+    """The same files, opened with one KV cache for all texts."""
+    per_request = options.ctx_per_request or models.n_ctx
+    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + PADDING) * options.settings.parallel
+    if per_request is not None and per_request > n_cells:
+        raise ValueError(
+            f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all texts share"
+        )
+
+    def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
+        return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
+
+    draft = None if files.draft is None else roomy(files.draft, models.draft_ctx or per_request)
+    return replace(files, target=roomy(files.target, per_request), draft=draft)
+
+
+def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
+    try:
+        return ChatOptions(None, name).read_template(pair)
+    except NoTemplateError:
+        say("the target has no chat template; only /v1/completions can be answered (--chat-template)")
+        return None
+
+
+def _line(options: ServeOptions) -> Any:
+    """Where lines of the log go."""
+    if options.settings.log_format == "text":
+        return say
+    return lambda line: click.echo(line, err=True)

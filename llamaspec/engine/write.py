@@ -1,0 +1,179 @@
+"""A text as a coroutine: reads the prompt, speculates, and ends where the text ends.
+
+Yields requests, rounds and events. Knows models only by the requests for them. tests/engine/test_stream.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamaspec.drafters.coroutines import preparing
+from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEvent, Written
+from llamaspec.engine.row import Text
+from llamaspec.engine.speculate import Speculation, speculate
+from llamaspec.engine.text import Span, TextAssembler
+from llamaspec.errors import ContextFullError, PromptError
+from llamaspec.protocols import Vocabulary
+from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
+
+PREFILL_PART = 512  # tokens of a prompt between two reports of progress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextPlan:
+    """What a text is made from.
+
+    Raises
+    ------
+    PromptError
+        The prompt is empty or does not fit the target's context.
+    ValueError
+        A number is outside its range, or a stop string is empty.
+    """
+
+    prompt: TokenArray  # [n] int32
+    vocabulary: Vocabulary
+    speculation: Speculation
+    max_tokens: int = 256
+    stops: Sequence[str] = ()  # strings that end the text; they are not part of it
+    spelled: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that have text here
+
+    def __post_init__(self) -> None:
+        n, context_size = len(self.prompt), self.speculation.context_size
+        if n == 0:
+            raise PromptError("the prompt is empty; give some text to continue")
+        if n >= context_size:
+            raise PromptError(
+                f"the prompt has {n} tokens, which leaves no room in a context of {context_size}; "
+                f"shorten it or use a larger context"
+            )
+        if self.max_tokens < 1:
+            raise ValueError(f"max tokens must be >= 1, got {self.max_tokens}")
+        if "" in self.stops:
+            raise ValueError("a stop string must not be empty")
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the sequence has at most."""
+        return min(len(self.prompt) + self.max_tokens, self.speculation.context_size)
+
+    @property
+    def reason_at_limit(self) -> StopReason:
+        """Why the text ends there."""
+        return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
+
+
+def write(plan: TextPlan) -> Text[TextEvent]:
+    """The text as a coroutine: yields requests, rounds and events."""
+    try:
+        writer = _Writer(plan)
+        try:
+            yield from _prefill(plan)
+        except ContextFullError:  # other texts hold the room
+            yield Ended(StopReason.CONTEXT, ())
+            return
+        reason = yield from _generate(plan, writer)
+        yield Ended(reason, writer.rest())
+    finally:
+        plan.speculation.length.close()
+
+
+def _prefill(plan: TextPlan) -> Text[TextEvent]:
+    """Read the prompt, all but its last token: decoding begins with that."""
+    prompt, n_to_read = plan.prompt, len(plan.prompt) - 1
+    n_cached, seconds = 0, 0.0
+    for begin in range(0, n_to_read, PREFILL_PART):
+        end = min(begin + PREFILL_PART, n_to_read)
+        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
+        n_cached += max(0, forward.n_cached - begin)
+        seconds += forward.seconds
+        yield Prefilled(end, n_to_read, n_cached, seconds)
+    seconds += yield from _prepare_drafter(plan)
+    yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
+
+
+def _prepare_drafter(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
+    """Let the drafter take in the prompt; returns seconds."""
+    seconds, preparation = 0.0, preparing(plan.speculation.drafter, plan.prompt)
+    request = _advance(preparation)
+    while request is not None:
+        try:
+            forward = yield request
+        except ContextFullError as error:  # noqa: PERF203
+            request = _advance(preparation, error=error)
+        else:
+            seconds += forward.seconds
+            request = _advance(preparation, forward)
+    return seconds
+
+
+def _generate(plan: TextPlan, writer: _Writer) -> Generator[Any, Any, StopReason]:
+    """Speculate to where the text ends; returns why it ends."""
+    with closing(speculate(plan.prompt, plan.limit, plan.speculation)) as loop:
+        wanted = _advance(loop)
+        while wanted is not None:
+            try:
+                answer = yield wanted
+            except ContextFullError as error:
+                try:
+                    wanted = _advance(loop, error=error)  # a drafter can do without
+                except ContextFullError:
+                    return StopReason.CONTEXT
+                continue
+            if isinstance(wanted, Round):
+                yield writer.keep(answer)  # before the next draft, which may fail
+                if writer.reason is not None:
+                    plan.speculation.length.observe(answer)  # as the loop would, before its next draft
+                    return writer.reason
+            wanted = _advance(loop, answer)
+    return plan.reason_at_limit
+
+
+def _advance(
+    coroutine: Generator[Any, Any, Any], answer: Any = None, *, error: Exception | None = None
+) -> Any:
+    """What a coroutine yields next; None at its end."""
+    try:
+        return coroutine.send(answer) if error is None else coroutine.throw(error)
+    except StopIteration:
+        return None
+
+
+class _Writer:
+    """Turns rounds into text, up to where the text ends."""
+
+    def __init__(self, plan: TextPlan) -> None:
+        self._vocabulary = plan.vocabulary
+        self._text = TextAssembler(plan.stops)
+        self._spelled = plan.spelled
+        self._last_token = int(plan.prompt[-1])
+        self.reason: StopReason | None = None  # the text has ended
+
+    def keep(self, round_: Round) -> Written:
+        """What the text keeps of a round."""
+        pieces: list[Piece] = []
+        for i, token in enumerate(round_.tokens.tolist()):
+            self._last_token = token
+            if self._vocabulary.is_end(token):
+                self.reason = StopReason.END
+                pieces.append(Piece("", token, ()))
+                break
+            piece = self._spelled.get(token) or self._vocabulary.piece(token)
+            spans = self._text.add(piece, drafted=i < round_.n_accepted)
+            pieces.append(_piece(spans, token))
+            if self._text.stopped:
+                self.reason = StopReason.STOP
+                break
+        return Written(round_, tuple(pieces))
+
+    def rest(self) -> tuple[Piece, ...]:
+        """What was held back."""
+        spans = self._text.finish()
+        return (_piece(spans, self._last_token),) if spans else ()
+
+
+def _piece(spans: Sequence[Span], token: int) -> Piece:
+    return Piece("".join([span.text for span in spans]), token, tuple(spans))

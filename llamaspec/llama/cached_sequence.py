@@ -1,0 +1,45 @@
+"""Which tokens a sequence of llama.cpp holds, in which cells, and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamaspec.values import NO_TOKENS, TokenArray
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """Tokens whose keys and values are cached."""
+
+    number: int  # llama.cpp's seq_id
+    row: int | None = None  # the row that uses it; None = a prefix that nobody uses
+    last_used: int = 0
+    n_reserved: int = 0  # cells that its row will fill next
+    n_padding: int = 0  # of them, those that padding may fill
+    n: int = 0
+    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] the first n count
+    cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
+
+    def append(self, tokens: TokenArray, cells: TokenArray) -> None:
+        """Hold more tokens. The length is set last, so an interruption leaves what was held before."""
+        end = self.n + len(tokens)
+        if end > len(self.tokens):
+            grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
+            grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]
+            self.tokens, self.cells = grown
+        self.tokens[self.n : end], self.cells[self.n : end] = tokens, cells
+        self.n = end
+
+    def shared(self, tokens: TokenArray) -> int:
+        """Length of the common beginning with other tokens."""
+        return shared(self.tokens[: self.n], tokens)
+
+
+def shared(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common beginning of two sequences."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

@@ -1,0 +1,83 @@
+"""The cells of a context's KV cache, each of which holds one position of one or more sequences.
+
+What llama.cpp can do with them, and nothing of which tokens they stand for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as lib
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Cells(Protocol):
+    """What llama.cpp does with the cells of one context."""
+
+    def remove(self, sequence: int, start: int) -> None:
+        """Take a sequence's positions from `start` on out of their cells."""
+
+    def share(self, source: int, sequence: int, start: int, end: int) -> None:
+        """Let `sequence` hold the cells of some positions of `source`, too."""
+
+    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+        """The content of a sequence's cells from a position on; it gives up the cells before it.
+
+        None where the content cannot be copied.
+        """
+
+    def copy_in(self, sequence: int, content: Bytes) -> bool:
+        """Put the content into the first empty cells; False where that failed."""
+
+    def clear(self) -> None:
+        """Empty all cells."""
+
+
+class LlamaCells:
+    """The cells of a context whose layers keep keys and values.
+
+    Parameters
+    ----------
+    context : llama_context pointer
+    can_copy : bool
+        Whether a copy of a sequence has all its positions: not where some layers look through a window.
+    """
+
+    def __init__(self, context: Any, *, can_copy: bool) -> None:
+        self._context = context
+        self._memory = lib.llama_get_memory(context)
+        self._can_copy = can_copy
+
+    def remove(self, sequence: int, start: int) -> None:
+        """Take a sequence's positions from `start` on out of their cells."""
+        lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def share(self, source: int, sequence: int, start: int, end: int) -> None:
+        """Let `sequence` hold the cells of some positions of `source`, too."""
+        lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+
+    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+        """The content of a sequence's cells from a position on; it gives up the cells before it."""
+        if not self._can_copy:
+            return None
+        lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
+        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
+        n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
+        return content if n == len(content) else None
+
+    def copy_in(self, sequence: int, content: Bytes) -> bool:
+        """Put the content into the first empty cells."""
+        n = lib.llama_state_seq_set_data(self._context, _bytes(content), len(content), sequence)
+        return bool(n == len(content))
+
+    def clear(self) -> None:
+        """Empty all cells."""
+        lib.llama_memory_clear(self._memory, False)
+
+
+def _bytes(content: Bytes) -> Any:
+    return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

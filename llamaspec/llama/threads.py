@@ -1,0 +1,105 @@
+"""How many threads evaluate: as many as there are cores that other programs leave.
+
+llama.cpp's threads wait for each other by spinning, so one thread that has lost its core to another program
+keeps all of them waiting: on a busy machine every thread too many can cost several times the speed. The sign
+is seen without trying: threads that spin use all the time of their cores, and what they did not get was
+taken. Cores that were idle meanwhile may be taken back. tests/llama/test_threads.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from llamaspec.llama import runtime
+
+WINDOW = 0.1  # seconds of evaluating that are looked at together
+PAUSE = 0.05  # seconds between two evaluations after which the machine may have become another
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds that have passed on this machine."""
+
+    wall: float
+    own: float  # of processor time, in all threads of this process
+    idle: float  # of processor time that nobody used, on the cores that this process may use
+
+
+def usage() -> Usage:
+    """As the system tells it now."""
+    times = psutil.cpu_times(percpu=True)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    idle = sum(times[core].idle for core in cores if core < len(times))
+    return Usage(time.perf_counter(), time.process_time(), idle)
+
+
+class ThreadGovernor:
+    """Tells before every evaluation how many threads it should use.
+
+    Parameters
+    ----------
+    most : int
+        Never more than this; that many on a quiet machine.
+    n_cores : int
+        Hardware threads that this process may use: at least `most`.
+    look : callable
+        Gives the `Usage` up to now.
+    clock : callable
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        n_cores: int,
+        look: Callable[[], Usage] = usage,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._most = most
+        self._spare = max(0, n_cores - most)  # that are idle on a quiet machine, too
+        self._look, self._clock = look, clock
+        self._n = most
+        self._since: Usage | None = None  # what the open window began with
+        self._evaluated = 0.0  # seconds of it
+        self._end = 0.0  # of the latest evaluation
+
+    @property
+    def n_threads(self) -> int:
+        """For the next evaluation."""
+        return self._n
+
+    def begin(self) -> None:
+        """An evaluation begins."""
+        now = self._clock()
+        if self._most > 1 and (self._since is None or now - self._end > PAUSE):
+            self._since, self._evaluated = self._look(), 0.0
+        self._end = now
+
+    def finish(self) -> None:
+        """It is over."""
+        now = self._clock()
+        self._evaluated += now - self._end
+        self._end = now
+        if self._since is not None and self._evaluated >= WINDOW:
+            latest = self._look()
+            self._n = min(max(self._n + round(self._surplus(self._since, latest)), 1), self._most)
+            self._since, self._evaluated = latest, 0.0
+
+    def _surplus(self, since: Usage, latest: Usage) -> float:
+        """Cores that were idle, less those that these threads wanted and did not get."""
+        wall = latest.wall - since.wall
+        idle = (latest.idle - since.idle) / wall - self._spare
+        missed = (self._n * self._evaluated - (latest.own - since.own)) / wall
+        return idle - max(missed, 0.0)
+
+
+@functools.cache
+def governor() -> ThreadGovernor:
+    """The one of this process: all models meet the same machine."""
+    return ThreadGovernor(runtime.default_threads(), runtime.n_hardware_threads())

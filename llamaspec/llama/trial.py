@@ -1,0 +1,186 @@
+"""The first time that a model file is met, it is opened and evaluated in a process of its own.
+
+llama.cpp ends the process, hangs or takes all memory on some damaged files, and no check of ours knows them
+all. So a process that may be lost tries the file first, under limits of memory and time
+(`llama/trial_child.py`); what becomes of it becomes one error here. Files that passed are remembered by
+their size, time and beginning, and cost nothing again. tests/llama/test_trial.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from glob import escape
+from importlib.metadata import version
+from pathlib import Path
+
+from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
+from llamaspec.files import cache_folder, read_beginning, write_file
+from llamaspec.llama.gguf_metadata import check_metadata
+from llamaspec.llama.options import DEFAULT_CONTEXT
+
+TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
+
+HASHED_BYTES = 1 << 20  # of the beginning of a file: its metadata
+CPU_SECONDS = 15  # for a small file
+BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than that
+WALL_SECONDS = 120.0  # for a small file, on a machine that does much else
+BYTES_PER_SECOND = 10e6  # a slow disk
+SPARE_BYTES = 2 << 30  # of memory, besides as much as the file has: contexts, buffers
+_N_REMEMBERED = 1000  # files
+_POLL_SECONDS = 0.1
+_REMEDY = f"download or convert it again, or set {TRUST}=1 if you are sure of it"
+_CHILD = (  # it imports what this process would, and nothing from the working directory
+    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
+    "from llamaspec.llama.trial_child import main; main()"
+)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
+
+OnWait = Callable[[float], None]  # told 0.0 again and again
+
+
+def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
+    """Try a file in a process of its own, unless it is trusted or has passed before.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file whose header has been checked.
+    n_ctx : int, optional
+        Tokens of the context that is wanted; the trial opens no larger one.
+    on_wait : callable, optional
+        Called while the trial runs; what it raises ends the trial.
+
+    Raises
+    ------
+    ModelFileError
+        The metadata cannot be right; or the file ends llama.cpp, keeps it busy without end, needs more
+        memory than it may, or is refused.
+    MemoryFullError
+        The machine has no room for it.
+    """
+    if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
+        return
+    try:
+        record = cache_folder() / "tried" / _identity(path)
+    except OSError as error:  # of another part of the file
+        raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
+    if record.is_file():
+        return
+    check_metadata(path)
+    _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
+    with suppress(OSError):  # then it is tried again the next time
+        _remember(record, path)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The file, or all parts of one that was split."""
+    if not _PART.search(path.name):
+        return [path]
+    return sorted(path.parent.glob(_PART.sub("-?????-of-?????.gguf", escape(path.name)))) or [path]
+
+
+def _identity(path: Path) -> str:
+    """What tells files apart, and releases of llama.cpp, as a name."""
+    key = hashlib.sha256(version("llama-cpp-python").encode())
+    for part in _parts(path):
+        facts = part.stat()
+        beginning = hashlib.sha256(read_beginning(part, HASHED_BYTES)).hexdigest()
+        key.update(f"{facts.st_size} {facts.st_mtime_ns} {beginning}\n".encode())
+    return key.hexdigest()[:32]
+
+
+def _remember(record: Path, path: Path) -> None:
+    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_file(record, json.dumps(str(path)) + "\n")
+    oldest = sorted(record.parent.iterdir(), key=lambda found: found.stat().st_mtime)
+    for forgotten in oldest[:-_N_REMEMBERED]:
+        forgotten.unlink(missing_ok=True)
+
+
+def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
+    n_bytes = sum(part.stat().st_size for part in _parts(path))
+    limits = (CPU_SECONDS + n_bytes // BYTES_PER_CPU_SECOND, SPARE_BYTES + n_bytes)
+    settings = [*limits, n_ctx, path.absolute(), "\n".join(sys.path)]
+    command = [sys.executable, "-I", "-c", _CHILD, *map(str, settings)]
+    environment = {
+        **os.environ,
+        TRUST: "1",
+        "GGML_NO_BACKTRACE": "1",  # else it starts a debugger
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # Its buffers would count as memory, and a GPU is not needed for one token.
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # it ends when this one does, whatever becomes of us
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"cannot try {path} in a process of its own: {error}; set {TRUST}=1 if you are sure of it"
+        ) from error
+    with child:
+        try:
+            answer = _answer(child, WALL_SECONDS + n_bytes / BYTES_PER_SECOND, on_wait)
+        except BaseException:
+            child.kill()
+            raise
+    _judge(path, child.returncode, answer)
+
+
+def _answer(child: subprocess.Popen[bytes], seconds: float, on_wait: OnWait | None) -> bytes | None:
+    """What the child said; None if it had to be ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL_SECONDS)
+            assert child.stdout is not None
+            return child.stdout.read()
+        if on_wait is not None:
+            on_wait(0.0)
+    child.kill()
+    return None
+
+
+def _judge(path: Path, code: int, answer: bytes | None) -> None:
+    """Raise what the child found, or what became of it."""
+    if answer is None or code == -getattr(signal, "SIGXCPU", 0):
+        raise ModelFileError(f"{path} keeps llama.cpp busy without end; {_REMEDY}")
+    if code == -signal.SIGINT:
+        raise KeyboardInterrupt
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        raise ModelFileError(f"{path} ends llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
+    kind, message = _parsed(answer)
+    if code != 0 or kind is None:
+        raise ModelFileError(f"the trial of {path} failed (exit code {code}); {_REMEDY}")
+    if kind == "memory":
+        raise ModelFileError(f"{path} needs more memory than a file of its size should; {_REMEDY}")
+    if kind:
+        raise _ERRORS.get(kind, ModelFileError)(message)
+
+
+_ERRORS: dict[str, type[LlamaspecError]] = {"MemoryFullError": MemoryFullError}
+
+
+def _parsed(answer: bytes) -> tuple[str | None, str]:
+    try:
+        kind, message = json.loads(answer)
+    except (ValueError, TypeError, RecursionError):
+        return None, ""
+    return str(kind), str(message)

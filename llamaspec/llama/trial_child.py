@@ -1,0 +1,99 @@
+"""Runs in the process that tries a model file: sets its limits, then uses the file as llamaspec would.
+
+It may crash, hang or be refused memory; its parent (`llama/trial.py`) reads the outcome. Its answer is a line
+of JSON on stdout: the name of an error and its message, or two empty strings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.runtime import available_bytes
+from llamaspec.values import TARGET, ForwardRequest
+
+_LONGEST_MESSAGE = 8000  # characters: what a pipe takes in one piece, whatever the path
+SMALL_BYTES = 1 << 30  # of a file that is cheap enough for more than one token
+_CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
+SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 has
+
+
+def main() -> None:
+    """Try a file. Arguments: seconds, bytes of memory, tokens of the context (0 = as usual), the file."""
+    seconds, n_bytes, n_ctx = map(int, sys.argv[1:4])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    limit(seconds, n_bytes)
+    kind, message = "", ""
+    try:
+        use(Path(sys.argv[4]), n_ctx)
+    except MemoryError:
+        kind = "memory"
+    except LlamaspecError as error:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, MemoryFullError) and (available_bytes() or 0) > n_bytes:
+            kind = "memory"  # it was the limit
+    print(json.dumps([kind, message[:_LONGEST_MESSAGE]]), flush=True)  # noqa: T201
+    os._exit(0)  # without the risk of freeing what is damaged
+
+
+def limit(seconds: int, n_bytes: int) -> None:
+    """Bound memory and time where the system can; the parent watches the clock everywhere."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    for what, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_DATA, _data_bytes() + n_bytes),  # weights that are mapped do not count
+    ):
+        hard = resource.getrlimit(what)[1]
+        within = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(what, (within, hard))
+
+
+def use(path: Path, n_ctx: int) -> None:
+    """Open the file, use all of its vocabulary, and evaluate."""
+    options = ModelOptions(n_ctx=n_ctx or None, gpu_layers=0, threads=1, repack=False)  # repacked is copied
+    with LlamaModel(path, options) as model:
+        vocabulary, facts = model.vocabulary, model.facts()
+        for token in range(vocabulary.size):
+            vocabulary.piece(token)
+            vocabulary.is_end(token)
+        _ = vocabulary.controls, model.description, model.metadata("tokenizer.chat_template")
+        tokens = np.zeros(1, dtype=np.int32)
+        with suppress(PromptError):  # it concerns this text, not the file
+            vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
+            tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
+        room = available_bytes()
+        if room is not None and room < facts.weights_bytes:
+            return  # it would be read twice from disk
+        small = facts.weights_bytes < SMALL_BYTES
+        tokens = tokens[: min(model.context_size, 64 if small else 1)]
+        with suppress(ScoresError):  # of a draft that is only useless; a target's are told when it is used
+            model.forward(ForwardRequest(TARGET, tokens))
+            if small and model.context_size > 32:
+                model.try_memory()
+
+
+def _data_bytes() -> int:
+    """What counts as data already: of Python and the libraries."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)

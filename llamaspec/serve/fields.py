@@ -1,0 +1,113 @@
+"""Fields that the four APIs share, with their ranges, and the text job that follows from them.
+
+What is unknown is ignored, as llama-server does. What is known and wrong is refused, with its name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.serve.faults import not_supported
+from llamaspec.serve.jobs import Drafting
+
+MAX_STOPS = 32
+_TINY = 1e-9  # a top-p of 0: only the best token
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class Fields(BaseModel):
+    """A part of a request: strict about what it knows, silent about the rest."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class SpeculativeFields(Fields):
+    """How to draft for this request. The text stays the same under the coupled rule."""
+
+    enabled: bool = True
+    max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    rule: Literal["coupled", "rejection", "block"] = DEFAULT_RULE  # type: ignore[assignment]
+    ngram: bool | None = None
+
+    def drafting(self) -> Drafting:
+        """The same for the decoder."""
+        return Drafting(self.enabled, self.max_draft, self.rule, self.ngram)
+
+
+class StreamOptions(Fields):
+    """What a stream should tell."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Fields):
+    """How tokens are drawn; null and what is left out are llama.cpp's values."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    logit_bias: dict[str, float] | None = None
+    speculative: SpeculativeFields | None = None
+
+    def sampling(self) -> Sampling:
+        """The same for the decoder."""
+        usual = Sampling()
+        top_p = usual.top_p if self.top_p is None else self.top_p
+        min_p = usual.min_p if self.min_p is None else self.min_p
+        top_k = usual.top_k if self.top_k is None else self.top_k
+        return Sampling(
+            temperature=usual.temperature if self.temperature is None else self.temperature,
+            top_k=top_k if top_k is not None and top_k > 0 else None,
+            top_p=None if top_p == 1 else max(top_p or 0.0, _TINY),
+            min_p=min_p or None,
+            repeat_penalty=None if self.repeat_penalty == 1 else self.repeat_penalty,
+            presence_penalty=self.presence_penalty or None,
+            frequency_penalty=self.frequency_penalty or None,
+            penalty_window=self.repeat_last_n or usual.penalty_window,
+        )
+
+    def seed_or_random(self) -> int:
+        """The seed; -1 and none mean any."""
+        return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
+
+    def drafting(self) -> Drafting:
+        """How to draft."""
+        return Drafting() if self.speculative is None else self.speculative.drafting()
+
+    def extras(self) -> dict[str, Any]:
+        """More arguments of `Pair.stream`: the place of constraints, log-probabilities and biases."""
+        if self.logit_bias:
+            raise not_supported("logit_bias")
+        return {}
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings from a field that is one, several or none."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def refuse_unsupported(**given: object) -> None:
+    """Refuse fields that are set and that this server knows, but cannot obey.
+
+    Raises
+    ------
+    RequestError
+        Names the first.
+    """
+    for field, value in given.items():
+        if value:
+            raise not_supported(field)

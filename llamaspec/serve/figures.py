@@ -1,0 +1,51 @@
+"""Figures in answers: usage as the APIs count it, timings as llama-server names them, and our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamaspec.serve.deltas import End
+
+
+def openai_usage(ends: Sequence[End], n: int = 1) -> dict[str, Any]:
+    """Tokens of all rows of a request; a prompt with `n` choices counts once."""
+    firsts = [end.completion for end in ends[::n]]
+    n_prompt, n_cached = sum(one.n_prompt_tokens for one in firsts), sum(one.n_cached for one in firsts)
+    n_written = sum(end.completion.summary.n_tokens for end in ends)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_written,
+        "total_tokens": n_prompt + n_written,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def timings(end: End) -> dict[str, Any]:
+    """llama-server's timings of one row, and the rounds that made it."""
+    done, summary = end.completion, end.completion.summary
+    n_read, read_ms = done.n_prompt_tokens - done.n_cached, 1e3 * done.prefill_seconds
+    n_written, write_ms = summary.n_tokens, 1e3 * summary.decode_seconds
+    return {
+        "cache_n": done.n_cached,
+        "prompt_n": n_read,
+        "prompt_ms": read_ms,
+        "prompt_per_token_ms": _ratio(read_ms, n_read),
+        "prompt_per_second": _ratio(1e3 * n_read, read_ms),
+        "predicted_n": n_written,
+        "predicted_ms": write_ms,
+        "predicted_per_token_ms": _ratio(write_ms, n_written),
+        "predicted_per_second": _ratio(1e3 * n_written, write_ms),
+        "draft_n": summary.n_verified,
+        "draft_n_accepted": summary.n_accepted,
+        "rounds": summary.n_rounds,
+        "accepted_histogram": list(summary.accepted_histogram),
+        "draft_ms": 1e3 * summary.draft_seconds,
+        "verify_ms": 1e3 * summary.verify_seconds,
+        "overhead_ms": 1e3 * summary.overhead_seconds,
+        "speedup_estimate": end.speedup,
+    }
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

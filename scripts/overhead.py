@@ -1,0 +1,144 @@
+"""What llamaspec itself costs in each round: CPU time and calls of Python outside llama.cpp.
+
+    python scripts/overhead.py --against ../before
+
+With the embedded pair. A real model streams gigabytes through the caches of the processor in every
+evaluation, and Python finds nothing of its own there afterwards; so here an array is touched after each.
+Another checkout takes turns with this one, each in a process of its own. CPU time, so a busy machine
+disturbs little; compare columns of one run only.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+
+ARMS = ("plain", "K = 4", "automatic")
+TOUCHED_BYTES = 64 << 20
+PROMPT = "def read(path):\n    with open(path) as file:\n"
+
+
+def work(folder: str, n_tokens: int) -> None:
+    """Answer arms on stdin with microseconds, calls, and evaluations, of one round."""
+    sys.path.insert(0, folder)
+    from llama_cpp import llama_cpp as lib
+
+    import llamaspec
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    apart = _Apart(lib.llama_decode)
+    lib.llama_decode = apart
+    automatic = llamaspec.AutoLength()
+    policies: dict[str, Any] = {
+        "plain": llamaspec.FixedLength(0),
+        "K = 4": llamaspec.FixedLength(4),
+        "automatic": automatic,
+    }
+    options = llamaspec.ModelOptions(threads=1)
+    target, draft = llamaspec.demo_target(), llamaspec.demo_draft()
+    with llamaspec.open_pair(target, draft, target_options=options, draft_options=options) as pair:
+
+        def measure(arm: str, *, counts: bool) -> dict[str, float]:
+            stream = pair.stream(
+                PROMPT,
+                sampling=llamaspec.Sampling(temperature=0.8),
+                seed=1,
+                max_tokens=n_tokens,
+                policy=policies[arm],
+            )
+            next(stream)
+            n_before = len(stream.completion.rounds)
+            apart.start(counts=counts)
+            for _ in stream:
+                pass
+            seconds = apart.stop()
+            n = len(stream.completion.rounds) - n_before
+            return {"us": seconds / n * 1e6, "calls": apart.n_calls / n, "evaluations": apart.n / n}
+
+        for line in sys.stdin:
+            arm = line.strip()
+            answer = measure(arm, counts=False)
+            answer["calls"] = measure(arm, counts=True)["calls"]
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+class _Apart:
+    """`llama_decode`, its CPU time apart, and empty caches behind it."""
+
+    def __init__(self, decode: Any) -> None:
+        self._decode = decode
+        self._touched = np.zeros(TOUCHED_BYTES, dtype=np.uint8)
+        self._seconds = 0.0  # in here
+        self.n = self.n_calls = 0
+
+    def __call__(self, context: Any, batch: Any) -> int:
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        begin = time.thread_time()
+        status: int = self._decode(context, batch)
+        self._touched += 1
+        self._seconds += time.thread_time() - begin
+        self.n += 1
+        sys.setprofile(profile)
+        return status
+
+    def start(self, *, counts: bool) -> None:
+        self._seconds, self.n, self.n_calls = 0.0, 0, 0
+        self._begin = time.thread_time()
+        sys.setprofile(self._count if counts else None)
+
+    def stop(self) -> float:
+        """CPU seconds outside."""
+        sys.setprofile(None)
+        return time.thread_time() - self._begin - self._seconds
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self.n_calls += event == "call"
+
+
+@click.command()
+@click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout.")
+@click.option("-n", "--turns", default=5, show_default=True)
+@click.option("--tokens", default=150, show_default=True, help="Of each text.")
+def main(against: Path | None, turns: int, tokens: int) -> None:
+    """CPU time and Python calls of llamaspec in each round."""
+    folders = [Path(__file__).resolve().parents[1], *([against.resolve()] if against else [])]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(tokens)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for folder in folders
+    ]
+    answers: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(turns):
+        for arm in ARMS:
+            for i, worker in enumerate(workers):
+                assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
+                print(arm, file=worker.stdin, flush=True)
+                answers.setdefault((arm, i), []).append(json.loads(worker.stdout.readline()))
+    for worker in workers:
+        worker.communicate()
+    for (arm, i), rounds in answers.items():
+        us = min(r["us"] for r in rounds)  # what disturbs only adds
+        calls, evaluations = (median(r[key] for r in rounds) for key in ("calls", "evaluations"))
+        click.echo(
+            f"{arm:9}  {us:6.0f} us  {calls:6.0f} calls  {evaluations:4.1f} evaluations a round  {folders[i]}"
+        )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[2].isdigit():
+        work(sys.argv[1], int(sys.argv[2]))
+    else:
+        main()

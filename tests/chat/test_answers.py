@@ -1,0 +1,368 @@
+"""Answers of models, taken apart: recorded ones of each family, split everywhere, and malformed ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamaspec.chat.answer_text import MAX_HELD
+from llamaspec.chat.answers import (
+    AnswerParser,
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    Delta,
+    joined,
+    message_of,
+    random_id,
+)
+from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
+from llamaspec.chat.message import Message, ToolCall
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+EDIT = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string"},
+        "line": {"type": ["string", "null"]},
+        "tags": {"type": "array"},
+        "mode": {"enum": ["a", "b"]},
+        "size": {"enum": [1, "1"]},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "edit", "parameters": EDIT}},
+    {"type": "function", "function": {"name": "now"}},
+]
+THINK = Reasoning("<think>", "</think>", "\n\n")
+FORMATS = {
+    "qwen3": AnswerFormat(CallFormat.HERMES, THINK),
+    "qwen-coder": AnswerFormat(CallFormat.QWEN_XML),
+    "llama": AnswerFormat(CallFormat.LLAMA3),
+    "mistral": AnswerFormat(CallFormat.MISTRAL),
+    "ministral": AnswerFormat(CallFormat.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
+    "gemma4": AnswerFormat(CallFormat.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
+    "gpt-oss": AnswerFormat(CallFormat.HARMONY, HARMONY),
+    "deepseek-r1": AnswerFormat(None, THINK),
+    "plain": AnswerFormat(),
+}
+
+
+def parsed(name: str, pieces: Iterable[str], **options: Any) -> list[Delta]:
+    ids = map(str, itertools.count())
+    parser = AnswerParser(FORMATS[name], options.pop("tools", TOOLS), new_id=lambda: next(ids), **options)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    return joined([*deltas, *parser.finish()])
+
+
+def answer(content: str = "", *calls: tuple[str, Any], thought: str | None = None) -> Message:
+    made = (ToolCall(str(i), name, json.dumps(given)) for i, (name, given) in enumerate(calls))
+    return Message("assistant", content, tool_calls=tuple(made), reasoning=thought)
+
+
+def normal(message: Message) -> Message:
+    """The same with arguments as `json.dumps` writes them."""
+    calls = (ToolCall(c.id, c.name, json.dumps(json.loads(c.arguments))) for c in message.tool_calls)
+    return Message("assistant", message.text, tool_calls=tuple(calls), reasoning=message.reasoning)
+
+
+PARIS, BOTH = ("weather", {"city": "Paris"}), ("weather", {"city": "Paris", "days": 2})
+# As the families' own templates, documentation and llama.cpp's tests of real models have them.
+RECORDED: dict[str, tuple[str, str, Message]] = {
+    "qwen3": (
+        "qwen3",
+        '<think>\nThe user asks.\n</think>\n\nLet me look.\n<tool_call>\n{"name": "weather", "arguments": '
+        '{"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        answer("Let me look.", PARIS, ("now", {}), thought="The user asks."),
+    ),
+    "hermes, arguments first": (
+        "qwen3",
+        '<tool_call>\n{"arguments": {"city": "Paris", "days": 2}, "name": "weather"}\n</tool_call>\n',
+        answer("", BOTH),
+    ),
+    "arguments in a string": (
+        "qwen3",
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>',
+        answer("", PARIS),
+    ),
+    "no arguments": (
+        "qwen3",
+        '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        answer("", ("now", {})),
+    ),
+    "a mark inside a string": (
+        "qwen3",
+        '<tool_call>\n{"name": "edit", "arguments": {"file": "a \\"}</tool_call> b\\\\"}}\n</tool_call>',
+        answer("", ("edit", {"file": 'a "}</tool_call> b\\'})),
+    ),
+    "thinking ends without end": ("qwen3", "<think>\nOn and on \n", answer("", thought="On and on")),
+    "a mark later in the text": ("qwen3", "Use <think> tags.", answer("Use <think> tags.")),
+    "a call while thinking is none": (
+        "qwen3",
+        "<think>Say <tool_call>{}</think>Done",
+        answer("Done", thought="Say <tool_call>{}"),
+    ),
+    "qwen3-coder": (
+        "qwen-coder",
+        "I'll write it.\n\n<tool_call>\n<function=edit>\n<parameter=file>\n#include <a.h>\n\"q\" \\ é\n\n"
+        "</parameter>\n<parameter=line>\n12\n</parameter>\n<parameter=tags>\n[\"x\", 1]\n</parameter>\n"
+        "<parameter=mode>\nb\n</parameter>\n<parameter=size>\n1\n</parameter>\n</function>\n</tool_call>",
+        answer(
+            "I'll write it.",
+            ("edit", {"file": '#include <a.h>\n"q" \\ é\n', "line": "12", "tags": ["x", 1], "mode": "b",
+            "size": 1}),
+        ),
+    ),
+    "qwen3-coder, null and what is no list": (
+        "qwen-coder",
+        "<tool_call>\n<function=edit>\n<parameter=line>\nnull\n</parameter>\n<parameter=tags>\nx, y\n"
+        "</parameter>\n<parameter=new>\n[]</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=now>\n"
+        "</function>\n</tool_call>",
+        answer("", ("edit", {"line": None, "tags": "x, y", "new": []}), ("now", {})),
+    ),
+    "qwen3-coder without its first mark": (
+        "qwen-coder",
+        "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        answer("", PARIS),
+    ),
+    "llama 3.1": ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}', answer("", PARIS)),
+    "llama 3.2": (
+        "llama",
+        '<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "Paris"}}; '
+        '{"type": "function", "name": "now", "parameters": {}}',
+        answer("", PARIS, ("now", {})),
+    ),
+    "llama, JSON that is no call": (
+        "llama",
+        ' {"name": "Bob", "parameters": {"age": 3}} is JSON',
+        answer(' {"name": "Bob", "parameters": {"age": 3}} is JSON'),
+    ),
+    "mistral nemo": (
+        "mistral",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": "123456789"}, '
+        '{"name": "now", "arguments": {}, "id": "abcdefghi"}]',
+        answer("", PARIS, ("now", {})),
+    ),
+    "mistral small 3.2": (
+        "ministral",
+        '[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{"city": "Paris"}',
+        answer("", PARIS),
+    ),
+    "ministral 3": (
+        "ministral",
+        '[THINK]Think of [TOOL_CALLS]now[ARGS]{} first.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Paris", '
+        '"days": 2}[TOOL_CALLS]now[ARGS]{}',
+        answer("", BOTH, ("now", {}), thought="Think of [TOOL_CALLS]now[ARGS]{} first."),
+    ),
+    "gemma 4": (
+        "gemma4",
+        "<|channel>thought\nI'm\nthinking<channel|>Let me look.<|tool_call>call:weather{city:"
+        "<|\"|>Paris<|\"|>,"
+        'days:2}<tool_call|><|tool_call>call:edit{tags:[<|"|>a "b"\n'
+        '<|"|>,{x:true,y:-1.5e10}],line:null}<tool_call|>',
+        answer(
+            "Let me look.",
+            BOTH,
+            ("edit", {"tags": ['a "b"\n', {"x": True, "y": -1.5e10}], "line": None}),
+            thought="I'm\nthinking",
+        ),
+    ),
+    "gemma 4, words and keys in the wrong quotes": (
+        "gemma4",
+        '<|tool_call>call:weather{<|"|>city<|"|>:Paris}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        answer("", PARIS, ("now", {})),
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>I'm\nthinking<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Hello,\nyou",
+        answer("Hello,\nyou", thought="I'm\nthinking"),
+    ),
+    "gpt-oss, a preamble and a call": (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I look it "
+        "up.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>',
+        answer("I look it up.", PARIS, thought="Look."),
+    ),
+    "gpt-oss, the recipient first": (
+        "gpt-oss",
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}',
+        answer("", PARIS),
+    ),
+    "gpt-oss, two channels": (
+        "gpt-oss",
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>"
+        "final<|message|>Yes<|return|>",
+        answer("Yes", thought="Hm."),
+    ),
+    "gpt-oss without a header": ("gpt-oss", "Hello, how are you today?", answer("Hello, how are you today?")),
+    "gpt-oss, nobody's tool": (
+        "gpt-oss",
+        "<|channel|>commentary to=python <|constrain|>code<|message|>print()",
+        answer("print()"),
+    ),
+    "deepseek r1": ("deepseek-r1", "<think>\nHm.\n</think>\n\n42", answer("42", thought="Hm.")),
+    "plain": ("plain", " <think>x</think> <tool_call>{}  ", answer(" <think>x</think> <tool_call>{}  ")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), RECORDED.values(), ids=RECORDED)
+def test_recorded_answers(name: str, text: str, expected: Message) -> None:
+    assert normal(message_of(parsed(name, [text]))) == expected
+    assert normal(message_of(parsed(name, text))) == expected  # letter by letter
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(RECORDED)), st.data())
+def test_any_split_gives_the_same(which: str, data: st.DataObject) -> None:
+    name, text, _ = RECORDED[which]
+    text = text[: data.draw(st.integers(0, len(text)))]  # also what was cut off
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert parsed(name, pieces) == parsed(name, [text])
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<function=", "<parameter=city>", "</parameter>", "</function>",
+    "<think>", "</think>",
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call>call:", "<tool_call|>", '<|"|>',
+    "<|channel|>",
+    "<|message|>", "<|start|>assistant", "<|end|>", " to=functions.now", "analysis", "{", "}", "[", "]",
+    '"', ":", ",", ";",
+    '"name": "now"', '"arguments": ', '"parameters": {}', "now", "\n", " ", "\\", "x", "12", "null", ">",
+    "x" * 300, " " * 70,
+    "[/THINK]", "[THINK]", "\ud800",
+]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
+def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataObject) -> None:
+    """Never an exception, the same for every split, and no text lost that belongs to no call."""
+    text = "".join(fragments)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    whole = parsed(name, [text])
+    assert parsed(name, pieces) == whole
+    thinks = any(mark in text for mark in ("think>", "THINK]", "<|"))
+    if not thinks and not any(isinstance(delta, CallDelta) for delta in whole):
+        assert message_of(whole).text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3", '<tool_call>{"nam": "now"} oh'),
+        ("qwen3", '<tool_call>{"name": "now"}</tool_call>'),
+        ("qwen3", '<tool_call>\n{"name": 3, "arguments": {}}'),
+        ("qwen3", '<tool_call>{"name": "now", "arguments": [1]}'),
+        ("qwen3", '<tool_call>{"name": "now", "arguments": "no JSON"}'),
+        ("qwen3", '<tool_call>{"name": "'),
+        ("qwen-coder", "<function=unknown>"),
+        ("qwen-coder", "<tool_call>\n{}"),
+        ("qwen-coder", "<function=" + "x" * 300 + ">"),
+        ("llama", "<|python_tag|>import os"),
+        ("llama", "{"),
+        ("mistral", "[TOOL_CALLS] I cannot."),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]" + "1" * 300 + "[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS][ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]now[ARGS]no object"),
+        ("gemma4", "<|tool_call>now{}"),
+        ("gemma4", "<|tool_call>call:{}"),
+        ("gemma4", "<|tool_call>call:now"),
+        ("gpt-oss", "<|channel|>final" + "x" * 600 + "<|message|>"),
+    ],
+)
+def test_what_is_malformed_is_content(name: str, text: str) -> None:
+    assert parsed(name, [text]) == [ContentDelta(text)]
+    assert parsed(name, text) == [ContentDelta(text)]
+
+
+def test_what_follows_a_broken_call_is_content() -> None:
+    broken = '<tool_call>{"name": "now", "arguments": {}, oh no'
+    assert parsed("qwen3", [broken]) == [
+        CallDelta(0, "0", "now"),
+        ArgumentsDelta(0, "{}"),
+        ContentDelta("oh no"),
+    ]
+
+
+def test_without_tools_calls_are_text() -> None:
+    for name, text, _ in RECORDED.values():
+        assert message_of(parsed(name, [text], tools=())).tool_calls == ()
+    text = '{"name": "now", "parameters": {}}'
+    assert parsed("llama", [text], tools=()) == [ContentDelta(text)]
+
+
+def test_the_prompt_has_opened_the_reasoning() -> None:
+    found = message_of(parsed("qwen3", ["\nHm.\n</think>\n\nYes"], thinking=True))
+    assert (found.reasoning, found.text) == ("Hm.", "Yes")
+
+
+def test_it_tells_while_it_thinks() -> None:
+    parser = AnswerParser(FORMATS["qwen3"])
+    seen = []
+    for piece in ("<thi", "nk>", "Hm", "</think", ">", "Yes"):
+        parser.feed(piece)  # and nobody keeps the deltas
+        seen.append(parser.is_thinking)
+    assert seen == [False, True, True, True, False, False]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """A client that shows a file while it is written waits for no end."""
+    parser = AnswerParser(FORMATS["qwen-coder"], TOOLS)
+    parser.feed("<tool_call>\n<function=edit>\n<parameter=file>\nline 1\nli")
+    assert parser.feed("ne 2\nline") == [ArgumentsDelta(0, "ne 2\\nline")]
+    parser = AnswerParser(FORMATS["qwen3"], TOOLS)
+    parser.feed('<tool_call>\n{"name": "edit", "arguments": {"file": "a')
+    assert parser.feed("bc") == [ArgumentsDelta(0, "bc")]
+
+
+ENDLESS = [
+    ("qwen3", "<tool_call>", " "),
+    ("qwen3", '<tool_call>{"name": "', "x"),
+    ("qwen3", '<tool_call>{"name": "now", "arguments": ', "["),
+    ("qwen3", '<tool_call>{"name": "now", "arguments": {"a": "', "\\"),
+    ("qwen3", '<tool_call>{"name": "now", "arguments": {}, "x": ', "1"),
+    ("qwen3", "<think>", "\n"),
+    ("qwen3", "", " "),
+    ("qwen-coder", "<tool_call><function=edit><parameter=tags>", "x"),
+    ("qwen-coder", "<function=", "x"),
+    ("mistral", "[TOOL_CALLS]", "x"),
+    ("gemma4", "<|tool_call>call:now{", "x"),
+    ("gpt-oss", "<|channel|>", " "),
+    ("llama", "{", " "),
+]
+
+
+@pytest.mark.parametrize(("name", "begin", "more"), ENDLESS, ids=[f"{n}, {b}" for n, b, _ in ENDLESS])
+def test_endless_answers_are_not_kept(name: str, begin: str, more: str) -> None:
+    parser = AnswerParser(FORMATS[name], TOOLS)
+    parser.feed(begin)
+    piece = more * 8192
+    tracemalloc.start()
+    for _ in range(96):
+        parser.feed(piece)  # and nobody keeps the deltas
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4 * MAX_HELD + (1 << 20) * (name == "qwen-coder")
+
+
+def test_ids() -> None:
+    """Mistral's templates refuse an id that has not nine letters and digits."""
+    ids = {random_id() for _ in range(20)}
+    assert len(ids) == 20
+    assert all(len(made) == 9 and made.isalnum() for made in ids)

@@ -1,0 +1,193 @@
+"""Templates in model files are programs of strangers: whatever they try costs a line, not the machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from command import environment
+from llamaspec.chat import template_worker
+from llamaspec.chat.message import Message
+from llamaspec.chat.template import ChatTemplate, TemplateError
+from llamaspec.chat.template_process import PROCESS, RenderError, TemplateProcess
+
+HELLO = Message("user", "hello")
+DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+BRANCHING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "output": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxx{% endfor %}{% endfor %}",
+    "product": "{{ 'A' * 3000000000 }}",
+    "padding": "{{ 'A'.ljust(30000000000) }}",
+    "format": "{{ '%3000000000d' % 1 }}",
+    "method format": "{{ '{:3000000000}'.format(1) }}",
+    "filter": "{{ 'A' | center(30000000000) }}",
+    "indented JSON": "{{ [1] | tojson(indent=3000000000) }}",
+    "date": "{{ strftime_now('%999999999d' * 99) }}",
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "doubling": DOUBLING,
+    "branching": BRANCHING,
+    "lorem ipsum": "{{ lipsum(n=100000000) }}",
+    "regular expression": "{{ ('a@' * 40000) | urlize }}{{ ('<' * 200000) | striptags }}" * 40,
+    "error": "{{ raise_exception('no' * 100000000) }}",
+    "self": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "ifs": 500 * "{% if true %}" + 500 * "{% endif %}",
+    "many ifs": 20000 * "{% if true %}" + 20000 * "{% endif %}",
+    "brackets": "{{ " + 100000 * "(" + "1" + 100000 * ")" + " }}",
+    "minus": "{{ " + 100000 * "-" + "1 }}",
+    "sums": "{{ 1" + 100000 * " + 1" + " }}",
+    "list in itself": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}"
+    "{% endfor %}{{ n.x }}",
+    "include": "{% include 'x' %}{% import 'y' as z %}",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(cpu_seconds=0.5)
+    yield process
+    process.close()
+
+
+def outcome(process: TemplateProcess, source: str) -> str:
+    """The text, or why there is none."""
+    try:
+        return process.render(source, {})
+    except RenderError as refused:
+        return str(refused)[:501]
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_templates(process: TemplateProcess, source: str) -> None:
+    """They hung, took gigabytes, or gave a traceback. The next template is rendered as ever."""
+    assert len(outcome(process, source)) <= template_worker.MAX_CHARACTERS
+    assert process.render("{{ x }}", {"x": "hello"}) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("loops", "computes for more than 0.5 seconds"),
+        ("branching", "computes for more than 0.5 seconds"),
+        ("product", "needs too much memory"),
+        ("self", "calls itself without end"),
+    ],
+)
+def test_what_is_said(process: TemplateProcess, name: str, says: str) -> None:
+    with pytest.raises(RenderError, match=says):
+        process.render(HOSTILE[name], {})
+
+
+def test_a_conversation_with_a_hostile_template() -> None:
+    with pytest.raises(TemplateError, match="refuses: it needs too much memory; give another template"):
+        ChatTemplate(HOSTILE["product"], "", "").render([HELLO])
+    with pytest.raises(TemplateError, match="the chat template is not valid: "):
+        ChatTemplate(HOSTILE["many ifs"], "", "")
+
+
+def test_ctrl_c_while_a_template_computes() -> None:
+    """The answer to what was interrupted is not taken for that to the next request."""
+    script = (
+        "import signal, threading, os\n"
+        "from llamaspec.chat.template_process import TemplateProcess\n"
+        "process = TemplateProcess(); process.check('')\n"
+        "interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))\n"
+        f"try: interrupt.start(); process.render({HOSTILE['loops']!r}, {{}})\n"
+        "except KeyboardInterrupt: print(process.render('{{ x }}', {'x': 'next'}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment(), timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == (b"next\n", b"")
+
+
+def test_a_killed_process_is_begun_again() -> None:
+    process = TemplateProcess()
+    assert process.render("{{ x }}", {"x": "1"}) == "1"
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    assert process.render("{{ x }}", {"x": "2"}) == "2"
+    process.close()
+    process.close()
+
+
+def test_one_that_dies_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_worker, "__file__", os.devnull)
+    process = TemplateProcess()
+    with pytest.raises(RenderError, match="crashes what renders it"):
+        process.check("x" * 1_000_000)
+
+
+def test_a_fork_has_its_own() -> None:
+    process = TemplateProcess()
+    process.check("")
+    assert process._process is not None
+    theirs = process._process.pid
+    child = os.fork()
+    if child == 0:
+        try:
+            mine = process.render("{{ x }}", {"x": "y"}) == "y" and process._process.pid != theirs
+            process.close()
+        finally:
+            os._exit(0 if mine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert process.render("{{ x }}", {"x": "z"}) == "z"
+    assert process._process.pid == theirs
+    process.close()
+
+
+def test_several_threads() -> None:
+    found: dict[int, str] = {}
+
+    def render(i: int) -> None:
+        found[i] = PROCESS.render("{{ x }}", {"x": str(i)})
+
+    threads = [threading.Thread(target=render, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: str(i) for i in range(8)}
+
+
+def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(*requests: object) -> list[dict[str, str]]:
+        lines = io.BytesIO(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
+        out = io.BytesIO()
+        template_worker.serve(lines, out, 3.0)
+        return [json.loads(line) for line in out.getvalue().splitlines()]
+
+    assert answers({"source": "{{ x }}", "variables": {"x": "é"}}, {"source": "{{"}) == [
+        {"text": "é"},
+        {"failure": "unexpected 'end of template'"},
+    ]
+    monkeypatch.setattr(template_worker, "MAX_CHARACTERS", 3)
+    assert answers({"source": "{{ x }}", "variables": {"x": "four"}}) == [
+        {"failure": "it writes more than 3 characters"}
+    ]
+
+    def full(_request: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(template_worker, "respond", full)
+    assert answers({}) == [{"fatal": "it needs too much memory"}]
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: set_to.append(limits))
+    for hard in (resource.RLIM_INFINITY, 1 << 20):
+        monkeypatch.setattr(resource, "getrlimit", lambda _kind, hard=hard: (hard, hard))
+        template_worker._limit_memory()
+    assert set_to == [(1 << 30, resource.RLIM_INFINITY), (1 << 20, 1 << 20)]

@@ -1,0 +1,153 @@
+"""Models that think: shown apart, not fed back, and ended where they go on too long."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
+from command import invoke, naming
+from llamaspec import ModelOptions, Pair, Sampling, StopReason, open_pair
+from llamaspec.chat.answer_stream import AnswerPart, AnswerStream, ReasoningLimit
+from llamaspec.chat.answers import AnswerParser, message_of
+from llamaspec.chat.formats import AnswerFormat, Reasoning
+from llamaspec.chat.message import Message
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.engine.stream import TextStream
+from llamaspec.values import TokenArray
+
+REASONING = Reasoning("<think>", "</think>", "\n\n")
+THINKS = AnswerFormat(None, REASONING)
+# Writes no reasoning of earlier turns, and opens that of the next unless it is told not to.
+THINKING = TEMPLATE + "{{ '<think>\n' if enable_thinking is not defined else '<think></think>' }}"
+SEED = 9
+
+
+def answer(pair: Pair, budget: int | None, max_tokens: int = 30) -> AnswerStream:
+    prompt = pair.target.vocabulary.tokenize(b"Why?<think>\n")
+
+    def open_stream(prompt: TokenArray, n: int) -> TextStream:
+        return pair.stream(prompt, seed=SEED, max_tokens=n, sampling=Sampling(temperature=1.0))
+
+    limit = ReasoningLimit(REASONING, budget) if budget is not None else None
+    parser = AnswerParser(THINKS, thinking=True)
+    return AnswerStream(prompt, max_tokens, open_stream, parser, pair.target.vocabulary, limit)
+
+
+def whole(parts: list[AnswerPart]) -> Message:
+    return message_of(delta for part in parts for delta in part.deltas)
+
+
+def test_without_a_budget_it_thinks_on(pair: Pair) -> None:
+    stream = answer(pair, None)
+    found = whole(list(stream))
+    assert found.text == ""
+    assert found.reasoning is not None
+    assert stream.completion.text.strip() == found.reasoning
+    assert len(stream.completion.tokens) == 30
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_thinking_is_ended(pair: Pair, budget: int) -> None:
+    """What follows is what the model says to the prompt, its thoughts and the closing mark."""
+    words = pair.target.vocabulary
+    stream = answer(pair, budget)
+    parts = list(stream)
+    done = stream.completion
+    cut = words.tokenize(REASONING.cut.encode(), add_special=False).tolist()
+    assert done.tokens[budget : budget + len(cut)] == tuple(cut)
+    assert len(done.tokens) == 30
+    assert done.stop_reason is StopReason.LIMIT
+    assert sum(part.piece is not None for part in parts) == 30 - len(cut)
+    prompt = words.tokenize(b"Why?<think>\n")
+    assert done.n_prompt_tokens == len(prompt)
+    thoughts = answer(pair, None)
+    assert done.tokens[:budget] == tuple(
+        p.piece.token for p in list(thoughts)[:budget] if p.piece is not None
+    )
+    read = np.array([*prompt, *done.tokens[: budget + len(cut)]], dtype=np.int32)
+    n_left = 30 - budget - len(cut)
+    rest = pair.stream(read, seed=SEED, max_tokens=n_left, sampling=Sampling(temperature=1.0)).run()
+    assert done.tokens[budget + len(cut) :] == rest.tokens
+    assert whole(parts).text == rest.text.lstrip("\n")
+    assert done.summary.n_tokens == budget + n_left
+
+
+def test_no_room_to_end_it(pair: Pair) -> None:
+    """Neither tokens nor context are left: what it thinks is the answer."""
+    stream = answer(pair, 25)
+    assert whole(list(stream)).text == ""
+    assert len(stream.completion.tokens) == 30
+
+
+def test_the_context_is_full(talker: list[Path]) -> None:
+    with open_pair(talker[0], target_options=ModelOptions(n_ctx=64, threads=1)) as small:
+        stream = answer(small, 45, max_tokens=1000)
+        assert whole(list(stream)).text == ""
+        assert stream.completion.stop_reason is StopReason.CONTEXT
+
+
+def test_asynchronously_and_closed(pair: Pair) -> None:
+    async def collect(n: int) -> list[AnswerPart]:
+        stream, parts = answer(pair, 3), []
+        async for part in stream:
+            parts.append(part)
+            if len(parts) == n:
+                stream.close()
+        return parts
+
+    assert whole(asyncio.run(collect(0))) == whole(list(answer(pair, 3)))
+    assert len(asyncio.run(collect(2))) == 2
+
+
+def test_a_conversation(pair: Pair) -> None:
+    """The person sees the answer, and thoughts apart; the next turn is asked without them."""
+    thoughts = Remarks()
+    template = ChatTemplate(THINKING, "<s>", "</s>")
+    chat = session(pair, template=template, on_reasoning=thoughts, reasoning_budget=5)
+    said = say(chat, "one")
+    assert said
+    assert thoughts
+    assert chat.messages == (Message("user", "one"), Message("assistant", said))
+    assert chat.last is not None
+    assert chat.last.n_thought == len("".join(thoughts))
+    n_first = last(chat)[0]
+    say(chat, "two")
+    n_prompt, n_cached, _ = last(chat)
+    assert n_cached >= n_first - len("<think>\n") - 1  # up to where the thoughts stood
+    fresh = template.render(chat.messages[:3]).text
+    assert n_prompt == len(pair.target.vocabulary.tokenize(fresh[len("<s>") :], parse_special=True))
+
+
+def test_asked_not_to_think(pair: Pair) -> None:
+    thoughts = Remarks()
+    template = ChatTemplate(THINKING, "<s>", "</s>")
+    chat = session(pair, template=template, on_reasoning=thoughts, template_kwargs={"enable_thinking": False})
+    assert say(chat, "one")
+    assert thoughts == []
+
+
+def test_it_only_thinks(pair: Pair) -> None:
+    chat = session(pair, template=ChatTemplate(THINKING, "<s>", "</s>"))
+    assert say(chat, "one") == ""
+    assert chat.messages[-1] == Message("assistant", "")
+
+
+def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        PLAIN + "{{ '<think>' if enable_thinking is not defined }}{# </think> #}"
+    )
+    options = ["chat", *naming(talker), "--n-ctx", "1024", "--seed", "5", "-n", "40", "-t", "1", "-k", "2"]
+    options += ["--chat-template", str(tmp_path / "t.jinja")]
+    shown = invoke(*options, "--reasoning-budget", "4", stdin=b"one\n")
+    hidden = invoke(*options, "--reasoning-budget", "4", "--reasoning", "hide", stdin=b"one\n")
+    off = invoke(*options, "--reasoning", "off", stdin=b"one\n")
+    endless = invoke(*options, stdin=b"one\n")
+    assert shown.stdout == hidden.stdout != off.stdout
+    assert len(shown.stderr) > len(hidden.stderr)
+    assert endless.stdout == "\n"
+    assert len(off.stdout) > 20
+    assert invoke(*options, "--reasoning-budget", "-1", stdin=b"").code == 2

@@ -1,0 +1,246 @@
+"""Grammars for calls of tools, asked of llguidance: right calls pass, wrong ones do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llamaspec.chat.answers import AnswerParser, message_of
+from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
+from llamaspec.chat.tool_grammar import tool_grammar
+from llamaspec.errors import PromptError
+
+llguidance = pytest.importorskip("llguidance")
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+THINK = Reasoning("<think>", "</think>", "\n\n")
+MARKS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
+    "<|end|>",
+    "<|constrain|>",
+]  # fmt: skip
+
+
+class Bytes:
+    """A vocabulary of bytes and control tokens."""
+
+    eos_token_id = 256
+    bos_token_id = None
+
+    def __init__(self, controls: list[str]) -> None:
+        self.controls = {text: 257 + i for i, text in enumerate(controls)}
+        self.tokens = [*(bytes([i]) for i in range(256)), b"</s>", *(text.encode() for text in controls)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+    def tokenize(self, text: str) -> list[int]:
+        found: list[int] = []
+        while text:
+            mark = next((mark for mark in self.controls if text.startswith(mark)), None)
+            found += [self.controls[mark]] if mark else list(text[0].encode())
+            text = text[len(mark) if mark else 1 :]
+        return found
+
+
+def accepts(
+    answer_format: AnswerFormat, text: str, marks: list[str], choice: Any = "auto", **options: Any
+) -> bool:
+    words = Bytes(marks)
+    grammar = tool_grammar(answer_format, TOOLS, choice, controls=words.controls, **options)
+    assert grammar is not None
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = words.tokenize(text)
+    if matcher.validate_tokens(tokens) < len(tokens):
+        return False
+    assert matcher.consume_tokens(tokens)
+    return bool(matcher.is_accepting())
+
+
+HERMES = AnswerFormat(CallFormat.HERMES)
+PARIS = '{"city": "Paris"}'
+ONE = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n{}</function>\n</tool_call>"
+DAYS = "<parameter=days>\n{}\n</parameter>\n"
+UNIT = "<parameter=unit>\n{}\n</parameter>\n"
+# Format, choice, right answers, wrong ones.
+CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
+    "hermes": (
+        HERMES,
+        "required",
+        [ONE, OTHER, f"{ONE}\n{OTHER}"],
+        ["", "Hello", f"So: {ONE}", ONE.replace("city", "town"), ONE.replace('"Paris"', "1"), ONE[:-3]],
+    ),
+    "hermes, auto": (
+        HERMES,
+        "auto",
+        ["", "Hello", f"So: {ONE}", f"{ONE}\n{OTHER}", f"a{ONE}b{OTHER}c"],
+        [ONE.replace("city", "town"), "<tool_call>hm", f"So: {ONE[:-12]}", ONE.replace("weather", "other")],
+    ),
+    "hermes, named": (HERMES, "now", [OTHER], [ONE, ""]),
+    "as OpenAI names it": (HERMES, {"type": "function", "function": {"name": "now"}}, [OTHER], [ONE, ""]),
+    "thinking": (
+        AnswerFormat(CallFormat.HERMES, THINK),
+        "required",
+        [ONE, f"<think>\nHm.\n</think>\n\n{ONE}"],
+        ["<think>\nHm.\n</think>\n\nHello", f"<think>Hm. {ONE}"],
+    ),
+    "qwen-xml": (
+        AnswerFormat(CallFormat.QWEN_XML),
+        "required",
+        [
+            XML.format(""),
+            XML.format(DAYS.format(3) + UNIT.format("C")),
+            XML.replace("Paris", "a\n\nb<c>").format(""),
+        ],
+        [XML.format(DAYS.format("three")), XML.format(UNIT.format("K")), XML.format("x"), "Hello"],
+    ),
+    "qwen-xml, auto": (
+        AnswerFormat(CallFormat.QWEN_XML),
+        "auto",
+        ["Hello", "So: " + XML.format("")],
+        [XML.format(DAYS.format("three"))],
+    ),
+    "llama": (
+        AnswerFormat(CallFormat.LLAMA3),
+        "required",
+        [f'{{"name": "weather", "parameters": {PARIS}}}'],
+        ['{"name": "weather", "parameters": {}}', "Hello"],
+    ),
+    "llama, auto": (
+        AnswerFormat(CallFormat.LLAMA3),
+        "auto",
+        [f'{{"name": "weather", "parameters": {PARIS}}}', "Hello {", ""],
+        ['{"name": "weather", "parameters": {}}', "{}"],
+    ),
+    "mistral": (
+        AnswerFormat(CallFormat.MISTRAL),
+        "required",
+        [
+            f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}]',
+            f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, '
+            '{"name": "now", "arguments": {}}]',
+        ],
+        ["[TOOL_CALLS][]", "Hello"],
+    ),
+    "mistral-args": (
+        AnswerFormat(CallFormat.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
+        "required",
+        [
+            f"[TOOL_CALLS]weather[ARGS]{PARIS}",
+            "[THINK]Hm[/THINK][TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}",
+        ],
+        ["[TOOL_CALLS]weather[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}"],
+    ),
+    "mistral-args, auto": (
+        AnswerFormat(CallFormat.MISTRAL_ARGS),
+        "auto",
+        ["Hello", f"So: [TOOL_CALLS]weather[ARGS]{PARIS}"],
+        ["[TOOL_CALLS]weather[ARGS]{}"],
+    ),
+}
+SPECIAL_ONLY: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
+    "gpt-oss": (
+        AnswerFormat(CallFormat.HARMONY, HARMONY),
+        "required",
+        [
+            f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to="
+            "functions.now <|constrain|>json<|message|>{}",
+        ],
+        [
+            "<|channel|>final<|message|>Hello",
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}",
+        ],
+    ),
+    "gpt-oss, auto": (
+        AnswerFormat(CallFormat.HARMONY, HARMONY),
+        "auto",
+        ["<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello"],
+        ["<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
+@pytest.mark.parametrize(("answer_format", "choice", "right", "wrong"), CASES.values(), ids=CASES)
+def test_what_a_grammar_accepts(
+    answer_format: AnswerFormat, choice: Any, right: list[str], wrong: list[str], marks: list[str]
+) -> None:
+    for text in right:
+        assert accepts(answer_format, text, marks, choice), text
+    for text in wrong:
+        assert not accepts(answer_format, text, marks, choice), text
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "choice", "right", "wrong"), SPECIAL_ONLY.values(), ids=SPECIAL_ONLY
+)
+def test_harmony(answer_format: AnswerFormat, choice: Any, right: list[str], wrong: list[str]) -> None:
+    test_what_a_grammar_accepts(answer_format, choice, right, wrong, MARKS)
+
+
+def test_what_is_accepted_is_parsed() -> None:
+    """The two halves of a format agree."""
+    for answer_format, choice, right, _ in [*CASES.values(), *SPECIAL_ONLY.values()]:
+        for text in right if choice != "auto" else ():
+            parser = AnswerParser(answer_format, TOOLS)
+            found = message_of([*parser.feed(text), *parser.finish()])
+            assert found.tool_calls
+            assert found.text == ""
+            for call in found.tool_calls:
+                json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
+def test_one_call_where_several_are_not_wanted(marks: list[str]) -> None:
+    for choice in ("auto", "required"):
+        assert accepts(HERMES, ONE, marks, choice, parallel=False)
+        assert not accepts(HERMES, f"{ONE}\n{OTHER}", marks, choice, parallel=False)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_prompt_has_opened_the_reasoning(choice: str) -> None:
+    thinks = AnswerFormat(CallFormat.HERMES, THINK)
+    assert accepts(thinks, f"Hm. <tool_call>\n</think>\n\n{ONE}", [], choice, thinking=True)
+    assert not accepts(thinks, f"Hm.\n</think>\n\n{ONE.replace('city', 'town')}", [], choice, thinking=True)
+
+
+def test_where_nothing_is_forced() -> None:
+    assert tool_grammar(HERMES, TOOLS, "none") is None
+    assert tool_grammar(HERMES, [], "auto") is None
+    assert tool_grammar(AnswerFormat(), TOOLS, "required") is None
+    assert tool_grammar(AnswerFormat(CallFormat.GEMMA4), TOOLS, "required") is None
+    assert tool_grammar(AnswerFormat(CallFormat.HARMONY, HARMONY), TOOLS, "required") is None
+    with pytest.raises(PromptError, match="names other, which is not among the tools"):
+        tool_grammar(HERMES, TOOLS, "other")
+
+
+def test_names_and_schemas_of_all_kinds() -> None:
+    odd = {
+        "properties": {'a"\né': {"$ref": "#/$defs/n"}},
+        "required": ['a"\né'],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    tools = [{"function": {"name": 'x"é/\\', "parameters": odd}}]
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(MARKS)))
+    for calls in CallFormat:
+        grammar = tool_grammar(AnswerFormat(calls), tools, "required", controls=Bytes(MARKS).controls)
+        if grammar is not None:
+            matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+            assert not matcher.is_error(), (calls, matcher.get_error())

@@ -1,0 +1,326 @@
+"""Files that llamaspec has never met are tried in a process of their own; what becomes of it is one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from command import run
+from fuzzing import Entry, Parts, put_together, take_apart
+from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
+from llamaspec.llama import trial
+from model_store import ModelStore
+from tiny_models import Recipe, truncated
+from tiny_vocabulary import sentencepiece_vocabulary
+
+CPU = ModelOptions(threads=1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Trials, with an empty cache folder."""
+    monkeypatch.delenv(trial.TRUST)
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that were started."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def counted(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments, **settings))
+        return started[-1]
+
+    monkeypatch.setattr(trial, "subprocess", _Module(counted))
+    return started
+
+
+class _Module:
+    """The module `subprocess`, whose processes are counted."""
+
+    PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    def __init__(self, popen: Callable[..., subprocess.Popen[bytes]]) -> None:
+        self.Popen = popen
+
+
+def open_and_close(path: Path) -> None:
+    LlamaModel(path, CPU).close()
+
+
+def changed(source: Path, path: Path, change: Callable[[Parts], None]) -> Path:
+    """A copy with other metadata."""
+    parts = take_apart(source.read_bytes())
+    change(parts)
+    path.write_bytes(put_together(parts))
+    return path
+
+
+def setting(key: str, value: Any) -> Callable[[Parts], None]:
+    """A change of one entry, which is added where there is none."""
+
+    def change(parts: Parts) -> None:
+        name = key.encode()
+        for entry in parts.entries:
+            if entry.key == name:
+                entry.value = value
+                return
+        kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+        parts.entries.append(Entry(name, int(kind), value))
+
+    return change
+
+
+# What it costs
+
+
+def test_a_file_is_tried_once(store: ModelStore, cache: Path, trials: list[subprocess.Popen[bytes]]) -> None:
+    for _ in range(3):
+        open_and_close(store.path())
+    assert len(trials) == 1
+    assert [record.stat().st_mode & 0o77 for record in (cache / "tried").parent.glob("tried")] == [0]
+
+
+def test_a_copy_is_known_and_a_changed_file_is_not(
+    store: ModelStore, tmp_path: Path, trials: list[subprocess.Popen[bytes]]
+) -> None:
+    path, copy = store.path(), tmp_path / "copy.gguf"
+    copy.write_bytes(path.read_bytes())
+    os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    open_and_close(path)
+    open_and_close(copy)
+    assert len(trials) == 1
+    os.utime(copy, ns=(1, 1))
+    open_and_close(copy)
+    assert len(trials) == 2
+
+
+def test_a_later_part_of_a_split_file_counts(
+    split_files: list[Path], tmp_path: Path, trials: list[subprocess.Popen[bytes]]
+) -> None:
+    parts = [tmp_path / part.name for part in split_files]
+    for part, source in zip(parts, split_files, strict=True):
+        part.write_bytes(source.read_bytes())
+    open_and_close(parts[0])
+    open_and_close(parts[0])
+    assert len(trials) == 1
+    os.utime(parts[-1], ns=(1, 1))
+    open_and_close(parts[0])
+    assert len(trials) == 2
+
+
+@pytest.mark.parametrize("value", ["1", "yes"])
+def test_files_may_be_trusted(
+    store: ModelStore, trials: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(trial.TRUST, value)
+    open_and_close(store.path())
+    assert trials == []
+
+
+def test_the_embedded_files_are_trusted(
+    demo_files: tuple[Path, Path], trials: list[subprocess.Popen[bytes]]
+) -> None:
+    open_and_close(demo_draft())
+    assert trials == []
+
+
+def test_without_a_cache_folder_every_opening_is_a_trial(
+    store: ModelStore, cache: Path, trials: list[subprocess.Popen[bytes]]
+) -> None:
+    cache.write_text("not a folder")
+    for _ in range(2):
+        open_and_close(store.path())
+    assert len(trials) == 2
+
+
+def test_records_do_not_pile_up(store: ModelStore, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_N_REMEMBERED", 3)
+    (cache / "tried").mkdir(parents=True)
+    for n in range(6):
+        (cache / "tried" / f"{n}").write_text("")
+        os.utime(cache / "tried" / f"{n}", (n, n))
+    open_and_close(store.path())
+    left = {record.name for record in (cache / "tried").iterdir()}
+    assert len(left) == 3
+    assert {"4", "5"} < left
+
+
+# What it finds
+
+
+def _twice(parts: Parts) -> None:
+    tokens = next(entry for entry in parts.entries if entry.key == b"tokenizer.ggml.tokens")
+    tokens.value[7] = tokens.value[8]
+
+
+def _one_token(parts: Parts) -> None:
+    for entry in parts.entries:
+        if entry.key.startswith(b"tokenizer.ggml.") and isinstance(entry.value, list):
+            del entry.value[1:]
+
+
+def _no_bytes(parts: Parts) -> None:
+    tokens = next(entry for entry in parts.entries if entry.key == b"tokenizer.ggml.tokens")
+    tokens.value = [b"w" + value if value.startswith(b"<0x") else value for value in tokens.value]
+
+
+EPSILON = "llama.attention.layer_norm_rms_epsilon"
+SAID = {  # before llama.cpp is asked
+    "tokens twice": (_twice, "1 of its 288 tokens are there twice"),
+    "no layers": (setting("llama.block_count", 0), "llama.block_count is 0, not from 1 to 4096"),
+    "too many layers": (
+        setting("llama.block_count", 5000),
+        "llama.block_count is 5000, not from 1 to 4096",
+    ),
+    "a context without end": (
+        setting("llama.context_length", 2**31),
+        "llama.context_length is 2147483648, not from 1 to 1073741824",
+    ),
+    "no number": (setting(EPSILON, float("nan")), f"{EPSILON} is nan"),
+    "experts": (setting("llama.expert_used_count", 9), "it uses 9 of 0 experts"),
+    "alignment": (setting("general.alignment", 1), "general.alignment is 1"),
+    "one token": (_one_token, "its vocabulary has 1 tokens"),
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_what_a_file_says_is_checked(
+    store: ModelStore, tmp_path: Path, trials: list[subprocess.Popen[bytes]], fault: str
+) -> None:
+    change, reason = SAID[fault]
+    path = changed(store.path(), tmp_path / "bad.gguf", change)
+    with pytest.raises(ModelFileError) as raised:
+        open_and_close(path)
+    assert str(raised.value) == f"{path} is damaged: {reason}; download or convert it again"
+    assert trials == []
+
+
+@pytest.mark.parametrize("fault", ["tokens twice", "no layers", "too many layers", "no number"])
+def test_what_ends_llama_cpp_does_not_end_us(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """As if nobody had foreseen it."""
+    monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
+    path = changed(store.path(), tmp_path / "bad.gguf", SAID[fault][0])
+    with pytest.raises(ModelFileError, match=r"bad.gguf ends llama.cpp \(SIG[A-Z]*\): .*; download"):
+        open_and_close(path)
+
+
+def test_sentencepiece_without_bytes(store: ModelStore, tmp_path: Path) -> None:
+    source = store.path("llama", Recipe(vocabulary=sentencepiece_vocabulary()))
+    with pytest.raises(ModelFileError, match=r"bad\.gguf"):
+        open_and_close(changed(source, tmp_path / "bad.gguf", _no_bytes))
+
+
+def test_refusals_are_told_as_ever(store: ModelStore, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"llama.cpp cannot load .*cut.gguf: .*; download"):
+        open_and_close(truncated(store.path(), tmp_path / "cut.gguf"))
+
+
+def test_a_refusal_of_any_length_is_told(store: ModelStore, tmp_path: Path) -> None:
+    """It filled the pipe once, and the trial waited for its end."""
+
+    def change(parts: Parts) -> None:
+        parts.entries[0].value = b"x" * 200_000
+
+    with pytest.raises(ModelFileError, match="xxx") as raised:
+        open_and_close(changed(store.path(), tmp_path / "bad.gguf", change))
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_file_that_wants_too_much_memory(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the system does not bound memory")
+    monkeypatch.setattr(trial, "SPARE_BYTES", 1 << 20)
+    with pytest.raises(ModelFileError, match="needs more memory than a file of its size should"):
+        open_and_close(store.path())
+
+
+HANGS = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_CHILD", HANGS)
+
+
+@pytest.mark.usefixtures("hanging")
+def test_a_file_that_never_ends(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, trials: list[subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setattr(trial, "WALL_SECONDS", 0.3)
+    with pytest.raises(ModelFileError, match="busy without end"):
+        open_and_close(store.path())
+    assert trials[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("hanging")
+def test_ctrl_c_ends_a_trial_at_once(store: ModelStore, trials: list[subprocess.Popen[bytes]]) -> None:
+    def interrupt(_fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LlamaModel(store.path(), CPU, interrupt)
+    assert trials[0].returncode == -signal.SIGKILL
+
+
+ENDLESS = """
+import sys, time
+sys.path[:] = sys.argv.pop().split("\\n")
+from llamaspec.llama import trial_child
+trial_child.use = lambda *_: time.sleep(600)
+trial_child.main()
+"""
+
+
+def test_a_trial_ends_with_who_asked_for_it() -> None:
+    """Also where that process was killed: its end of the pipe closes."""
+    command = [sys.executable, "-c", ENDLESS, "100", str(1 << 40), "0", "x", "\n".join(sys.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "says"),
+    [
+        (b"", 1, "exit code 1"),
+        (b"[" * 10_000, 0, "failed"),
+        (b"[1]", 0, "failed"),
+        (b"", -signal.SIGSEGV, "SIGSEGV"),
+        (b"", -60, "signal 60"),
+        (b'["memory", ""]', 0, "needs more memory"),
+    ],
+)
+def test_whatever_the_trial_says_is_one_line(answer: bytes, code: int, says: str) -> None:
+    with pytest.raises(ModelFileError, match=says):
+        trial._judge(Path("x.gguf"), code, answer)
+
+
+# Through the commands
+
+
+def test_commands_try_files(store: ModelStore, tmp_path: Path) -> None:
+    bad = changed(store.path(), tmp_path / "bad.gguf", _twice)
+    env = {trial.TRUST: "0", "LLAMASPEC_CACHE": str(tmp_path / "cache")}
+    commands: list[list[str | Path]] = [
+        ["generate", "x", "--target", bad],
+        ["doctor", "--target", store.path(), "--draft", bad],
+    ]
+    for command in commands:
+        answer = run(*command, "--threads", "1", env=env)
+        assert answer.code == 1
+        assert "Traceback" not in answer.stderr
+        assert "bad.gguf" in answer.stdout + answer.stderr

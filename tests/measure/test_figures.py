@@ -1,0 +1,111 @@
+"""Medians, quartiles, speed-ups and verdicts of measurements, against values made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaspec import AutoLength, LlamaModel, ModelOptions, Pair
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.measure.audit import Audit, Fork
+from llamaspec.measure.compare import Arm, Comparison, Spread
+from llamaspec.measure.learned_length import auto_length, known_exact_widths
+from llamaspec.measure.probe import Probe, Timing, WidthTiming
+from llamaspec.measure.store import store_prior, store_probe
+from rounds import a_round, a_text, taking
+
+
+def test_a_median_lies_between_its_quartiles() -> None:
+    assert Spread.of([4.0, 1.0, 2.0, 16.0, 8.0]) == Spread(2.0, 4.0, 8.0)
+    assert Spread(2.0, 4.0, 8.0).half == 3.0
+    assert Timing.of([4.0, 1.0, 2.0, 16.0, 8.0]) == Timing(4.0, 2.0, 8.0)
+    assert Timing(4.0, 2.0, 8.0).spread == 0.75
+
+
+def test_an_arm_is_told_by_its_median_run() -> None:
+    arm = Arm("x", tuple(taking(seconds) for seconds in (1.0, 2.0, 8.0)))
+    assert arm.seconds == [1.0, 2.0, 8.0]
+    assert arm.rates == [4.0, 2.0, 0.5]
+    assert arm.tokens_per_second == 2.0
+    assert arm.acceptance_rate is None
+
+
+def test_the_acceptance_of_an_arm_is_that_of_all_its_runs() -> None:
+    runs = (a_text([a_round((1, 2, 3), accepted=3)]), a_text([a_round((1,), accepted=0)]))
+    assert Arm("x", runs).acceptance_rate == 3 / 4
+    assert Arm("x", runs).n_drafted == 4
+
+
+def compared(*speculative: tuple[int, ...]) -> Comparison:
+    plain = Arm("target alone", tuple(taking(seconds) for seconds in (1.0, 2.0, 4.0)))
+    runs = tuple(a_text([a_round(text[:-1], len(text) - 1, text[-1])]) for text in speculative)
+    return Comparison(plain, None, Arm("speculative", runs), same_file=False)
+
+
+def test_a_speed_up_is_run_against_run() -> None:
+    """Not median against median: a busy minute slows both."""
+    found = compared((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4))  # one second each
+    assert found.speed_up(found.speculative) == Spread(1.5, 2.0, 3.0)
+    assert found.speed_up(found.target) == Spread(1.0, 1.0, 1.0)
+
+
+def test_one_run_with_another_text_is_another_text() -> None:
+    right = (1, 2, 3, 4)
+    assert compared(right, right, right).same_text
+    assert not compared(right, right, (1, 2, 3, 9)).same_text
+    assert not compared((1, 2, 3), right, right).same_text
+
+
+def test_either_finding_makes_an_audit_fail() -> None:
+    fork = Fork(3, 4, "a", "b", 0.01)
+    widths = {2: 0.0, 3: 1e-3, 4: 0.0}
+    sound = Audit(9, (), True, None, widths)
+    assert sound.is_lossless
+    assert sound.identical_widths == [2, 4]
+    assert not Audit(9, (fork,), True, None, widths).is_lossless
+    assert not Audit(9, (), True, 0, widths).is_lossless
+
+
+PROBE = Probe(
+    depths=(64, 1024),
+    left_out_depths=(),
+    widths=(
+        WidthTiming(1, (Timing(0.010, 0.009, 0.020), Timing(1.0, 0.9, 1.1)), 0.0, 8),
+        WidthTiming(2, (Timing(0.011, 0.010, 0.021), Timing(1.1, 1.0, 1.2)), 0.0, 8),
+        WidthTiming(4, (Timing(0.014, 0.013, 0.024), Timing(1.4, 1.3, 1.5)), 0.1, 8),
+    ),
+    draft_step=Timing(0.001, 0.001, 0.001),
+    catch_ups=(),
+    sampling_seconds=1e-4,
+)
+STEEP = CostCurve((1, 2, 4), (1.0, 2.0, 4.0), 0.5)
+
+
+def test_the_curve_is_that_of_the_shortest_context() -> None:
+    assert PROBE.curve.widths == (1, 2, 4)
+    assert PROBE.curve.verify_seconds == (0.010, 0.011, 0.014)
+    assert PROBE.curve.draft_step_seconds == 0.001
+
+
+def test_a_run_begins_with_what_a_probe_or_an_earlier_run_has_found(
+    models: list[Path], own_cache: None
+) -> None:
+    options = ModelOptions(threads=1)
+    with LlamaModel(models[0], options) as target, LlamaModel(models[1], options) as draft:
+        pair = Pair(target, draft, 0.0)
+        unknown = AutoLength(sources=pair.sources).experience()
+        assert auto_length(pair).experience() == unknown
+        store_probe(pair, PROBE)
+        probed = AutoLength(PROBE.curve, sources=pair.sources).experience()
+        assert auto_length(pair).experience() == probed != unknown
+        assert known_exact_widths(pair) == {1, 2}
+        earlier = AutoLength(STEEP, sources=pair.sources).experience()
+        store_prior(pair, earlier)
+        learnt = AutoLength(earlier, sources=pair.sources).experience()
+        assert auto_length(pair).experience() == learnt != probed
+
+
+@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0]])
+def test_one_value_has_no_spread(values: list[float]) -> None:
+    assert Spread.of(values).half == 0

@@ -1,0 +1,39 @@
+"""One server for all tests that do not need their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamaspec import Pair
+from serving import Served, open_demo, served
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    """Clients on this machine go nowhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1,localhost")
+        yield
+
+
+@pytest.fixture(scope="module")
+def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
+    with open_demo(demo_files) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def alone(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
+    """The same pair, which nobody else uses."""
+    with open_demo(demo_files) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def server(demo: Pair) -> Iterator[Served]:
+    with served(demo) as running:
+        yield running

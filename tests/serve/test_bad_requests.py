@@ -1,0 +1,211 @@
+"""Whatever is sent, the answer names what is wrong in the form of the API, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaspec import Pair
+from llamaspec.serve.service import depth
+from llamaspec.serve.settings import Limits
+from serving import CONTEXT, PATIENCE_SECONDS, Served, served
+
+HI = [{"role": "user", "content": "hi"}]
+IMAGE = [{"type": "image_url"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, 400, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0.text"),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": IMAGE}]}, 400, "messages.1.content.0.type"),
+    (CHAT, {"messages": HI, "temperature": -0.1}, 400, "temperature"),
+    (CHAT, {"messages": HI, "temperature": "hot"}, 400, "temperature"),
+    (CHAT, {"messages": HI, "temperature": True}, 400, "temperature"),
+    (CHAT, {"messages": HI, "top_p": 1.5}, 400, "top_p"),
+    (CHAT, {"messages": HI, "top_k": 1.5}, 400, "top_k"),
+    (CHAT, {"messages": HI, "min_p": -1}, 400, "min_p"),
+    (CHAT, {"messages": HI, "repeat_penalty": 0}, 400, "repeat_penalty"),
+    (CHAT, {"messages": HI, "presence_penalty": "x"}, 400, "presence_penalty"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": -5}, 400, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "n": 0}, 400, "n"),
+    (CHAT, {"messages": HI, "n": 5}, 400, "n"),
+    (CHAT, {"messages": HI, "seed": 1.5}, 400, "seed"),
+    (CHAT, {"messages": HI, "stop": [""]}, 400, "stop.0"),
+    (CHAT, {"messages": HI, "stop": [1]}, 400, "stop.0"),
+    (CHAT, {"messages": HI, "stop": ["a"] * 33}, 400, "stop"),
+    (CHAT, {"messages": HI, "stream": "yes"}, 400, "stream"),
+    (CHAT, {"messages": HI, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    (CHAT, {"messages": HI, "speculative": {"max_draft": 65}}, 400, "speculative.max_draft"),
+    (CHAT, {"messages": HI, "speculative": {"rule": "luck"}}, 400, "speculative.rule"),
+    (CHAT, {"messages": HI, "logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+    (CHAT, {"messages": HI, "response_format": {}}, 400, "response_format.type"),
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "prompt"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": [-1]}, 400, "prompt"),
+    (TEXT, {"prompt": [1 << 40]}, 400, "prompt"),
+    (TEXT, {"prompt": [["a"]]}, 400, "prompt.0.0"),
+    (TEXT, {"prompt": "x = 1\n" * 2000}, 400, "prompt"),
+    (TEXT, {"prompt": "x" * 500_000}, 400, "prompt"),
+    (TEXT, {"prompt": ["a"] * 5}, 400, "n"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
+    (TEXT, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (RESPONSES, {}, 400, "input"),
+    (RESPONSES, {"input": []}, 400, "input"),
+    (RESPONSES, {"input": [*HI, {"type": "function_call_output"}]}, 400, "input.1.type"),
+    (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+    (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+    (RESPONSES, {"input": "hi", "background": True}, 400, "background"),
+    (RESPONSES, {"input": "hi", "metadata": {"a": 1}}, 400, "metadata.a"),
+    (MESSAGES, {"messages": HI}, 400, "max_tokens"),
+    (MESSAGES, {"messages": HI, "max_tokens": 5, "system": 5}, 400, "system"),
+    (MESSAGES, {"messages": HI, "max_tokens": 5, "stop_sequences": [""]}, 400, "stop_sequences.0"),
+    (MESSAGES, {"messages": HI, "max_tokens": 5, "thinking": {"type": "enabled"}}, 400, "thinking"),
+    ("/tokenize", {}, 400, "content"),
+    ("/tokenize", {"content": "a", "parse_special": True}, 400, "parse_special"),
+    ("/detokenize", {"tokens": [1 << 50]}, 400, "tokens"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "field"), BAD)
+def test_a_wrong_field_is_named(
+    server: Served, path: str, body: dict[str, Any], status: int, field: str | None
+) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()
+    if path == MESSAGES:
+        assert error["type"] == "error"
+        assert error["error"]["type"] == "invalid_request_error"
+    else:
+        assert error["error"]["type"] == "invalid_request_error"
+        assert error["error"]["param"] == field
+    assert error["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"user": "me", "frequency_penalty": 0, "presence_penalty": None, "logit_bias": {}, "unheard_of": [1]},
+        {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False},
+        {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": 0, "repeat_penalty": 1, "seed": -1, "n": None},
+        {"speculative": {"enabled": True, "max_draft": 0, "other": 1}, "stop": None, "stream": None},
+    ],
+)
+def test_what_is_unknown_or_null_is_ignored(server: Served, more: dict[str, Any]) -> None:
+    answer = server.post(CHAT, {"messages": HI, "max_tokens": 2, **more})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": "\\ud800"}', b'{"a": NaN}', b"\x00"]
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES, "/tokenize"])
+def test_what_is_no_object_of_json_is_refused(server: Served, path: str, body: bytes) -> None:
+    answer = server.client.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert len(answer.text) < 500
+
+
+def test_other_paths_and_methods(server: Served) -> None:
+    assert server.client.get("/v1/nothing").status_code == 404
+    wrong = server.client.get(CHAT)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_body_that_is_too_large(server: Served) -> None:
+    """Announced, or in chunks that announce nothing."""
+    limit = Limits().body_bytes
+    large = b'"' + b"a" * limit + b'"'
+    assert server.client.post(TEXT, content=large).status_code == 413
+    assert server.client.post(MESSAGES, content=iter([large[:limit], large[limit:]])).status_code == 413
+
+
+def test_a_body_that_is_too_deep(server: Served) -> None:
+    deep = b'{"prompt": ' + b"[" * 100_000
+    answer = server.client.post(TEXT, content=deep)
+    assert (answer.status_code, "deeper" in answer.text) == (413, True)
+
+
+def test_a_body_that_never_comes(demo: Pair) -> None:
+    with served(demo, limits=Limits(body_seconds=0.1)) as server:
+        address = urlsplit(server.url)
+        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 99\r\n\r\n{{"
+            connection.sendall(head.encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+
+
+def test_errors_do_not_repeat_what_was_sent(server: Served) -> None:
+    secret = "<script>alert(1)</script>\x1b[2J"
+    for body in ({"messages": secret}, {"messages": [{"role": secret, "content": "a"}]}, {secret: 1}):
+        answer = server.post(CHAT, body)
+        assert answer.status_code == 400
+        assert "script" not in answer.text
+
+
+def test_a_prompt_that_leaves_no_room(server: Served) -> None:
+    error = server.post(TEXT, {"prompt": [5] * CONTEXT}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    fits = server.post(TEXT, {"prompt": [5] * (CONTEXT - 1), "seed": 1}).json()
+    assert fits["usage"]["completion_tokens"] == 1
+
+
+def test_a_model_without_a_chat_template(demo: Pair) -> None:
+    with served(demo, template=None) as server:
+        error = server.post(CHAT, {"messages": HI}).json()["error"]
+        assert error["code"] == "no_chat_template"
+        assert server.post(TEXT, {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_template_that_refuses(demo: Pair) -> None:
+    with served(demo, template="{{ raise_exception('no ' ~ messages[0].role) }}") as server:
+        answer = server.post(CHAT, {"messages": HI})
+        assert (answer.status_code, "no user" in answer.text) == (400, True)
+
+
+def test_control_tokens_in_a_message_stay_text(server: Served, demo: Pair) -> None:
+    """Else a user could forge a turn."""
+    end = demo.target.vocabulary.text(demo.target.vocabulary.eos).decode()
+    ids = server.post("/tokenize", {"content": f"a{end}b"}).json()["tokens"]
+    assert demo.target.vocabulary.eos not in ids
+    assert server.post("/detokenize", {"tokens": ids}).json()["content"].strip() == f"a{end}b"
+
+
+JSON = st.recursive(
+    st.none() | st.text() | st.integers(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_depth_is_that_of_the_value(value: Any) -> None:
+    def deep(value: Any) -> int:
+        inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
+        return 0 if inner is None else 1 + max(map(deep, inner), default=0)
+
+    assert depth(json.dumps(value).encode()) == deep(value)
+
+
+@given(st.text(alphabet='"\\[]{}a'))
+def test_depth_of_what_is_no_json(text: str) -> None:
+    assert 0 <= depth(text.encode()) <= len(re.findall(r"[\[{]", text))

@@ -1,0 +1,169 @@
+"""The clients that people have, against the real server: each gets the model's own text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from llamaspec import Pair
+from serving import PATIENCE_SECONDS, Served, answered, parse_events, said
+
+N, SEED = 24, 11
+MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
+
+
+@pytest.fixture
+def client(server: Served) -> Any:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(server: Served) -> Any:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Pair) -> str:
+    return answered(alone, "def f(x):", SEED, N)
+
+
+def test_openai_chat(client: Any, expected: str) -> None:
+    answer = client.chat.completions.create(model="any", messages=MESSAGES, seed=SEED, max_tokens=N)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.role) == (expected, "assistant")
+    assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == N
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + N
+    assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
+    assert answer.timings["predicted_n"] == N
+    assert answer.timings["draft_n"] >= answer.timings["draft_n_accepted"] > 0
+
+
+def test_openai_chat_as_a_stream(client: Any, expected: str) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="any", messages=MESSAGES, seed=SEED, max_completion_tokens=N, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    *parts, usage = chunks
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == N
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_openai_async(server: Served, alone: Pair) -> None:
+    async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
+        parts: Any = await client.chat.completions.create(
+            model="any", messages=MESSAGES, seed=seed, max_tokens=N, stream=True
+        )
+        return "".join([part.choices[0].delta.content or "" async for part in parts])
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+        ) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(4)))
+
+    assert asyncio.run(all_at_once()) == [answered(alone, "def f(x):", seed, N) for seed in range(4)]
+
+
+def test_openai_completions(client: Any, alone: Pair) -> None:
+    answer = client.completions.create(model="any", prompt="import os", seed=SEED, max_tokens=N, n=2)
+    assert [choice.text for choice in answer.choices] == [
+        said(alone, "import os", SEED, N),
+        said(alone, "import os", SEED + 1, N),
+    ]
+    prompt = alone.target.vocabulary.tokenize(b"import os").tolist()
+    of_tokens = client.completions.create(model="any", prompt=prompt, seed=SEED, max_tokens=N)
+    assert of_tokens.choices[0].text == answer.choices[0].text
+
+
+def test_openai_responses(client: Any, expected: str) -> None:
+    answer = client.responses.create(
+        model="any", input="def f(x):", max_output_tokens=N, extra_body={"seed": SEED}
+    )
+    assert answer.output_text == expected
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == N
+
+
+def test_openai_responses_as_a_stream(client: Any, expected: str) -> None:
+    events = list(
+        client.responses.create(
+            model="any", input=MESSAGES, max_output_tokens=N, extra_body={"seed": SEED}, stream=True
+        )
+    )
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == expected
+
+
+def test_anthropic(claude: Any, expected: str) -> None:
+    answer = claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"seed": SEED})
+    assert answer.content[0].text == expected
+    assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+    assert answer.usage.output_tokens == N
+    n = claude.messages.count_tokens(model="any", messages=MESSAGES).input_tokens
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == n
+
+
+def test_anthropic_as_a_stream(claude: Any, expected: str) -> None:
+    with claude.messages.stream(
+        model="any", max_tokens=N, messages=MESSAGES, extra_body={"seed": SEED}
+    ) as stream:
+        assert "".join(stream.text_stream) == expected
+        assert stream.get_final_message().stop_reason == "max_tokens"
+
+
+def test_anthropic_names_the_stop_sequence(claude: Any, expected: str) -> None:
+    stop = expected[3:5]
+    answer = claude.messages.create(
+        model="any",
+        max_tokens=N,
+        messages=MESSAGES,
+        stop_sequences=["never", stop],
+        extra_body={"seed": SEED},
+    )
+    assert answer.content[0].text == expected[: expected.index(stop)]
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_the_clients_understand_errors(client: Any, claude: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="any", messages=MESSAGES, temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(anthropic.BadRequestError, match="top_k"):
+        claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"top_k": "many"})
+
+
+def test_curl(server: Served, expected: str) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = {"messages": MESSAGES, "seed": SEED, "max_tokens": N, "stream": True}
+    done = subprocess.run(
+        [curl, "-sS", "--noproxy", "*", "-N", f"{server.url}/v1/chat/completions", "-d", json.dumps(body)],
+        capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    *chunks, (_, last) = parse_events(done.stdout)
+    assert last == "[DONE]"
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for _, chunk in chunks) == expected

@@ -1,0 +1,244 @@
+"""Every API puts the same deltas into its own form, and its stream says what its object says.
+
+The deltas are made by hand, with reasoning and calls of tools, which no parser finds yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message as ClaudeMessage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.statistics import summarize
+from llamaspec.serve import chat, completions, messages, responses
+from llamaspec.serve.deltas import (
+    Content,
+    Delta,
+    Deltas,
+    End,
+    Reasoning,
+    Silence,
+    ToolArguments,
+    ToolStart,
+    wholes,
+)
+from serving import parse_events
+
+USUAL = StopReason.END
+
+
+def end(reason: StopReason = USUAL) -> End:
+    return End(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None)
+
+
+SAID: dict[str, list[Delta]] = {
+    "text": [Silence(), Content("Hel"), Silence(3, 4), Content("lo"), end()],
+    "nothing": [end()],
+    "cut": [Content("Hel"), end(StopReason.LIMIT)],
+    "stop": [Content("Hel"), end(StopReason.STOP)],
+    "reasoning": [Reasoning("hm"), Reasoning("m"), Content("so"), end()],
+    "tools": [
+        Reasoning("look"),
+        Content("wait"),
+        ToolStart("call_1", "find"),
+        ToolArguments('{"a"'),
+        ToolArguments(": 1}"),
+        ToolStart("call_2", "nap"),
+        ToolArguments("{}"),
+        end(),
+    ],
+    "only a tool": [ToolStart("call_1", "find"), ToolArguments("{}"), end()],
+}
+
+
+def of(name: str) -> Deltas:
+    async def made() -> AsyncIterator[tuple[int, Delta]]:
+        for delta in SAID[name]:
+            yield 0, delta
+
+    return made()
+
+
+@contextmanager
+def always_answering(stream: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with the same events."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(stream)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def forms(form: Any, name: str) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
+    """The object and the events."""
+
+    async def events() -> str:
+        return b"".join([part async for part in form.events(of(name))]).decode()
+
+    async def whole() -> dict[str, Any]:
+        return json.loads(json.dumps(form.whole(await wholes(of(name), 1))))  # type: ignore[no-any-return]
+
+    return asyncio.run(whole()), parse_events(asyncio.run(events()))
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_chat(name: str) -> None:
+    whole, events = forms(chat._Form("m", 1, 1, True), name)
+    message = ChatCompletion.model_validate(whole).choices[0].message
+    *chunks, (_, done) = events
+    assert done == "[DONE]"
+    for _, chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+    *parts, usage = [chunk for _, chunk in chunks]
+    assert usage["usage"] == whole["usage"]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (message.content or "")
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert reasoning == whole["choices"][0]["message"].get("reasoning_content", "")
+    calls: dict[int, dict[str, str]] = {}
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            known = calls.setdefault(call["index"], {"id": call.get("id"), "name": "", "arguments": ""})
+            for key, value in call["function"].items():
+                known[key] += value
+    expected = [{"id": call.id, **call.function.model_dump()} for call in message.tool_calls or []]  # type: ignore[union-attr]
+    assert [calls[i] for i in sorted(calls)] == expected
+    assert parts[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert parts[-1]["timings"] == whole["timings"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("text", "stop"), ("stop", "stop"), ("cut", "length"), ("tools", "tool_calls"), ("nothing", "stop")],
+)
+def test_why_a_chat_ends(name: str, reason: str) -> None:
+    assert forms(chat._Form("m", 1, 1, True), name)[0]["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("name", ["text", "nothing", "cut"])
+def test_completions(name: str) -> None:
+    whole, events = forms(completions._Form("m", 1, 1, False), name)
+    *chunks, (_, done) = events
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for _, chunk in chunks) == whole["choices"][0]["text"]
+    assert chunks[-1][1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert whole["usage"] == {
+        "prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_messages(name: str) -> None:
+    """Put together by Anthropic's own client, the events are the object."""
+
+    def form() -> Any:
+        return messages._Form("m", 9, lambda done: "end")
+
+    async def text() -> bytes:
+        return b"".join([part async for part in form().events(of(name))])
+
+    stream = asyncio.run(text())
+
+    expected = ClaudeMessage.model_validate(forms(form(), name)[0])
+    asked: Any = [{"role": "user", "content": "a"}]
+    with (
+        always_answering(stream) as url,
+        anthropic.Anthropic(api_key="none", base_url=url, max_retries=0) as client,
+        client.messages.stream(model="any", max_tokens=5, messages=asked) as parts,
+    ):
+        final = parts.get_final_message()
+    told = [block.model_dump(exclude={"parsed_output"}) for block in final.content]
+    assert told == [block.model_dump() for block in expected.content]
+    assert (final.stop_reason, final.stop_sequence) == (expected.stop_reason, expected.stop_sequence)
+    assert final.usage.output_tokens == expected.usage.output_tokens == 3
+    assert expected.usage.input_tokens + (expected.usage.cache_read_input_tokens or 0) == 9
+    events = parse_events(stream.decode())
+    assert all(kind == data["type"] for kind, data in events)
+    assert events[-1][0] == "message_stop"
+    starts = [data["index"] for kind, data in events if kind == "content_block_start"]
+    assert starts == [data["index"] for kind, data in events if kind == "content_block_stop"]
+    assert starts == list(range(len(starts)))
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_responses(name: str) -> None:
+    def form() -> Any:
+        return responses._Form("m", responses.ResponsesRequest(input="a"), 1)
+
+    (whole, _), (_, events) = forms(form(), name), forms(form(), name)
+    OpenAIResponse.model_validate(whole)
+    kinds: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for kind, data in events:
+        assert kind == data["type"]
+        kinds.validate_python(data)
+    last = events[-1][1]["response"]
+    assert events[-1][0] == ("response.incomplete" if name == "cut" else "response.completed")
+    assert nameless(last["output"]) == nameless(whole["output"])
+    texts = {kind: "".join(data["delta"] for other, data in events if other == f"response.{kind}.delta")
+             for kind in ("output_text", "reasoning_text")}  # fmt: skip
+    assert texts["output_text"] == OpenAIResponse.model_validate(whole).output_text
+    done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
+    assert done == last["output"]
+    added = [data["item"]["id"] for kind, data in events if kind == "response.output_item.added"]
+    assert added == [item["id"] for item in done]
+
+
+def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items without their ids, and without an empty text that only the object has."""
+    return [
+        {key: value for key, value in item.items() if key != "id"}
+        for item in items
+        if item["type"] != "message" or item["content"][0]["text"]
+    ]
+
+
+def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
+    async def broken() -> AsyncIterator[tuple[int, Delta]]:
+        yield 0, Content("a")
+        raise RuntimeError("a secret of ours")
+
+    async def events(form: Any) -> str:
+        return b"".join([part async for part in form.events(broken())]).decode()
+
+    made = [
+        asyncio.run(events(form))
+        for form in (
+            chat._Form("m", 1, 1, True),
+            completions._Form("m", 1, 1, True),
+            messages._Form("m", 9, lambda done: None),
+            responses._Form("m", responses.ResponsesRequest(input="a"), 1),
+        )
+    ]
+    assert all("secret" not in text for text in made)
+    lasts = [parse_events(text)[-1] for text in made]
+    assert lasts[0][1]["error"]["type"] == lasts[1][1]["error"]["type"] == "server_error"
+    assert (lasts[2][0], lasts[2][1]["error"]["type"]) == ("error", "api_error")
+    assert (lasts[3][0], lasts[3][1]["response"]["status"]) == ("response.failed", "failed")

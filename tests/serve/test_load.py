@@ -1,0 +1,330 @@
+"""Several clients at once: each gets the text that it would get alone, and none can hold up the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from llamaspec import AutoLength, FixedLength, Pair, Sampling
+from llamaspec.engine.scheduler import AHEAD
+from llamaspec.errors import PromptError
+from llamaspec.serve.answers import UNREAD, Answer, Done, Failed, Wrote
+from llamaspec.serve.decoder import Decoder
+from llamaspec.serve.faults import RequestError
+from llamaspec.serve.jobs import Drafting, Job
+from llamaspec.serve.metrics import Metrics
+from serving import CONTEXT, PATIENCE_SECONDS, Gate, open_demo, said, served, until
+
+PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
+
+
+def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> Job:
+    tokens = pair.target.vocabulary.tokenize(prompt.encode())
+    return Job(tokens, Sampling(), seed, n, **more)
+
+
+@contextmanager
+def decoding(pair: Pair, **settings: Any) -> Iterator[Decoder]:
+    usual: dict[str, Any] = {"parallel": 4, "max_queue": 64, "n_cells": 4 * CONTEXT}
+    decoder = Decoder(pair, FixedLength(3), Metrics(), **{**usual, **settings})
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(coroutine, PATIENCE_SECONDS)
+
+    return asyncio.run(bounded())
+
+
+async def read(answer: Answer) -> list[str]:
+    """The texts of all rows of an answer."""
+    texts = [""] * len(answer.runs)
+    while not answer.is_over:
+        happened = await answer.next_event(PATIENCE_SECONDS)
+        assert happened is not None
+        index, event = happened
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Wrote):
+            texts[index] += "".join(piece.text for piece in event.pieces)
+        if isinstance(event, Done):
+            assert event.completion.text == texts[index]
+    return texts
+
+
+async def reached(condition: Any) -> None:
+    await asyncio.to_thread(until, condition)
+
+
+def test_many_clients_get_the_texts_that_they_would_get_alone(demo: Pair, alone: Pair) -> None:
+    """More texts than run at once, some with drafts and some without, under the automatic length."""
+    asked = [(prompt, seed) for prompt in PROMPTS for seed in range(3)]
+    with served(demo, AutoLength(), parallel=3) as server:
+
+        def ask(i: int) -> str:
+            prompt, seed = asked[i]
+            body = {"prompt": prompt, "seed": seed, "max_tokens": 30, "speculative": {"enabled": i % 4 != 0}}
+            answer: str = server.post("/v1/completions", body).json()["choices"][0]["text"]
+            return answer
+
+        with ThreadPoolExecutor(len(asked)) as clients:
+            texts = list(clients.map(ask, range(len(asked))))
+    assert texts == [said(alone, prompt, seed, 30) for prompt, seed in asked]
+
+
+def test_texts_share_evaluations(demo: Pair) -> None:
+    with served(demo) as server:
+        server.post("/v1/completions", {"prompt": "def f(", "n": 4, "seed": 1, "max_tokens": 20})
+        text = server.client.get("/metrics").text
+    assert 'rounds_by_rows_total{rows="4"}' in text
+
+
+def test_a_row_waits_for_room_instead_of_being_cut(demo_files: tuple[Path, Path], alone: Pair) -> None:
+    """Two of these texts may need more than the KV cache has: they go one by one."""
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
+
+        async def ask() -> list[list[str]]:
+            answers = [decoder.submit([job(pair, "def f(", seed, 200)]) for seed in range(3)]
+            return await asyncio.gather(*map(read, answers))
+
+        assert run(ask()) == [[said(alone, "def f(", seed, 200)] for seed in range(3)]
+
+
+def test_a_client_that_vanishes_frees_its_row_within_one_evaluation(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(demo, monkeypatch)
+    gate.open()
+    with decoding(demo) as decoder:
+
+        async def vanish() -> int:
+            answer = decoder.submit([job(demo, "def f(", 1, 400)])
+            await reached(lambda: gate.n_evaluations > 5)
+            answer.close()
+            n_before = gate.n_evaluations
+            await reached(lambda: not decoder.rows()[0])
+            return gate.n_evaluations - n_before
+
+        assert run(vanish()) <= 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_connection_that_breaks_frees_its_row(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool, path: str
+) -> None:
+    gate = Gate(demo, monkeypatch)
+    with served(demo) as server:
+        address = urlsplit(server.url)
+        messages = [{"role": "user", "content": "x"}]
+        body = json.dumps({"prompt": "x", "messages": messages, "max_tokens": 400, "stream": streams})
+        head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+            connection.sendall((head + body).encode())
+            until(lambda: server.n_running() == 1)
+        (running,), _ = server.service.decoder.rows()
+        until(lambda: running.answer.is_cancelled)
+        gate.open()
+        until(lambda: server.n_running() == 0)
+        assert gate.n_evaluations <= 1
+        metrics = server.client.get("/metrics").text
+    assert 'finished_reason="interrupt"} 1' in metrics
+
+
+def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
+    n = UNREAD * 6
+    with decoding(demo) as decoder:
+
+        async def ask() -> tuple[int, list[str], list[str]]:
+            slow = decoder.submit([job(demo, "def f(", 1, n, drafting=Drafting(enabled=False))])
+            await reached(lambda: slow.runs[0].is_clogged)
+            other = await read(decoder.submit([job(demo, "import os", 2, 200)]))
+            stream = slow.runs[0].stream
+            assert stream is not None
+            n_made = len(stream.rounds)
+            return n_made, other, await read(slow)
+
+        n_made, other, slow = run(ask())
+    assert n_made <= UNREAD + AHEAD
+    assert other == [said(alone, "import os", 2, 200)]
+    assert slow == [said(alone, "def f(", 1, n)]
+
+
+def test_a_full_queue_refuses_and_goes_on(demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch)
+    with decoding(demo, parallel=1, max_queue=1) as decoder:
+
+        async def ask() -> list[list[str]]:
+            first = decoder.submit([job(demo, "def f(", 1, 5)])
+            await reached(lambda: decoder.rows()[0])
+            second = decoder.submit([job(demo, "def f(", 2, 5)])
+            with pytest.raises(RequestError) as refused:
+                decoder.submit([job(demo, "def f(", 3, 5)])
+            assert refused.value.status == 429
+            assert 1 <= (refused.value.retry_after or 0) <= 60
+            gate.open()
+            texts = [await read(first), await read(second)]
+            return [*texts, await read(decoder.submit([job(demo, "def f(", 3, 5)]))]
+
+        assert run(ask()) == [[said(alone, "def f(", seed, 5)] for seed in (1, 2, 3)]
+
+
+def test_a_full_queue_over_http(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch)
+    body = {"prompt": "def f(", "max_tokens": 5, "seed": 1}
+    with served(demo, parallel=1, max_queue=0) as server, ThreadPoolExecutor(1) as clients:
+        running = clients.submit(server.post, "/v1/completions", body)
+        until(lambda: server.n_running() == 1)
+        refused = server.post("/v1/completions", body)
+        gate.open()
+        assert running.result().status_code == 200
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) -> None:
+    """A text that cannot begin, and one whose stop strings break it while it is written."""
+
+    class Breaking(str):
+        def startswith(self, *_: Any) -> bool:
+            raise RuntimeError("broken on purpose")
+
+    with decoding(demo) as decoder:
+
+        async def ask() -> list[str]:
+            good = decoder.submit([job(demo, "import os", 2, 40)])
+            empty = decoder.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
+            broken = decoder.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
+            with pytest.raises(PromptError, match="empty"):
+                await read(empty)
+            with pytest.raises(RuntimeError, match="broken on purpose"):
+                await read(broken)
+            return await read(good)
+
+        assert run(ask()) == [said(alone, "import os", 2, 40)]
+
+
+def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
+    demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong in the decode thread, the thread goes on."""
+    step, faults = demo.step, [RuntimeError("broken on purpose")]
+
+    def broken() -> bool:
+        if faults:
+            raise faults.pop()
+        return step()
+
+    monkeypatch.setattr(demo, "step", broken)
+    with served(demo) as server:
+        body = {"prompt": "def f(", "seed": 1, "max_tokens": 5}
+        failed = server.post("/v1/completions", body)
+        assert (failed.status_code, "purpose" in failed.text) == (500, False)
+        text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert text == said(alone, "def f(", 1, 5)
+
+
+def test_no_request_is_taken_while_the_server_stops(
+    demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs goes on to its end; what waits is told."""
+    gate = Gate(demo, monkeypatch)
+    with decoding(demo, parallel=1) as decoder:
+
+        async def ask() -> tuple[list[str], list[RequestError]]:
+            running = decoder.submit([job(demo, "def f(", 1, 60)])
+            await reached(lambda: decoder.rows()[0])
+            waiting = decoder.submit([job(demo, "def f(", 2, 60)])
+            decoder.stop()
+            with pytest.raises(RequestError) as late:
+                decoder.submit([job(demo, "def f(", 3, 5)])
+            gate.open()
+            with pytest.raises(RequestError) as refused:
+                await read(waiting)
+            return await read(running), [late.value, refused.value]
+
+        texts, errors = run(ask())
+    assert texts == [said(alone, "def f(", 1, 60)]
+    assert [error.status for error in errors] == [503, 503]
+
+
+def test_ending_ends_what_runs(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch)
+    with decoding(demo) as decoder:
+
+        async def ask() -> None:
+            running = decoder.submit([job(demo, "def f(", 1, 400)])
+            await reached(lambda: decoder.rows()[0])
+            decoder.end()
+            gate.open()
+            with pytest.raises(RequestError, match="stopping"):
+                await read(running)
+
+        run(ask())
+        assert gate.n_evaluations <= 1
+
+
+def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:
+    body = {"prompt": "def f(", "max_tokens": 500, "seed": 1}
+    with served(demo, request_timeout=1e-3) as server:
+        assert server.post("/v1/completions", body).status_code == 504
+        ((_, error),) = server.events("/v1/completions", body)
+        assert error["error"]["code"] == "timeout"
+        until(lambda: server.n_running() == 0)
+
+
+def test_a_silent_stream_shows_signs_of_life(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is read, and while the queue waits."""
+    gate = Gate(demo, monkeypatch)
+    body = {"prompt": "x = 1\n" * 40, "max_tokens": 2}
+    with served(demo, keep_alive_seconds=0.01, parallel=1) as server, ThreadPoolExecutor(1) as clients:
+        running = clients.submit(server.post, "/v1/completions", body)
+        until(lambda: server.n_running() == 1)
+        with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": waiting"
+            gate.open()
+            rest = list(lines)
+        assert running.result().status_code == 200
+    assert any(line.startswith(": prompt ") for line in rest)
+    assert rest[-2:] == ["data: [DONE]", ""]
+
+
+def test_a_shared_prompt_is_read_once(demo_files: tuple[Path, Path], evaluated: Any) -> None:
+    """Three choices of one prompt cost its tokens once, for the target and for the draft."""
+    prompt = "def g(a, b):\n    return a + b\n" * 8
+    with open_demo(demo_files) as pair:
+        n_prompt = len(pair.target.vocabulary.tokenize(prompt.encode()))
+        with decoding(pair) as decoder:
+
+            async def ask() -> None:
+                await read(decoder.submit([job(pair, prompt, seed, 1) for seed in range(3)]))
+
+            run(ask())
+    n_read = sum(len(stretch.tokens) for stretch in evaluated.stretches)
+    assert 2 * n_prompt <= n_read < 3 * n_prompt
+
+
+def test_a_second_turn_costs_its_own_tokens(demo: Pair) -> None:
+    with served(demo) as server:
+        begin = [{"role": "user", "content": "one two three " * 20}]
+        first = server.post("/v1/chat/completions", {"messages": begin, "max_tokens": 8, "seed": 1}).json()
+        more = [*begin, first["choices"][0]["message"], {"role": "user", "content": "four"}]
+        second = server.post("/v1/chat/completions", {"messages": more, "max_tokens": 8, "seed": 1}).json()
+    usage = second["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 4

@@ -1,0 +1,110 @@
+"""Who may ask: hosts, origins, keys; and what is written down."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llamaspec import Pair
+from llamaspec.serve.settings import ServeSettings
+from serving import Served, served
+
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:80", 200),
+        ("[::1]:8080", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example:8080", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("", 403),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(server: Served, host: str, status: int) -> None:
+    assert server.client.get("/health", headers={"Host": host}).status_code == status
+
+
+def test_pages_of_other_origins_may_not_ask(server: Served) -> None:
+    assert server.post("/v1/completions", BODY, headers={"Origin": "https://evil.example"}).status_code == 403
+    assert server.post("/v1/completions", BODY, headers={"Origin": "null"}).status_code == 403
+    own = server.post("/v1/completions", BODY, headers={"Origin": server.url})
+    assert own.status_code == 200
+    assert "access-control-allow-origin" not in own.headers
+
+
+def test_an_origin_that_was_named_may_ask(demo: Pair) -> None:
+    origin = "https://chat.example"
+    with served(demo, cors_origins=(origin,), keys=("k",)) as server:
+        asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        before = server.client.options("/v1/completions", headers=asks)
+        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, origin)
+        refused = server.post("/v1/completions", BODY, headers={"Origin": origin})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
+        allowed = {"Origin": origin, "Authorization": "Bearer k"}
+        assert server.post("/v1/completions", BODY, headers=allowed).status_code == 200
+        other = server.post("/v1/completions", BODY, headers={**allowed, "Origin": "https://evil.example"})
+        assert other.status_code == 403
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_keys(demo: Pair, log_format: str) -> None:
+    keys = ("first-secret", "second-secret")
+    with served(demo, keys=keys, log_format=log_format) as server:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Bearer"},
+            {"Authorization": "first-secret"},
+            {"X-Api-Key": "first-secre"},
+            {"Authorization": "Bearer fürst-secret".encode()},
+        ):
+            answer = server.client.get("/v1/models", headers=headers)  # type: ignore[arg-type]
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        for key in keys:
+            for headers in ({"Authorization": f"Bearer {key}"}, {"X-Api-Key": key}):
+                assert server.client.get("/v1/models", headers=headers).status_code == 200
+        assert server.post("/v1/messages", {}).json()["error"]["type"] == "authentication_error"
+        assert server.client.get("/health").status_code == 200
+        assert "secret" not in repr(server.service.settings)
+    assert len(server.log) == 12
+    assert "secret" not in "".join(server.log)
+
+
+def test_the_log_for_programs(demo: Pair) -> None:
+    with served(demo, log_format="json") as server:
+        server.client.get("/v1/models?key=hidden")
+        server.client.get("/%1b%5b2J%0ax")
+    lines = [json.loads(line) for line in server.log]
+    assert [(line["method"], line["status"]) for line in lines] == [("GET", 200), ("GET", 404)]
+    assert lines[0]["path"] == "/v1/models"
+    assert "\\n" in lines[1]["path"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"host": "0.0.0.0"}, "--no-auth"),
+        ({"host": "192.168.1.5"}, "--api-key"),
+        ({"host": "example.org"}, "--api-key"),
+        ({"port": 70000}, "port"),
+        ({"parallel": 0}, "parallel"),
+        ({"max_queue": -1}, "max-queue"),
+        ({"request_timeout": -1.0}, "request-timeout"),
+        ({"keys": ("",)}, "key"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ServeSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_settings_for_other_machines() -> None:
+    assert not ServeSettings(host="0.0.0.0", keys=("k",)).is_local
+    assert not ServeSettings(host="0.0.0.0", no_auth=True).is_local
+    assert all(ServeSettings(host=host).is_local for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"))

@@ -1,0 +1,144 @@
+"""What the server tells of itself, and the fields that steer drafting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaspec import AutoLength, Pair
+from llamaspec.serve.app import ENDPOINTS
+from serving import CONTEXT, Gate, Served, open_demo, said, served, until
+
+BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
+
+
+def numbers(server: Served) -> dict[str, float]:
+    """The metrics by their names and labels."""
+    lines = server.client.get("/metrics").text.splitlines()
+    values = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name.removeprefix("llamaspec:"): float(value) for name, _, value in values}
+
+
+def test_metrics_add_up(demo: Pair) -> None:
+    with served(demo) as server:
+        assert set(numbers(server).values()) <= {
+            0.0,
+            *demo.cache_use(),
+            demo.cache_use()[0] / demo.cache_use()[1],
+        }
+        answers = [server.post("/v1/completions", {**BODY, "n": n}).json() for n in (1, 2)]
+        after = numbers(server)
+    drafted = after["spec_decode_num_draft_tokens_total"]
+    accepted = after["spec_decode_num_accepted_tokens_total"]
+    first = answers[0]["timings"]
+    assert drafted >= first["draft_n"] > 0
+    assert first["draft_n_accepted"] <= accepted <= drafted
+    per_position = [value for name, value in after.items() if "accepted_tokens_per_pos" in name]
+    assert sum(per_position) == accepted
+    assert per_position == sorted(per_position, reverse=True)
+    assert after["spec_decode_num_drafts_total"] <= after["rounds_total"]
+    assert (
+        sum(value for name, value in after.items() if name.startswith("rounds_by_rows"))
+        == after["rounds_total"]
+    )
+    assert after["generation_tokens_total"] == sum(answer["usage"]["completion_tokens"] for answer in answers)
+    assert after['request_success_total{finished_reason="limit"}'] == 3
+    assert after['seconds_total{phase="verify"}'] > 0
+    assert 0 < after["kv_cache_usage_perc"] <= 1
+
+
+def test_metrics_are_what_prometheus_reads(server: Served) -> None:
+    answer = server.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    declared = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert {
+        line.partition(" ")[0].partition("{")[0] for line in lines if not line.startswith("#")
+    } == declared
+
+
+def test_slots_and_health(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch)
+    with served(demo, parallel=2) as server:
+        assert [slot["is_processing"] for slot in server.client.get("/slots").json()] == [False, False]
+        with server.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}):
+            until(lambda: server.n_running() == 1)
+            first, second = server.client.get("/slots").json()
+            gate.open()
+        assert (first["is_processing"], second["is_processing"]) == (True, False)
+        assert first["n_ctx"] == CONTEXT
+        assert "def f(" not in str(first)
+        assert server.client.get("/health").json() == {"status": "ok"}
+        server.service.decoder.stop()
+        assert server.client.get("/health").status_code == 503
+
+
+def test_props_models_and_the_page(demo: Pair) -> None:
+    with served(demo, alias="mine") as server:
+        props = server.client.get("/props").json()
+        assert (props["model_alias"], props["total_slots"]) == ("mine", 4)
+        assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+        assert "/" not in props["model_path"]
+        (model,) = server.client.get("/v1/models").json()["data"]
+        assert model["id"] == "mine"
+        assert server.client.get("/v1/models/mine").json() == model
+        assert server.post("/v1/completions", BODY).json()["model"] == "mine"
+        page = server.client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+
+
+def test_tokens_and_back(server: Served, demo: Pair) -> None:
+    text = "def f(x):\n    return 'grün'"
+    ids = server.post("/tokenize", {"content": text}).json()["tokens"]
+    assert ids == demo.target.vocabulary.tokenize(text.encode(), add_special=False).tolist()
+    assert server.post("/detokenize", {"tokens": ids}).json()["content"] == text
+    pieces = server.post("/tokenize", {"content": text, "with_pieces": True, "add_special": True}).json()[
+        "tokens"
+    ]
+    assert [piece["id"] for piece in pieces][-len(ids) :] == ids
+
+
+def test_the_description_is_complete(server: Served) -> None:
+    about = server.client.get("/openapi.json").json()
+    assert set(about["paths"]) == {endpoint.path for endpoint in ENDPOINTS}
+    schemas = about["components"]["schemas"]
+    body = about["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert all(f"#/components/schemas/{name}" for name in schemas)
+
+
+def test_drafting_is_steered_by_the_request(server: Served, alone: Pair) -> None:
+    """The text stays the same; what is drafted does not."""
+    expected = said(alone, "def f(", 5, 24)
+
+    def ask(**speculative: object) -> dict[str, float]:
+        answer = server.post("/v1/completions", {**BODY, "speculative": speculative}).json()
+        assert answer["choices"][0]["text"] == expected
+        timings: dict[str, float] = answer["timings"]
+        return timings
+
+    assert ask()["draft_n"] > 0
+    assert ask(enabled=False)["draft_n"] == 0
+    assert ask(max_draft=0)["draft_n"] == 0
+    one = ask(max_draft=1)
+    assert 0 < one["draft_n"] <= one["rounds"]
+    many = {**BODY, "speculative": {"rule": "rejection"}}
+    assert server.post("/v1/completions", many).json()["timings"]["draft_n"] > 0
+
+
+def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
+    prompt = "one two three four " * 8
+    body = {"prompt": prompt, "max_tokens": 12, "seed": 1, "temperature": 0}
+    with open_demo((demo_files[0], "ngram")) as pair, served(pair) as server:
+        copied = server.post("/v1/completions", body).json()
+        not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
+    assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
+
+
+def test_the_speed_up_is_told_once_plain_rounds_are_known(demo: Pair) -> None:
+    with served(demo, AutoLength()) as server:
+        timings = server.post("/v1/completions", {**BODY, "max_tokens": 60}).json()["timings"]
+    assert timings["speedup_estimate"] > 0

@@ -1,0 +1,109 @@
+"""The command: what it refuses in one line, and how it stops."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from command import Answer, run, said
+from llamaspec import Pair
+from serving import PATIENCE_SECONDS, Gate, parse_events, process, served, until
+
+LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number: signal.Signals) -> None:
+    with (
+        process() as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_SECONDS) as answer,
+    ):
+        lines = answer.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        server.popen.send_signal(number)
+        events = parse_events("\n\n".join([first, *lines]))
+        assert server.ended() == 0
+    assert events[-1][1] == "[DONE]"
+    assert events[-2][1]["choices"][0]["finish_reason"] == "length"
+    until(lambda: server.lines[-1] == "llamaspec: stopped")
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch)
+    with (
+        served(demo, grace_seconds=0.0) as server,
+        ThreadPoolExecutor(1) as clients,
+        server.client.stream("POST", "/v1/completions", json=LONG) as answer,
+    ):
+        until(lambda: server.n_running() == 1)
+        stopping = clients.submit(server.stop)
+        until(lambda: server.service.decoder.is_ending)
+        gate.open()
+        events = parse_events("\n\n".join(answer.iter_lines()))
+        stopping.result()
+    assert events[-1][1]["error"]["code"] == "server_stopping"
+
+
+def test_an_idle_server_stops_and_keeps_nothing_open(demo_files: tuple[Path, Path]) -> None:
+    with process("--log-format", "json", "--alias", "mine") as server:
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+        until(lambda: server.lines[-1] == "llamaspec: stopped")
+    assert any("mine is served at http://127.0.0.1:" in line for line in server.lines)
+
+
+def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("from-file\n\n")
+    with process("--api-key-file", str(file), env={"LLAMASPEC_API_KEY": "from-env"}) as server:
+        codes = [
+            httpx.get(f"{server.url}/v1/models", headers={"X-Api-Key": key}).status_code
+            for key in ("from-env", "from-file", "other")
+        ]
+    assert codes == [200, 200, 401]
+
+
+def refused(*arguments: str | Path) -> Answer:
+    return run("serve", "--port", "0", "--threads", "1", *arguments)
+
+
+def test_a_port_that_is_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        line = said(run("serve", "--port", port))
+    assert f"port {port}" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--host", "0.0.0.0"], 2, "--no-auth"),
+        (["--host", "no.such.host.invalid", "--no-auth"], 1, "give another --host"),
+        (["--parallel", "99"], 2, "parallel"),
+        (["--n-ctx", "100", "--ctx-per-request", "200"], 2, "--ctx-per-request"),
+        (["--api-key-file", "/nonexistent"], 1, "/nonexistent"),
+        (["--chat-template", "/nonexistent"], 1, "/nonexistent"),
+        (["--request-timeout", "-1"], 2, "request-timeout"),
+    ],
+)
+def test_options_that_are_refused(
+    demo_files: tuple[Path, Path], arguments: list[str], code: int, told: str
+) -> None:
+    answer = refused(*arguments)
+    assert (answer.code, "Traceback" in answer.stderr) == (code, False)
+    assert told in answer.stderr.splitlines()[-1]
+
+
+def test_without_the_extra_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamaspec.cli import serve
+    from llamaspec.errors import LlamaspecError
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(LlamaspecError, match=r"llamaspec\[serve\]"):
+        serve.check_installed()

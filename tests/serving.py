@@ -1,0 +1,185 @@
+"""A real server over the embedded pair, in a thread of this process or in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from command import ENTRY, environment
+from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
+from llamaspec.chat.message import Message
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.protocols import LengthPolicy
+from llamaspec.serve.server import make_server, open_socket, serving, url_of
+from llamaspec.serve.service import Service
+from llamaspec.serve.settings import ServeSettings
+
+PATIENCE_SECONDS = 60.0  # on a machine that does other things, too
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+CONTEXT = 512  # tokens of one text
+PLAIN = {"temperature": 0.0}
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that is sure to come."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+class Gate:
+    """Holds a pair before its next evaluation, so that what runs is sure to be running still."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        self.n_evaluations = 0
+        self._open = threading.Event()
+        self._step = pair.step
+        patch.setattr(pair, "step", self._held)
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._open.set()
+
+    def _held(self) -> bool:
+        self._open.wait(PATIENCE_SECONDS)
+        evaluated = self._step()
+        self.n_evaluations += evaluated
+        return evaluated
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    url: str
+    service: Service
+    log: list[str]
+    client: httpx.Client
+    stop: Callable[[], None] = field(repr=False)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        """Post JSON."""
+        return self.client.post(path, json=body, **more)
+
+    def events(self, path: str, body: Mapping[str, Any]) -> list[tuple[str | None, Any]]:
+        """The events of a stream, each with its name; comments left out."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return parse_events(response.text)
+
+    def n_running(self) -> int:
+        """Rows that run."""
+        return len(self.service.decoder.rows()[0])
+
+
+def parse_events(text: str) -> list[tuple[str | None, Any]]:
+    """Server-sent events; [DONE] stays a string."""
+    events: list[tuple[str | None, Any]] = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if "data" in fields:
+            data = fields["data"]
+            events.append((fields.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return events
+
+
+def open_demo(files: tuple[Path, Path | str], n_cells: int = 4 * CONTEXT) -> Pair:
+    """The embedded pair, whose numbers are the same at every width."""
+    options = ModelOptions(n_ctx=CONTEXT, n_cells=n_cells, threads=1, cache_type_v="bf16")
+    return open_pair(*files, target_options=options, draft_options=options)
+
+
+@contextmanager
+def served(
+    pair: Pair, policy: LengthPolicy | None = None, *, template: str | None = TEMPLATE, **settings: Any
+) -> Iterator[Served]:
+    """Serve a pair on a port that is free, in a thread."""
+    log: list[str] = []
+    config = ServeSettings(port=0, **settings)
+    of = None if template is None else ChatTemplate.of(pair.target, template)
+    opened, is_ready = open_socket(config), threading.Event()
+    with opened, serving(pair, policy or FixedLength(3), of, config, log.append) as (app, service):
+        server = make_server(app, service, is_ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
+        url = url_of(opened)
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+
+        try:
+            assert is_ready.wait(PATIENCE_SECONDS)
+            with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+                yield Served(url, service, log, client, stop)
+        finally:
+            stop()
+
+
+def said(pair: Pair, prompt: str, seed: int, n: int, temperature: float = 0.8) -> str:
+    """What the model says to a prompt by the Python interface, alone and without a draft."""
+    sampling = Sampling(temperature=temperature)
+    stream = pair.stream(prompt, sampling=sampling, seed=seed, max_tokens=n, policy=FixedLength(0))
+    return stream.run().text
+
+
+def answered(pair: Pair, message: str, seed: int, n: int) -> str:
+    """What the model answers to a message."""
+    text = ChatTemplate.of(pair.target, TEMPLATE).render([Message("user", message)]).text
+    return said(pair, text.decode(), seed, n)
+
+
+@dataclass
+class Process:
+    """`llamaspec serve` in a process of its own."""
+
+    popen: subprocess.Popen[str]
+    lines: list[str]
+    url: str
+
+    def ended(self) -> int:
+        """Its exit code, once it has ended."""
+        return self.popen.wait(PATIENCE_SECONDS)
+
+
+@contextmanager
+def process(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Process]:
+    """Start the command, wait until it says where it serves, and end it."""
+    command = [*ENTRY, "serve", "--port", "0", "--threads", "1", "-k", "2", *arguments]
+    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(env))
+    lines: list[str] = []
+    served_at = threading.Event()
+
+    def read() -> None:
+        assert popen.stderr is not None
+        for line in popen.stderr:
+            lines.append(line.rstrip("\n"))
+            if "is served at" in line:
+                served_at.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert served_at.wait(PATIENCE_SECONDS), lines
+        url = next(line for line in lines if "is served at" in line).rpartition(" ")[2]
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        yield Process(popen, lines, url)
+    finally:
+        popen.kill()
+        popen.wait()
+        reader.join(PATIENCE_SECONDS)
+        assert popen.stderr is not None
+        popen.stderr.close()

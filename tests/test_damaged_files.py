@@ -1,0 +1,212 @@
+"""All files that llamaspec keeps, damaged at random: each is none, told in one line, and written anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hub_server import OWN_LIST
+from llamaspec import ModelOptions
+from llamaspec.chat.message import Message
+from llamaspec.chat.saved import load_conversation, save_conversation
+from llamaspec.errors import LlamaspecError, printable
+from llamaspec.hub.catalog import add_own, own_list, read_catalog, remove_own
+from llamaspec.hub.entries import Entry
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
+from llamaspec.measure.store import store_prior, store_probe, stored_prior, stored_probe
+
+N = 100  # damaged copies of each file
+TIMING = Timing(0.01, 0.009, 0.012)
+PROBE = Probe((64,), (), (WidthTiming(1, (TIMING,), 0.0, 8),), TIMING, (CatchUp(2, 0.002),), 1e-4)
+MESSAGES = (Message("user", "hello"), Message("assistant", "hi \u4e2d"))
+OWN = Entry(name="mine", path="~/model.gguf", notes="x")
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 3, 2**31, 2**63, 2**64, 10**400, -0.0, 1e308, "", "x" * 5000, "\x1b[2J\n", "~nouser/x",
+    "\ud800",
+    "1e400", "NaN", [], [[]], {}, {"a": 1}, float("nan"), float("inf"), "../../x", "a\0b",
+)  # fmt: skip
+WHOLE = (
+    b"", b"\0" * 99, b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 50_000, b"[" * 3000 + b"]" * 3000, b"{}",
+    b"[]",
+    b"null",
+    b"1" + b"0" * 5000, b"1e400", b"NaN", b'"x"', b"\xef\xbb\xbf{}", b"a: &a [*a]",
+    b"!!python/object:os.system {}",
+    b"? [" * 2000, b"- " * 3000, b"{" * 3000, b"a: !!timestamp 99999-01-01", b"x: 2001-01-01", b"<<: 1",
+    b"=: 1",
+    b"a: 0x" + b"f" * 5000, b"a: " + b"1:" * 4000 + b"1", b"a: 2001-99-99", b"a: !!binary x",
+    b"%YAML 9.9\n---\na: 1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A kind of file: how it is written, and what it says is wrong with one; None where nothing is."""
+
+    path: Path
+    write: Callable[[], object]
+    fault: Callable[[], str | None]
+    is_yaml: bool = False
+
+
+def _raised(read: Callable[[], object]) -> str | None:
+    try:
+        read()
+    except LlamaspecError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(params=["probe", "prior", "catalog", "session"])
+def stored(
+    request: pytest.FixtureRequest, target_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Stored:
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))
+    pair = PairFiles(ModelFile(target_file, ModelOptions(threads=1)), None)
+    session = tmp_path / "session.json"
+    if request.param == "catalog":
+        own_list().write_text(OWN_LIST)
+        return Stored(
+            own_list(), lambda: own_list().write_text(OWN_LIST), lambda: _raised(_use_catalog), is_yaml=True
+        )
+    if request.param == "session":
+        return Stored(
+            session,
+            lambda: save_conversation(session, MESSAGES),
+            lambda: _raised(lambda: load_conversation(session)),
+        )
+    if request.param == "probe":
+        store_probe(pair, PROBE)
+    else:
+        store_prior(pair, AutoLength().experience())
+    (path,) = (tmp_path / "cache").rglob("*.json")
+    if request.param == "probe":
+        return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_probe(pair).fault)
+    return Stored(
+        path, lambda: store_prior(pair, AutoLength().experience()), lambda: stored_prior(pair).fault
+    )
+
+
+def _use_catalog() -> None:
+    for entry in read_catalog().entries.values():
+        if entry.path is not None:
+            _raised(entry.own_file)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container with a key in it."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in list(keys):
+        yield value, key
+        yield from _places(value[key])
+
+
+def damaged(content: bytes, rng: random.Random, *, is_yaml: bool) -> bytes:
+    """A damaged copy: other bytes, or other values in its structure."""
+    how = rng.randrange(5)
+    if how == 0:
+        return rng.choice(WHOLE)
+    if how == 1:
+        copy = bytearray(content[: rng.randrange(len(content))] if rng.random() < 0.3 else content)
+        for _ in range(rng.choice((1, 3, 20))):
+            copy[rng.randrange(len(copy)) : rng.randrange(len(copy)) + 1] = (
+                rng.randbytes(rng.choice((0, 1, 2))) or b"["
+            )
+            copy = copy or bytearray(b"x")
+        return bytes(copy)
+    value = yaml.safe_load(content) if is_yaml else json.loads(content)
+    for _ in range(rng.choice((1, 1, 2))):
+        container, key = rng.choice(list(_places(value)) or [([0], 0)])
+        what = rng.randrange(4)
+        if what == 0:
+            del container[key]
+        elif what == 1 and isinstance(container, dict):
+            container[rng.choice(("", "x", "name", "\x1b]0;", "is_own"))] = container[key]
+        else:
+            container[key] = rng.choice(VALUES)
+    return json.dumps(value).encode()  # which is YAML, too
+
+
+def check(stored: Stored) -> str | None:
+    """Read a file, whatever lies there."""
+    fault = stored.fault()
+    assert fault is None or ("\n" not in fault and len(fault) < 1000), fault
+    return fault
+
+
+def test_damaged_content_is_one_line(stored: Stored) -> None:
+    stored.write()
+    content = stored.path.read_bytes()
+    assert check(stored) is None
+    rng, n_faults = random.Random(stored.path.name), 0
+    n = N // 4 if stored.is_yaml else N  # which is slow to read
+    for _ in range(n):
+        stored.path.write_bytes(damaged(content, rng, is_yaml=stored.is_yaml))
+        n_faults += check(stored) is not None
+    assert n_faults > n / 4
+    stored.write()
+    assert stored.path.read_bytes() == content
+    assert check(stored) is None
+    assert [path.name for path in stored.path.parent.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _circle(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _nowhere(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere" / "x")
+
+
+@pytest.mark.parametrize("make", [_pipe, _zeros, _circle, _huge, Path.mkdir, _nowhere])
+def test_what_is_no_file_keeps_nobody_waiting(stored: Stored, make: Callable[[Path], None]) -> None:
+    stored.path.unlink(missing_ok=True)
+    make(stored.path)
+    fault = check(stored)
+    assert fault is not None or make is _nowhere
+    assert fault is None or printable(str(stored.path)) in fault
+
+
+@pytest.mark.parametrize("make", [_pipe, _zeros, _circle])
+def test_what_is_no_file_is_replaced(stored: Stored, make: Callable[[Path], None]) -> None:
+    if stored.is_yaml:
+        pytest.skip("people write it themselves")
+    stored.path.unlink(missing_ok=True)
+    make(stored.path)
+    stored.write()
+    assert stored.path.is_file()
+    assert check(stored) is None
+
+
+def test_the_users_list_is_changed_only_when_it_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))
+    own_list().write_text("[" * 3000)
+    for change in (lambda: add_own(OWN), lambda: remove_own("mine")):
+        with pytest.raises(LlamaspecError):
+            change()
+    assert own_list().read_text() == "[" * 3000

@@ -1,0 +1,84 @@
+"""Weights that are not numbers: a target says which file, a draft falls silent, the doctor finds both."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from command import invoke, naming, run, said
+from fuzzing import put_together, take_apart
+from llamaspec import FixedLength, ModelOptions, open_pair
+from llamaspec.errors import ScoresError
+from model_store import ModelStore
+from tiny_models import Recipe
+
+CPU = ModelOptions(threads=1)
+VALUES = {"not a number": float("nan"), "infinite": float("inf")}
+
+
+def spoilt(source: Path, path: Path, value: float) -> Path:
+    """A copy whose last norm has a weight that is no number."""
+    parts = take_apart(source.read_bytes())
+    at = next(tensor.offset for tensor in parts.tensors if tensor.name == b"output_norm.weight")
+    parts.data = parts.data[:at] + struct.pack("<f", value) + parts.data[at + 4 :]
+    path.write_bytes(put_together(parts))
+    return path
+
+
+@pytest.fixture(params=VALUES)
+def bad(request: pytest.FixtureRequest, store: ModelStore, tmp_path: Path) -> Path:
+    return spoilt(store.path("llama", Recipe()), tmp_path / "bad.gguf", VALUES[request.param])
+
+
+def test_a_target_names_its_file(bad: Path) -> None:
+    answer = run("generate", "x", *naming([bad]))
+    assert said(answer) == f"llamaspec: {bad} gives scores that are not numbers; download or convert it again"
+
+
+def test_later_requests_fail_alike(bad: Path) -> None:
+    """Nothing that is no number is left in the KV cache for others."""
+    with open_pair(bad, target_options=CPU) as pair:
+        for _ in range(2):
+            with pytest.raises(ScoresError, match=r"bad\.gguf"):
+                pair.stream("def f(x):", seed=1, max_tokens=4).run()
+
+
+@pytest.mark.parametrize("n_texts", [1, 3])
+def test_a_draft_falls_silent(target_file: Path, bad: Path, n_texts: int) -> None:
+    def texts(draft: Path | None) -> list[tuple[int, ...]]:
+        with open_pair(target_file, draft, target_options=CPU, draft_options=CPU) as pair:
+            streams = [pair.stream("def f(x):", seed=seed, max_tokens=20, policy=FixedLength(3))
+                       for seed in range(n_texts)]  # fmt: skip
+            for stream in streams:
+                next(stream)
+            for stream in streams:
+                stream.run()
+                assert all(len(round_.draft) == 0 for round_ in stream.completion.rounds)
+            return [stream.completion.tokens for stream in streams]
+
+    assert texts(bad) == texts(None)
+
+
+def test_a_silent_draft_is_asked_once(target_file: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair:
+        assert pair.draft is not None
+        asked, evaluate = [], pair.draft.evaluate
+
+        def counted(*arguments: object) -> object:
+            asked.append(arguments)
+            return evaluate(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(pair.draft, "evaluate", counted)
+        pair.stream("x", seed=1, max_tokens=20, policy=FixedLength(3)).run()
+        assert len(asked) == 2  # the prompt, and the first draft token
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_doctor_finds_it(target_file: Path, bad: Path, role: str) -> None:
+    models = [bad, target_file] if role == "target" else [target_file, bad]
+    answer = invoke("doctor", *naming(models), "--json")
+    assert answer.code == 1
+    found = [finding for finding in answer.json["findings"] if finding["level"] == "problem"]
+    assert [(finding["topic"], "not numbers" in finding["text"]) for finding in found] == [(role, True)]

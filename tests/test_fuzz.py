@@ -1,0 +1,69 @@
+"""Damaged model files, a part of what scripts/fuzz_gguf.py tries: none may end this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuzz_gguf import FAULTS, open_one
+from fuzzing import damaged, put_together, take_apart
+from llamaspec.llama import trial
+from model_store import ModelStore
+from tiny_models import WRITERS, Recipe
+from tiny_vocabulary import sentencepiece_vocabulary
+
+SEEDS = range(40)  # of each of these, one file of each kind in turn
+SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz_gguf.py"
+
+
+@pytest.fixture(autouse=True)
+def _trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(trial.TRUST)
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
+
+
+def bases(store: ModelStore) -> list[Path]:
+    """Sound files of all kinds."""
+    kinds = [store.path(kind, Recipe(dtype="q8_0")) for kind in sorted(WRITERS)]
+    return [*kinds, store.path("llama", Recipe(vocabulary=sentencepiece_vocabulary()))]
+
+
+def test_a_sound_file_is_put_together_as_it_was(store: ModelStore) -> None:
+    for path in bases(store):
+        assert put_together(take_apart(path.read_bytes())) == path.read_bytes()
+
+
+def test_a_seed_is_a_file(store: ModelStore) -> None:
+    content = store.path().read_bytes()
+    digests = {hashlib.sha256(damaged(content, seed)[0]).digest() for seed in (*range(40), *range(40))}
+    assert 35 <= len(digests) <= 40
+
+
+def test_no_damaged_file_ends_the_process(store: ModelStore, tmp_path: Path) -> None:
+    sound = [path.read_bytes() for path in bases(store)]
+    path, outcomes = tmp_path / "damaged.gguf", dict[str, int]()
+    for seed in SEEDS:
+        content, how = damaged(sound[seed % len(sound)], seed)
+        path.write_bytes(content)
+        outcome, detail = open_one(path)
+        assert outcome not in FAULTS, (seed, how, detail)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    assert outcomes["ModelFileError"] > len(SEEDS) / 4
+    assert outcomes["works"] > len(SEEDS) / 10
+
+
+def test_the_script_goes_on_where_it_was(store: ModelStore, tmp_path: Path) -> None:
+    def tried(count: int) -> list[int]:
+        command = [sys.executable, SCRIPT, "--count", str(count), "--out", tmp_path, store.path()]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["files"] == count
+        return [json.loads(line)["seed"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+
+    assert tried(2) == [0, 1]
+    assert tried(3) == [0, 1, 2]
