@@ -13,6 +13,7 @@ from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import (
     ClosedError,
+    ConstraintError,
     ContextFullError,
     EvaluationError,
     LlamaspecError,
@@ -26,8 +27,9 @@ from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
+from llamaspec.protocols import Constraint
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.values import Distribution, Draft, Round
+from llamaspec.values import Distribution, Draft, Logprobs, Round
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,8 @@ __all__ = [
     "AutoLength",
     "ClosedError",
     "Completion",
+    "Constraint",
+    "ConstraintError",
     "ContextFullError",
     "Distribution",
     "Draft",
@@ -44,6 +48,7 @@ __all__ = [
     "FixedLength",
     "LlamaModel",
     "LlamaspecError",
+    "Logprobs",
     "MemoryFullError",
     "ModelDrafter",
     "ModelFileError",

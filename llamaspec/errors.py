@@ -4,6 +4,7 @@ LlamaspecError
 ├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
 ├── PairError                 target and draft do not speak the same tokens
 ├── PromptError               the prompt is empty, too long or not readable
+│   └── ConstraintError       a JSON schema or grammar cannot be used
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
 ├── MemoryFullError           the machine has no room
 │   └── ContextFullError      the context has no room for a text
@@ -38,6 +39,10 @@ class PairError(LlamaspecError):
 
 class PromptError(LlamaspecError):
     """The prompt cannot be used."""
+
+
+class ConstraintError(PromptError):
+    """A JSON schema or a grammar cannot be used."""
 
 
 class ClosedError(LlamaspecError):

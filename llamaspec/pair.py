@@ -6,15 +6,17 @@ the same time. They share each evaluation, and every text is the one that it wou
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.scheduler import Scheduler
@@ -29,14 +31,16 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.protocols import Drafter, LengthPolicy
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, RowConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
+MAX_LOGPROBS = 100  # tokens told with each token
 NGRAM = "ngram"  # in place of a draft: copy from earlier text
 _DRAFT_OPTIONS = ModelOptions(max_scored=DRAFT_SCORED)
 
@@ -95,6 +99,8 @@ class Pair:
         policy: LengthPolicy | None = None,
         drafter: Drafter | None = None,
         on_prefill: Progress | None = None,
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
     ) -> TextStream:
         """Generate piece by piece; `.run()` on the answer generates to the end at once.
 
@@ -122,6 +128,11 @@ class Pair:
             Who drafts; default what the pair was opened with. `NoDrafter()` is plain decoding.
         on_prefill : callable, optional
             Told how many tokens of the prompt have been read, of how many.
+        constraint : Constraint, optional
+            What the text must look like: made by `json_schema`, `json_object` or `grammar`.
+        logprobs : int, optional
+            Each piece tells how probable its token was, and so many of the most probable tokens: of
+            softmax(logits), before anything else.
 
         Raises
         ------
@@ -129,21 +140,28 @@ class Pair:
             The prompt is empty, not UTF-8, or does not fit.
         """
         sampling = sampling or Sampling()
+        tokens = self._tokens(prompt)
+        n_vocabulary = self.target.vocabulary_size
+        if max(sampling.logit_bias or (0,)) >= n_vocabulary:
+            raise ValueError(f"a logit bias is for token ids from 0 to {n_vocabulary - 1}")
+        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
+        row_constraint = None if constraint is None else constraint.start_row()
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         speculation = Speculation(
-            drafter=drafter or self._drafter(sampling, rule, streams),
+            drafter=drafter or self._drafter(sampling, rule, streams, len(tokens), row_constraint),
             length=(policy or self._length).start_row(),
             rule=RULES[rule],
             sampling=sampling,
             streams=streams,
             context_size=self.target.context_size,
             max_scored=self.target.max_scored,
+            constraint=row_constraint,
+            n_logprobs=logprobs,
         )
-        plan = TextPlan(
-            self._tokens(prompt), self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
-        )
+        plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
         return TextStream(plan, self._scheduler, on_prefill)
 
     def step(self) -> bool:
@@ -153,6 +171,37 @@ class Pair:
         hands out what exists of it.
         """
         return self._scheduler.step()
+
+    def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
+        """A constraint for `stream`: JSON as a schema wants it, properties in the schema's order.
+
+        Compiled once, for any number of texts and threads. The first constraint of a pair also reads the
+        vocabulary, which takes up to a second.
+
+        Raises
+        ------
+        ConstraintError
+            The schema is damaged, too large, or uses what llguidance does not know.
+        """
+        return self._grammars.json_schema(schema)
+
+    def json_object(self) -> Constraint:
+        """A constraint for `stream`: any JSON object."""
+        return self._grammars.json_object()
+
+    def grammar(self, text: str) -> Constraint:
+        """A constraint for `stream`: texts of a grammar, in llguidance's Lark or llama.cpp's GBNF.
+
+        Raises
+        ------
+        ConstraintError
+            The grammar is damaged, or too large.
+        """
+        return self._grammars.grammar(text)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.target.vocabulary)
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that yields what it wants evaluated, beside the streams; returns its result.
@@ -191,13 +240,31 @@ class Pair:
     ) -> None:
         self.close()
 
-    def _drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> Drafter:
+    def _drafter(
+        self,
+        sampling: Sampling,
+        rule: str,
+        streams: SeededStreams,
+        n_prompt: int,
+        constraint: RowConstraint | None,
+    ) -> Drafter:
         drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
+        if constraint is not None:
+            drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
         if self.draft is not None:
-            drafters.append(self.model_drafter(sampling, rule, streams))
+            drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
+        if constraint is not None:
+            drafters.append(GrammarDrafter(constraint, n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
-    def model_drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> ModelDrafter:
+    def model_drafter(
+        self,
+        sampling: Sampling,
+        rule: str,
+        streams: SeededStreams,
+        n_prompt: int = 0,
+        constraint: RowConstraint | None = None,
+    ) -> ModelDrafter:
         """The drafter that asks the draft model."""
         assert self.draft is not None
         return ModelDrafter(
@@ -207,6 +274,8 @@ class Pair:
             RULES[rule],
             streams,
             n_tokens=self.target.vocabulary_size,
+            n_prompt=n_prompt,
+            constraint=constraint,
         )
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:

@@ -6,7 +6,7 @@ protocol in a few lines.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
@@ -100,6 +100,49 @@ class Vocabulary(Protocol):
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
+
+
+class SpelledVocabulary(Vocabulary, Protocol):
+    """What a grammar needs of a vocabulary besides."""
+
+    @property
+    def size(self) -> int:
+        """V, the number of tokens."""
+
+    @property
+    def specials(self) -> Mapping[int, bytes]:
+        """How the special tokens are spelled: no text is ever made of these."""
+
+    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
+        """Token ids of a text, with the special tokens that the model wants at its start or without."""
+
+
+class RowConstraint(Protocol):
+    """Which tokens one text allows next: a pure function of the tokens generated so far.
+
+    Nobody says "go back": what was generated is named with every question, and may be anything. Caches are
+    welcome; state that can be wrong is not.
+    """
+
+    def allowed(self, generated: TokenArray) -> TokenArray:
+        """The tokens that may come next: int32 [A], ascending.
+
+        With the end-of-text tokens where the text may be complete, and only these where nothing else can
+        go on. None behind an end-of-text token, or behind what could not be written.
+        """
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        """The only tokens that can come next, as many as are known: int32 [F]."""
+
+    def is_complete(self, generated: TokenArray) -> bool:
+        """Whether the text may end here."""
+
+
+class Constraint(Protocol):
+    """What texts must look like: compiled once, for any number of texts and threads."""
+
+    def start_row(self) -> RowConstraint:
+        """A text begins."""
 
 
 class RowLength(Protocol):

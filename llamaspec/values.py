@@ -80,6 +80,13 @@ class Forward(NamedTuple):
     evaluation: int  # serial number of the evaluation
 
 
+class Logprobs(NamedTuple):
+    """How probable a token was to the model itself: of softmax(logits), before anything changes them."""
+
+    logprob: float  # natural logarithm
+    top: tuple[tuple[int, float], ...]  # the most probable (token, logprob), best first
+
+
 class Distribution(NamedTuple):
     """Probabilities after truncation: only the tokens that survived, in ascending order of id.
 
@@ -193,6 +200,7 @@ class Draft:
 
 NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
+NO_GRAMMAR_DRAFT = Draft(source=Source.GRAMMAR)
 
 
 class Verification(NamedTuple):
@@ -217,6 +225,7 @@ class Round:
     draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed
+    logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
 
     @property
     def drafted(self) -> TokenArray:

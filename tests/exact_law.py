@@ -13,7 +13,7 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.protocols import Drafter, RandomStreams, Rule, Stream
+from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule, Stream
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
@@ -38,9 +38,18 @@ WARM = Sampling(temperature=1.7, top_k=None, top_p=None, min_p=None)
 LENGTHS = {**{f"K={k}": Length(k) for k in range(4)}, "until a token": UntilToken(1)}
 
 
-def model_drafter(models: Models, sampling: Sampling, rule: Rule, streams: RandomStreams) -> ModelDrafter:
+def model_drafter(
+    models: Models,
+    sampling: Sampling,
+    rule: Rule,
+    streams: RandomStreams,
+    constraint: RowConstraint | None = None,
+) -> ModelDrafter:
     draft = models[DRAFT]
-    return ModelDrafter(draft.vocabulary_size, draft.context_size, sampling, rule, streams)
+    return ModelDrafter(
+        draft.vocabulary_size, draft.context_size, sampling, rule, streams,
+        n_prompt=len(PROMPT), constraint=constraint,
+    )  # fmt: skip
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
@@ -145,9 +154,12 @@ def rounds(
     sampling: Sampling,
     streams: RandomStreams,
     n_tokens: int = N_TOKENS,
+    constraint: RowConstraint | None = None,
 ) -> list[Round]:
     """What the loop makes of a prompt, without a scheduler."""
-    config = Speculation(drafter, length, rule, sampling, streams, models[TARGET].context_size)
+    config = Speculation(
+        drafter, length, rule, sampling, streams, models[TARGET].context_size, constraint=constraint
+    )
     made: list[Round] = answer_alone(speculate(PROMPT, len(PROMPT) + n_tokens, config), models)
     return made
 
@@ -157,13 +169,19 @@ def text(made: list[Round]) -> tuple[int, ...]:
     return tuple(int(token) for round_ in made for token in round_.tokens)
 
 
-def plain_law(target: FakeModel, sampling: Sampling) -> Law:
+def plain_law(target: FakeModel, sampling: Sampling, constraint: RowConstraint | None = None) -> Law:
     """By multiplying the target's own distributions, without any loop."""
     law: Law = {}
     for sequence in itertools.product(range(target.vocabulary_size), repeat=N_TOKENS):
         probability, path = 1.0, PROMPT
         for token in sequence:
-            probability *= distribution(target.after(path), sampling, path).probability(token)
+            generated = path[len(PROMPT) :]
+            seen = path if sampling.penalty_window is not None else generated
+            scores = target.after(path)
+            allowed = None if constraint is None else constraint.allowed(generated)
+            if allowed is not None and not len(allowed):
+                allowed = None  # behind the end, where nothing is kept
+            probability *= distribution(scores, sampling, seen, allowed).probability(token)
             path = np.append(path, np.int32(token))
         if probability:
             law[sequence] = probability

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
+from llamaspec.cli.constraint import make_constraint
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.explain import explain as print_reasons
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
@@ -36,6 +37,9 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
                  help="Read control tokens spelled in the prompt, such as <|im_end|>, as these tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
+    click.option("--json-schema", metavar="FILE|TEXT", help="Write JSON as this schema wants it."),
+    click.option("--grammar", metavar="FILE|TEXT",
+                 help="Write what this grammar allows: llguidance's Lark, or llama.cpp's GBNF."),
     click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
     click.option("--stats/--no-stats", default=True, show_default=True,
                  help="A few lines of statistics on stderr."),
@@ -53,11 +57,13 @@ class GenerateOptions:
     Raises
     ------
     ValueError
-        A stop string is empty.
+        A stop string is empty, or there is both a schema and a grammar.
     """
 
     special: bool
     stop: tuple[str, ...]
+    json_schema: str | None
+    grammar: str | None
     show_drafts: bool
     stats: bool
     explain: bool
@@ -67,6 +73,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise ValueError("a stop string must not be empty")
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("give either --json-schema or --grammar: a text has one form")
 
 
 def _generate_options(command: Command) -> Command:
@@ -80,6 +88,7 @@ Examples:
   llamaspec generate --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -p "Dear editor,"
   llamaspec generate -f prompt.txt -t 0 -n 512 --show-drafts
   llamaspec generate --chat --target big-instruct.gguf --system "Be brief." "Why is the sky blue?"
+  llamaspec generate --json-schema person.json "Anna is 31 years old. As JSON: "
   git diff | llamaspec generate --target big.gguf --draft small.gguf --json | jq .statistics
 """
 )
@@ -103,6 +112,7 @@ def generate(
     with open_files(find_files(models), models) as pair:
         policy = make_policy(pair, decoding)
         before = copy.deepcopy(policy) if output.explain else None
+        constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(
                 _prompt(pair, text, conversation, output),
@@ -113,6 +123,7 @@ def generate(
                 rule=decoding.rule,
                 policy=policy,
                 on_prefill=progress.part,
+                constraint=constraint,
             )
             interrupted = _consume(stream, output)
         _report(pair, stream, seed, decoding.rule, output)
@@ -154,6 +165,11 @@ def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: Genera
     click.echo()
     if completion.stop_reason is StopReason.CONTEXT:
         say("the context is full; pass a larger --n-ctx for more")
+    if completion.stop_reason is StopReason.CONSTRAINT:
+        say("the text is not complete: no token of this model can go on as the grammar wants it")
+    is_constrained = output.json_schema is not None or output.grammar is not None
+    if is_constrained and completion.stop_reason is StopReason.LIMIT:
+        say("the text is not complete as the grammar wants it; a larger --max-tokens allows more")
     if output.stats:
         for line in statistics_lines(completion, seed):
             click.echo(line, err=True)

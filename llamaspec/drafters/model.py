@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
-from llamaspec.sampling.distributions import confidence, distribution
+from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.values import DRAFT, NO_DRAFT, ForwardRequest, TokenArray
+from llamaspec.sampling.sampler import Sampler
+from llamaspec.values import DRAFT, NO_DRAFT, Distribution, ForwardRequest, TokenArray
 
 
 @dataclass(slots=True)
@@ -38,6 +39,10 @@ class ModelDrafter:
         Draft only token ids below this: the target's vocabulary size, where the draft's is larger.
     model : str
         The name of the model in requests.
+    n_prompt : int
+        Tokens before the first that was generated.
+    constraint : RowConstraint, optional
+        What the text must look like. Where it leaves no choice, the model is not asked.
     """
 
     vocabulary_size: int
@@ -47,6 +52,8 @@ class ModelDrafter:
     streams: RandomStreams
     n_tokens: int | None = None
     model: str = DRAFT
+    n_prompt: int = 0
+    constraint: RowConstraint | None = None
     is_silent: bool = field(default=False, init=False)  # its scores were no numbers: it drafts no more
 
     def prepare(self, context: TokenArray) -> Preparing:
@@ -58,20 +65,30 @@ class ModelDrafter:
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
-        context, draft = self._known(context), NO_DRAFT
+        sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
+        known, draft = self._known(context), NO_DRAFT
+        n_tokens = min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
         while not self.is_silent and length.wants_more(draft):
-            path = np.concatenate([context, draft.tokens])
+            allowed = sampler.allowed(np.concatenate([context, draft.tokens]))
+            if allowed is not None:
+                allowed = allowed[: np.searchsorted(allowed, n_tokens)]
+                if not len(allowed):
+                    break
+                if len(allowed) == 1:
+                    draft = draft.plus(int(allowed[0]), Distribution.certain(int(allowed[0])), 1.0)
+                    continue
+            path = np.concatenate([known, draft.tokens])
             try:
                 forward = yield ForwardRequest(self.model, self._window(path))
             except ContextFullError:
                 break
-            logits = forward.logits[0, : self.n_tokens]
+            logits = forward.logits[0, :n_tokens]
             if not np.isfinite(logits.max()):
                 self.is_silent = True
                 break
-            q = distribution(logits, self.sampling, path)
+            q = sampler.distribution(logits, path, allowed)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
-            draft = draft.plus(token, q, confidence(logits, token, q))
+            draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
 
     def _known(self, context: TokenArray) -> TokenArray:

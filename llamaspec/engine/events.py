@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.text import Span
-from llamaspec.values import Round
+from llamaspec.values import Logprobs, Round
 
 
 class StopReason(str, Enum):
@@ -18,6 +18,7 @@ class StopReason(str, Enum):
     LIMIT = "limit"  # as many tokens as were asked for
     STOP = "stop"  # a stop string
     CONTEXT = "context"  # the context is full
+    CONSTRAINT = "constraint"  # the constraint is not fulfilled, and nothing that it allows can follow
     INTERRUPT = "interrupt"  # the consumer stopped, or the pair was closed
 
 
@@ -27,6 +28,7 @@ class Piece(NamedTuple):
     text: str
     token: int
     spans: tuple[Span, ...]  # the same text, split by where it came from
+    logprobs: Logprobs | None = None  # of the token, where they are wanted
 
     @property
     def drafted(self) -> bool:

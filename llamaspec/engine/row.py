@@ -107,6 +107,7 @@ class Row(Generic[Event]):
             self.draft_seconds,
             self.verify_seconds,
             self.overhead_seconds,
+            round_.logprobs,
         )
         self.has_rounds = True
         self._begin_round()

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.coroutines import drafting
-from llamaspec.protocols import Drafter, RandomStreams, RowLength, Rule
-from llamaspec.sampling.distributions import LogitsTarget
+from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.sampling.logprobs import round_logprobs
 from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.sampler import LogitsTarget, Sampler
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
@@ -28,7 +29,7 @@ Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Fo
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What the loop works with; only the target and `sampling` decide the law of the text."""
+    """What the loop works with; only the target, `sampling` and `constraint` decide the law of the text."""
 
     drafter: Drafter
     length: RowLength
@@ -37,6 +38,8 @@ class Speculation:
     streams: RandomStreams
     context_size: int  # of the target, in tokens
     max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
+    constraint: RowConstraint | None = None  # what the text must look like
+    n_logprobs: int | None = None  # so many of the most probable tokens are told with each token
 
 
 def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculating:
@@ -58,6 +61,7 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
         To be sent the same round with its seconds. Each adds at least one token.
     """
     length = _AtMost(0, config.length)
+    sampler = Sampler(config.sampling, len(tokens), config.constraint)
     while len(tokens) < limit:
         length.n_draft = min(limit - len(tokens), config.max_scored or limit) - 1
         draft = yield from drafting(config.drafter, tokens, length)
@@ -65,7 +69,7 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
         draft = _evaluable(draft, config.length, config.context_size + 1 - len(tokens))
         forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
-        p = LogitsTarget(forward.logits, tokens, draft, config.sampling)
+        p = LogitsTarget(forward.logits, tokens, draft, sampler)
         verification = config.rule.verify(draft, p, config.streams, len(tokens))
         round_: Round = yield Round(
             draft=draft.without_distributions(),
@@ -74,6 +78,9 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
             width=forward.n_positions,
             n_rows=forward.n_rows,
             evaluation=forward.evaluation,
+            logprobs=()
+            if config.n_logprobs is None
+            else round_logprobs(forward.logits, draft, verification, config.n_logprobs),
         )
         tokens = np.concatenate((tokens, round_.tokens))
         config.length.observe(round_)

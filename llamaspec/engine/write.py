@@ -5,10 +5,13 @@ Yields requests, rounds and events. Knows models only by the requests for them. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from llamaspec.drafters.coroutines import preparing
 from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEvent, Written
@@ -17,7 +20,7 @@ from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Span, TextAssembler
 from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.protocols import Vocabulary
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 
@@ -149,25 +152,34 @@ class _Writer:
         self._vocabulary = plan.vocabulary
         self._text = TextAssembler(plan.stops)
         self._spelled = plan.spelled
+        self._constraint = plan.speculation.constraint
+        self._generated: list[int] = []
         self._last_token = int(plan.prompt[-1])
         self.reason: StopReason | None = None  # the text has ended
 
     def keep(self, round_: Round) -> Written:
         """What the text keeps of a round."""
         pieces: list[Piece] = []
-        for i, token in enumerate(round_.tokens.tolist()):
+        logprobs = round_.logprobs or itertools.repeat(None)
+        for i, (token, of_token) in enumerate(zip(round_.tokens.tolist(), logprobs, strict=False)):
             self._last_token = token
             if self._vocabulary.is_end(token):
-                self.reason = StopReason.END
-                pieces.append(Piece("", token, ()))
+                self.reason = StopReason.END if self._is_complete() else StopReason.CONSTRAINT
+                pieces.append(Piece("", token, (), of_token))
                 break
+            if self._constraint is not None:
+                self._generated.append(token)
             piece = self._spelled.get(token) or self._vocabulary.piece(token)
             spans = self._text.add(piece, drafted=i < round_.n_accepted)
-            pieces.append(_piece(spans, token))
+            pieces.append(_piece(spans, token, of_token))
             if self._text.stopped:
                 self.reason = StopReason.STOP
                 break
         return Written(round_, tuple(pieces))
+
+    def _is_complete(self) -> bool:
+        """Whether the text is what its constraint wants, if it has one."""
+        return self._constraint is None or self._constraint.is_complete(np.array(self._generated, np.int32))
 
     def rest(self) -> tuple[Piece, ...]:
         """What was held back."""
@@ -175,5 +187,5 @@ class _Writer:
         return (_piece(spans, self._last_token),) if spans else ()
 
 
-def _piece(spans: Sequence[Span], token: int) -> Piece:
-    return Piece("".join([span.text for span in spans]), token, tuple(spans))
+def _piece(spans: Sequence[Span], token: int, logprobs: Logprobs | None = None) -> Piece:
+    return Piece("".join([span.text for span in spans]), token, tuple(spans), logprobs)

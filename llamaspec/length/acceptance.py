@@ -9,44 +9,53 @@ from __future__ import annotations
 
 from math import exp, log, sqrt
 
-from llamaspec.length.beliefs import Belief, learn
 from llamaspec.values import Round
 
 UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope
 COUNT = 8.0  # tokens of a text that all earlier ones count for
 DRIFT, TEXT_DRIFT = 0.02, 0.1  # how far log-odds wander with each token, over all texts and within one
+FREE_DRIFT = 0.25  # copied stretches begin and end at once
+FLATTEST = 0.02  # slope of a probability over its log-odds, at least
 SUREST = 0.02  # confidences closer than this to 0 or 1 count as this far off
 
 
 class Acceptance:
-    """The probability that a token is accepted: log-odds of a level and, perhaps, a slope."""
+    """The probability that a token is accepted: log-odds of a level and, perhaps, a slope; both Gaussian."""
 
     def __init__(self, level: float, slope: float = 0.0, drift: float = DRIFT) -> None:
-        self.level, self.slope = Belief(level, UNKNOWN**2), Belief(slope, UNKNOWN_SLOPE**2)
-        self.widest, self._drift = self.level.variance, drift
+        self.level, self.slope = level, slope
+        self._level_variance, self._covariance, self._slope_variance = UNKNOWN**2, 0.0, UNKNOWN_SLOPE**2
+        self._widest, self._drift = UNKNOWN**2, drift
 
-    def of_text(self) -> Acceptance:
+    def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
         """That of a new text, which differs."""
-        text, p = Acceptance(self.level.mean, drift=TEXT_DRIFT), self.probability()
-        text.level.variance = text.widest = 1.0 / (COUNT * max(p * (1.0 - p), 0.02))
+        text, p = Acceptance(self.level, drift=drift), self.probability()
+        text._level_variance = text._widest = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
         return text
 
     def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
         """That a token is accepted, `z` standard deviations of the level further up."""
-        log_odds = self.level.mean + z * sqrt(self.level.variance) + self.slope.mean * _logit(confidence)
+        log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence)
         return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0
 
     def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
         """Learn from one verified token, accepted (1) or not (0): a step of logistic regression."""
-        p = self.probability(confidence)
-        curvature = max(p * (1.0 - p), 0.02)
-        parts = [(self.level, 1.0), (self.slope, _logit(confidence))]
-        learn(parts, (outcome - p) / curvature, 1.0 / (count * curvature))
+        p, x = self.probability(confidence), _logit(confidence)
+        curvature = max(p * (1.0 - p), FLATTEST)
+        of_level = self._level_variance + x * self._covariance
+        of_slope = self._covariance + x * self._slope_variance
+        total = of_level + x * of_slope + 1.0 / (count * curvature)
+        surprise = (outcome - p) / (curvature * total)
+        self.level += of_level * surprise
+        self.slope += of_slope * surprise
+        self._level_variance -= of_level * of_level / total
+        self._covariance -= of_level * of_slope / total
+        self._slope_variance -= of_slope * of_slope / total
 
     def pass_tokens(self, n: int) -> None:
         """Text went by: it may have changed."""
-        self.level.variance = min(self.level.variance + n * self._drift**2, self.widest)
-        self.slope.variance += n * self._drift**4
+        self._level_variance = min(self._level_variance + n * self._drift**2, self._widest)
+        self._slope_variance += n * (self._drift / 2) ** 2
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
@@ -57,5 +66,7 @@ def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
 
 
 def _logit(confidence: float) -> float:
+    if confidence == 0.5:
+        return 0.0
     p = min(max(confidence, SUREST), 1.0 - SUREST)
     return log(p / (1.0 - p))

@@ -65,5 +65,5 @@ class AutoLength:
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
-        usual, own = self.shared.usual[Source.MODEL].level, self.shared.calibrations[Source.MODEL]
-        return self.shared.costs.learned((usual.mean, own.level.mean, own.slope.mean))
+        usual, own = self.shared.usual[Source.MODEL], self.shared.calibrations[Source.MODEL]
+        return self.shared.costs.learned((usual.level, own.level, own.slope))

@@ -1,25 +1,29 @@
 """What evaluations cost: seconds for every number of positions of the target, and for a draft step.
 
-The logarithm of an evaluation's seconds is a sum: that of width 1, a power of the width, and an offset of the
-width's own; a draft step has an offset to width 1. So one timing corrects the scale of all times, two the
-slope, and steps and dips are kept. A width is the total over all rows of an evaluation. Knows no model and no
-clock. tests/length/test_cost_model.py feeds it curves.
+Logarithms of seconds: that of width 1 is a number of its own, every other width that was timed and a draft
+step are known next to it. So one timing corrects the scale of all, and steps and dips are kept. Between the
+known widths lie straight lines over the logarithm of the width. A width is the total over all rows of an
+evaluation. Knows no model and no clock. tests/length/test_cost_model.py feeds it curves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from math import exp, inf, log, sqrt
 
 import numpy as np
+import numpy.typing as npt
 
-from llamaspec.length.beliefs import Belief, Part, learn
 from llamaspec.length.prior import UNSEEN_VARIANCES, LearnedPrior
 
+FloatArray = npt.NDArray[np.float64]
+
+PLAIN, STEP = 0, 1  # places of width 1 and of a draft step
 NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
 DRIFT, OWN_DRIFT = 0.006, 0.001  # how far times wander between evaluations: all together, each alone
-OWN = 0.2  # standard deviation of a width's offset, next to that of the width half as wide
+POWER, BEND, OWN = 0.5, 0.3, 0.12  # of the width, where nothing is known; standard deviations of both
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
@@ -36,35 +40,34 @@ class CostModel:
         The only widths that may be evaluated.
     """
 
-    _plain: Belief
-    _power: Belief
-    _step: Belief
-    _own: dict[int, Belief]  # width -> offset
+    _mean: FloatArray  # [n] log of: seconds of width 1; a draft step next to it; each known width next to it
+    _covariance: FloatArray  # [n, n]
+    _place: dict[int, int]  # of a known width > 1 in these
+    _seconds: list[float]  # [w] an evaluation of exactly this width; empty: not up to date
+    _width: list[int]  # [w] the cheapest allowed width of at least this one; 0: none
 
     def __init__(self, prior: LearnedPrior, allowed: Collection[int] | None = None) -> None:
         self._allowed = allowed
+        self._n_widths = 17  # with a price; grows on demand
         self._believe(prior)
-        self._prior_plain = self._plain.mean
+        self._prior_plain = float(self._mean[PLAIN])
         self.overhead_seconds = 0.0  # of a row's round, besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
         self._n_far = 0  # outliers in a row
-        self._seconds: list[float] = []  # [w] an evaluation of exactly this width; empty: not up to date
-        self._width: list[int] = []  # [n] the cheapest allowed width of at least n; 0: none
-        self._size = 17  # widths with a price; grows on demand
 
-    @property
-    def plain_spread(self) -> float:
-        """Standard deviation of the logarithm of the time of width 1."""
-        return sqrt(self._plain.variance)
+    def spread(self, width: int) -> float:
+        """Standard deviation of the logarithm of the time of a width."""
+        self._cover(width)
+        return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
 
     @property
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
-        return self._step.variance < UNSEEN_VARIANCES[2]
+        return bool(self._covariance[STEP, STEP] < UNSEEN_VARIANCES[STEP])
 
     def looks_foreign(self, n_timed: int) -> bool:
         """Whether after as many evaluations the prior looks like that of another machine."""
-        is_far = bool(self._own) and abs(self._plain.mean - self._prior_plain) > FOREIGN
+        is_far = bool(self._has_prior) and abs(float(self._mean[PLAIN]) - self._prior_plain) > FOREIGN
         return is_far and sum(self.n_timed.values()) == n_timed
 
     def seconds(self, width: int) -> float:
@@ -72,16 +75,18 @@ class CostModel:
         self._cover(width)
         return self._seconds[width]
 
-    def batch_seconds(self, positions: Sequence[int], z: float = 0.0, base: int = 1) -> list[float]:
+    def batch_seconds(self, positions: Sequence[int], z: float = 0.0) -> list[float]:
         """Evaluations of at least so many positions, padded where that is cheaper; inf where not allowed.
 
-        `z`: standard deviations by which each is dearer than believed, next to width `base`.
+        `z`: standard deviations by which each is dearer than believed, next to the first.
         """
-        self._cover(max(positions))
+        self._cover(positions[-1])
         widths = [self._width[n] for n in positions]
-        if not z:
-            return [self._seconds[w] if w else inf for w in widths]
-        return [self._seconds[w] * exp(z * self._spread(w, base)) if w else inf for w in widths]
+        seconds = self._seconds
+        if not z or not widths[0]:
+            return [seconds[w] for w in widths]
+        factors = self._factors(widths[0], z)
+        return [seconds[w] * factors[w] for w in widths]
 
     def cheapest_width(self, n: int) -> int | None:
         """The allowed width, n or wider, that costs least; None where none is."""
@@ -90,7 +95,8 @@ class CostModel:
 
     def draft_step_seconds(self, z: float = 0.0) -> float:
         """One evaluation of the draft, `z` standard deviations dearer than believed, next to width 1."""
-        return exp(self._plain.mean + self._step.mean + z * sqrt(self._step.variance))
+        mean = float(self._mean[PLAIN] + self._mean[STEP])
+        return exp(mean + z * sqrt(float(self._covariance[STEP, STEP])))
 
     def drafting_seconds(self, n_steps: int, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
@@ -98,35 +104,32 @@ class CostModel:
 
     def learned(self, log_odds: tuple[float, float, float]) -> LearnedPrior:
         """What the next run should begin with."""
-        beliefs = (self._plain, self._power, self._step, *self._own.values())
-        return LearnedPrior.after(
-            [*self._own], [b.mean for b in beliefs], [b.variance for b in beliefs], log_odds
-        )
+        places = [PLAIN, STEP, *self._place.values()]
+        variances = self._covariance.diagonal()[places].tolist()
+        return LearnedPrior.after(list(self._place), self._mean[places].tolist(), variances, log_odds)
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
         if seconds <= 0:
             return
-        known = self.seconds(width)
-        parts = [(self._plain, 1.0)]
-        if width > 1:
-            if width not in self._own:  # it begins where its neighbours let expect it
-                offset = log(known) - self._plain.mean - self._power.mean * log(width)
-                self._own = dict(sorted([*self._own.items(), (width, Belief(offset, self._variance(width)))]))
-            parts += [(self._own[width], 1.0), (self._power, log(width))]
+        self._cover(width)
+        if width > 1 and width not in self._place:
+            self._add(width)
+        surprise = log(seconds / self.seconds(width))
+        self._covariance += self._drift
+        self._learn(self._weights[width], PLAIN, surprise, NOISE**2)
         self.n_timed[width] = self.n_timed.get(width, 0) + 1
-        self._learn(parts, log(seconds / known), NOISE**2)
         if self.looks_foreign(2):
-            plain = self._plain
+            plain = self._mean[PLAIN], self._covariance[PLAIN, PLAIN]
             self._believe(LearnedPrior())
-            self._plain = plain
+            self._mean[PLAIN], self._covariance[PLAIN, PLAIN] = plain
 
     def observe_draft(self, n_steps: int, n_unread: int, seconds: float) -> None:
         """Learn from draft steps, the first of which had to read `n_unread` tokens more than one."""
         if seconds > 0 and n_steps > 0:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             noise = NOISE * (1.0 + CATCH_UP * n_unread / n_steps)
-            self._learn([(self._step, 1.0), (self._plain, 1.0)], surprise, noise**2)
+            self._learn(self._step_weights, STEP, surprise, noise**2)
 
     def observe_overhead(self, seconds: float) -> float:
         """Learn what a round costs besides the models; returns it, less what looks like a hiccup."""
@@ -135,48 +138,85 @@ class CostModel:
         return seconds
 
     def _believe(self, prior: LearnedPrior) -> None:
-        beliefs = [Belief(m, v) for m, v in zip(prior.means, prior.variances, strict=True)]
-        self._plain, self._power, self._step = beliefs[:3]
-        self._own = dict(zip(prior.widths, beliefs[3:], strict=True))
+        self._mean, self._covariance = np.array(prior.means), np.diag(prior.variances)
+        self._place = {width: STEP + 1 + i for i, width in enumerate(prior.widths)}
+        self._has_prior = bool(prior.widths)
+        self._lay_out()
 
-    def _learn(self, parts: list[Part], surprise: float, noise: float) -> None:
+    def _add(self, width: int) -> None:
+        """Know a width: it begins where its neighbours let expect it."""
+        weights, n = self._weights[width] - self._weights[1], len(self._mean)
+        column = self._covariance @ weights
+        covariance = np.empty((n + 1, n + 1))
+        covariance[:n, :n], covariance[:n, n], covariance[n, :n] = self._covariance, column, column
+        covariance[n, n] = weights @ column + self._bend[width]
+        self._mean = np.append(self._mean, weights @ self._mean + self._offsets[width])
+        self._covariance, self._place = covariance, dict(sorted([*self._place.items(), (width, n)]))
+        self._lay_out()
+
+    def _learn(self, weights: FloatArray, part: int, surprise: float, noise: float) -> None:
         """Learn a logarithm. An outlier is hardly believed, unless it is shorter: hiccups make longer."""
-        for belief, _ in parts:
-            belief.variance += (DRIFT if belief is self._plain else OWN_DRIFT) ** 2
-        expected = noise + sum([weight**2 * belief.variance for belief, weight in parts])
+        covariance = self._covariance
+        expected = float(weights @ covariance @ weights) + noise
         doubt = surprise**2 / (expected * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
         if doubt > 1 and (surprise < 0 or self._n_far >= LASTING):
-            parts[0][0].variance += surprise**2
+            covariance[part, part] += surprise**2
         elif doubt > 1:
             noise *= doubt
-        learn(parts, surprise, noise)
+        column = covariance @ weights
+        expected = float(weights @ column) + noise
+        self._mean += column * (surprise / expected)
+        covariance -= np.outer(column, column / expected)
         self._seconds = []
 
-    def _spread(self, width: int, base: int) -> float:
-        """Standard deviation of the logarithm of the ratio of two widths."""
-        if width == base:
-            return 0.0
-        own = self._variance(width) + self._variance(base)
-        return sqrt(own + self._power.variance * log(width / base) ** 2)
+    def _lay_out(self) -> None:
+        """What each number weighs in each width: lines between the known widths, a power behind the last."""
+        size, n = self._n_widths + 1, len(self._mean)
+        self._weights, self._offsets, self._bend = np.zeros((size, n)), np.zeros(size), np.zeros(size)
+        self._weights[:, PLAIN] = 1.0
+        self._step_weights = np.zeros(n)
+        self._step_weights[[PLAIN, STEP]] = 1.0
+        self._drift = np.diag([DRIFT**2, *[OWN_DRIFT**2] * (n - 1)])
+        known = [1, *self._place]
+        for width in range(2, size):
+            i = bisect_right(known, width)
+            below, x, start = known[i - 1], log(width), log(known[i - 1])
+            far, weight = x - start, 1.0
+            if i < len(known):
+                end = log(known[i])
+                weight, far = (end - x) / (end - start), min(far, end - x)
+                self._weights[width, self._place[known[i]]] = 1.0 - weight
+            elif below > 1:
+                weight, self._offsets[width] = 1.0 + far / start / 2, POWER * far / 2
+            else:
+                self._offsets[width] = POWER * far
+            if below > 1:
+                self._weights[width, self._place[below]] = weight
+            self._bend[width] = OWN**2 + (BEND * far) ** 2
+        self._seconds = []
 
-    def _variance(self, width: int) -> float:
-        """Of a width's offset: the further from those known, the more."""
-        if width == 1 or width in self._own:
-            return self._own[width].variance if width > 1 else 0.0
-        return OWN**2 * min(1.0, *(abs(log(width / known)) / log(2) for known in (1, *self._own)))
+    def _factors(self, base: int, z: float) -> list[float]:
+        """[w] how much dearer each width may be next to width `base`, in `z` standard deviations."""
+        apart = self._weights - self._weights[base]
+        variances = ((apart @ self._covariance) * apart).sum(axis=1) + self._bend + self._bend[base]
+        variances[base] = 0.0
+        factors: list[float] = np.exp(z * np.sqrt(np.maximum(variances, 0.0))).tolist()
+        return factors
 
     def _cover(self, n: int) -> None:
         """Bring the prices up to date, and up to `n` positions."""
-        if self._seconds and n <= self._size:
+        if n > self._n_widths:
+            self._n_widths = 2 * n
+            self._lay_out()
+        if self._seconds:
             return
-        self._size = self._size if n <= self._size else 2 * n
-        x = np.log(np.arange(1, self._size + 1))
-        offsets = np.interp(x, np.log([1, *self._own]), [0.0, *(b.mean for b in self._own.values())])
-        self._seconds = [0.0, *np.exp(self._plain.mean + self._power.mean * x + offsets).tolist()]
-        self._width, best = [0] * len(self._seconds), 0
-        for width in range(self._size, 0, -1):
+        seconds = np.exp(self._offsets + self._weights @ self._mean).tolist()
+        self._width, best = [0] * len(seconds), 0
+        for width in range(len(seconds) - 1, 0, -1):
             is_allowed, least = self._allowed is None or width in self._allowed, PAD if width > 1 else 0.0
-            if is_allowed and (not best or self._seconds[best] > least * self._seconds[width]):
+            if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best
+        seconds[0] = inf
+        self._seconds = seconds

@@ -8,9 +8,9 @@ from math import log
 
 from llamaspec.length.cost_curve import CostCurve
 
-UNSEEN = (log(0.03), 0.5, log(0.12))  # width 1, power, step: only ratios matter until the first round
-UNSEEN_VARIANCES = (9.0, 0.09, 1.0)  # anything; 0.3; a factor of 2.7
-OTHER_DAY = (9.0, 0.015, 0.1, 0.004)  # what these, and an offset, gain by a probe or a run being over
+UNSEEN = (log(0.03), log(0.12))  # width 1; draft step next to it: only ratios matter until the first round
+UNSEEN_VARIANCES = (9.0, 1.0)  # anything; a factor of 2.7
+OTHER_DAY = (9.0, 0.1, 0.006)  # what these, and the ratio of a width, gain by a probe or a run being over
 LOG_ODDS = (0.4, 0.2, 0.6)  # an acceptance of 0.6; a confidence of 0.9 is worth 0.82, one of 0.1 0.25
 FREE_LOG_ODDS = (-0.4, -0.8, 0.9)  # of an n-gram: a match of 2 goes on in 46 %
 LARGEST = 50.0  # beyond, seconds and probabilities are no numbers
@@ -26,8 +26,8 @@ class LearnedPrior:
         The parts do not belong together, or are not finite.
     """
 
-    widths: tuple[int, ...] = ()  # with an offset of their own, ascending from 2
-    means: tuple[float, ...] = UNSEEN  # log seconds of width 1, power, log draft step / width 1, the offsets
+    widths: tuple[int, ...] = ()  # that are known, ascending from 2
+    means: tuple[float, ...] = UNSEEN  # log of: seconds of width 1, draft step / width 1, widths / width 1
     variances: tuple[float, ...] = UNSEEN_VARIANCES
     log_odds: tuple[float, float, float] = LOG_ODDS  # of any draft token; level and slope of a confidence's
 
@@ -49,18 +49,16 @@ class LearnedPrior:
         log_odds: tuple[float, float, float] = LOG_ODDS,
     ) -> LearnedPrior:
         """What was believed of costs, on another day."""
-        doubts = (*OTHER_DAY[:3], *OTHER_DAY[3:] * len(widths))
+        doubts = (*OTHER_DAY[:2], *OTHER_DAY[2:] * len(widths))
         doubted = (min(v + doubt, LARGEST - 1) for v, doubt in zip(variances, doubts, strict=True))
         return cls(tuple(widths), tuple(means), tuple(doubted), log_odds)
 
     @classmethod
     def of_probe(cls, curve: CostCurve) -> LearnedPrior:
-        """What a probe found; beyond its last width the power goes on."""
+        """What a probe found."""
         first, widths = curve.verify_seconds[0], curve.widths[1:]
         ratios = [log(seconds / first) for seconds in curve.verify_seconds[1:]]
-        power = max(ratios[-1] / log(widths[-1]), 0.0) if widths else UNSEEN[1]
-        offsets = (ratio - power * log(width) for width, ratio in zip(widths, ratios, strict=True))
-        step = log(curve.draft_step_seconds / first) if curve.draft_step_seconds else UNSEEN[2]
-        unknown = 0.0 if curve.draft_step_seconds else UNSEEN_VARIANCES[2]
-        means = (log(first), power, step, *offsets)
-        return cls.after(widths, means, (0.0, 0.0, unknown, *(0.0 for _ in widths)))
+        has_draft = curve.draft_step_seconds > 0
+        step = log(curve.draft_step_seconds / first) if has_draft else UNSEEN[1]
+        variances = (0.0, 0.0 if has_draft else UNSEEN_VARIANCES[1], *(0.0 for _ in widths))
+        return cls.after(widths, (log(first), step, *ratios), variances)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from llamaspec.length.acceptance import Acceptance
+from llamaspec.length.acceptance import FREE_DRIFT, TEXT_DRIFT, Acceptance
 from llamaspec.length.allocator import Pledge, expected_accepted, speed_up, stopping_threshold
 from llamaspec.length.shared import FREE, Shared
 from llamaspec.values import Draft, Round, Source
@@ -19,7 +19,7 @@ from llamaspec.values import Draft, Round, Source
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
-FREE_WAIT = 16.0  # tokens between explorations of a source in whose place another may draft
+FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
 
 @dataclass(slots=True)
@@ -27,26 +27,30 @@ class View:
     """What a row knows of one source."""
 
     acceptance: Acceptance
-    least_wait: float
+    is_free: bool
     wait: float = 0.0  # tokens until the next exploration
-    n_since: int = 0  # tokens since the last one
+    n_since: int = 0  # tokens since the last one; of a free source since its last draft
 
     def learn(self, explores: bool, gain: float) -> None:
         """Let explorations that fail become rarer. `gain`: plain tokens."""
-        if explores:
+        if explores or self.is_free:
             self.n_since = 0
-            self.wait = max(min(2 * self.wait + 1, max(-gain / CALM, 1.0)), self.least_wait)
         if gain > 0:
-            self.wait = self.least_wait
+            self.wait = FREE_WAIT if self.is_free else 0.0
+        elif explores:
+            self.wait = min(2 * self.wait + 1, max(-gain / CALM, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the coming round of a row may do with one source."""
 
-    rate: float = 0.0  # tokens per second of all rows together, in the time spent so
     limit: int = 0  # draft tokens at most
     explores: bool = False
+    rate: float = 0.0  # tokens per second of all rows together, if this source drafts
+
+
+NOTHING = Plan()
 
 
 class AutoRow:
@@ -56,22 +60,31 @@ class AutoRow:
         self._shared = shared
         self._pledge = Pledge()
         shared.start_row(self._pledge)
-        self._views = {s: View(shared.usual[s].of_text(), FREE_WAIT if s in FREE else 0.0) for s in Source}
+        self._views = {
+            source: View(
+                usual.of_text(FREE_DRIFT if source in FREE else TEXT_DRIFT),
+                source in FREE,
+                FREE_WAIT if source in FREE else 0.0,
+            )
+            for source, usual in shared.usual.items()
+        }
+        self._n_models = len(shared.sources - FREE)
         self._plans: dict[Source, Plan] = {}  # of the open round
+        self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether one more token is worth its position, or is drafted to explore."""
-        plans, pledge, n = self._begin(), self._pledge, len(draft)
-        plan, rate = plans.get(draft.source, Plan()), self._rate
+        self._begin()
+        plan, pledge, n = self._plans.get(draft.source, NOTHING), self._pledge, len(draft)
         pledge.n_draft, pledge.is_drafting = n, True
-        if n >= plan.limit:
-            wants = False
-        elif n:
-            wants = self._pays(draft, rate)
+        if draft.source is Source.GRAMMAR:
+            wants = self._pays_sure()
+        elif n and n < plan.limit:
+            wants = self._pays(draft)
         else:
-            wants = plan.explores or plan.rate >= rate or draft.source not in FREE
+            wants = n < plan.limit
         pledge.n_draft, pledge.is_drafting = n + wants, wants
         return wants
 
@@ -81,23 +94,24 @@ class AutoRow:
 
     def explores(self, source: Source) -> bool:
         """Whether a draft of this source in the open round only explores."""
-        return self._begin().get(source, Plan()).explores
+        self._begin()
+        return self._plans.get(source, NOTHING).explores
 
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs, and what exploring showed."""
         shared, view, explores = self._shared, self._views[round_.source], self.explores(round_.source)
-        n_drafted, n_made, rate = len(round_.draft), round_.n_accepted + 1, self._rate
+        n_drafted, n_made = len(round_.draft), round_.n_accepted + 1
         shared.learn_acceptance(round_, view.acceptance)
         seconds = shared.observe(round_, self.n_unread)
         for source in shared.sources:
             self._views[source].acceptance.pass_tokens(n_made)
             self._views[source].n_since += n_made
         if n_drafted:
-            rate = max(rate, shared.allocator.plain_rate(round_.n_rows)) / round_.n_rows
+            rate = max(self._rate, shared.allocator.plain_rate(round_.n_rows)) / round_.n_rows
             view.learn(explores, n_made - seconds * rate)
         has_read = round_.n_draft_steps > 0
         self.n_unread = int(n_made > n_drafted) if has_read else self.n_unread + n_made
-        self._plans, self._standing = {}, ((), 1.0)
+        self._standing = ((), 1.0)
         self._pledge.is_asking, self._pledge.is_drafting = False, n_drafted > 0
         self._pledge.last_evaluation = round_.evaluation
 
@@ -106,55 +120,76 @@ class AutoRow:
         if self._pledge in self._shared.allocator.pledges:
             self._shared.allocator.pledges.remove(self._pledge)
 
-    @property
-    def _rate(self) -> float:
-        """Tokens per second that time is worth."""
-        return max((plan.rate for plan in self._plans.values()), default=0.0)
+    def _begin(self) -> None:
+        """Plan the round, once."""
+        shared, allocator = self._shared, self._shared.allocator
+        if self._pledge.is_asking:
+            return
+        self._pledge.is_asking, self._pledge.n_draft = True, 0
+        self._plans, self._rate = {}, 0.0
+        if not shared.knows_plain or shared.wants_plain:
+            return
+        n_rows = allocator.n_rows
+        self._rate = plain_rate = allocator.plain_rate(n_rows)
+        left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
+        if Source.MODEL in shared.sources:
+            plan = self._plan_model(plain_rate, left)
+            self._plans[Source.MODEL], self._rate = plan, max(plan.rate, plain_rate)
+            patience = CHECK_AFTER + (self._rate / plain_rate - 1.0) / CHECK_SHARE
+            shared.wants_plain = plan.limit > 0 and shared.n_since_plain >= patience
+        if shared.wants_plain:
+            self._plans, self._rate = {}, 0.0
+        elif Source.NGRAM in shared.sources:
+            self._plans[Source.NGRAM] = self._plan_free(plain_rate, left / (1 + self._n_models))
 
-    def _begin(self) -> dict[Source, Plan]:
-        shared = self._shared
-        if not self._plans and shared.knows_plain:
-            self._pledge.is_asking, self._pledge.n_draft = True, 0
-            self._plans = {source: self._plan(source) for source in shared.sources}
-            gain = self._rate / shared.allocator.plain_rate(shared.allocator.n_rows) - 1.0
-            if gain > 0.0 and shared.n_since_plain >= CHECK_AFTER + gain / CHECK_SHARE:
-                shared.wants_plain = True
-            if shared.wants_plain:
-                self._plans = dict.fromkeys(shared.sources, Plan())
-        return self._plans
-
-    def _plan(self, source: Source) -> Plan:
-        shared, allocator, costs = self._shared, self._shared.allocator, self._shared.costs
-        n_rows, view = allocator.n_rows, self._views[source]
-        rate, left = (
-            allocator.plain_rate(n_rows),
-            shared.budget.left(shared.n_tokens, n_rows, costs.plain_spread) / n_rows,
-        )
-        if source not in FREE:
-            if not costs.knows_step and costs.cheapest_width(n_rows + 1):
-                return Plan(rate, 1, True)  # nothing is known but what one token shows
-            left -= rate * costs.drafting_seconds(0, self.n_unread)
-        gains, prices = self._outlook(source, -LUCK)
-        limit = max((n for n, price in enumerate(prices) if rate * price - gains[n] <= left), default=0)
+    def _plan_model(self, rate: float, left: float) -> Plan:
+        shared, costs, view = self._shared, self._shared.costs, self._views[Source.MODEL]
+        if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
+            return Plan(1, True)  # nothing is known but what one token shows
+        left -= rate * costs.drafting_seconds(0, self.n_unread)
+        limit = self._limit(Source.MODEL, rate, left)
         if not limit:
-            return Plan(rate)
-        gains, prices = self._outlook(source)
+            return NOTHING
+        gains, prices = self._outlook(Source.MODEL)
         faster = speed_up(prices, gains[: limit + 1], rate)
         if faster > 1.0:
-            return Plan(rate * faster, limit)
+            return Plan(limit, rate=rate * faster)
         is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
-        explores = is_due and speed_up(*self._outlook(source, LUCK)[::-1], rate) > 1.0
-        return Plan(rate, limit if explores else 0, explores)
+        if is_due:
+            gains, prices = self._outlook(Source.MODEL, LUCK)
+            if speed_up(prices, gains, rate) > 1.0:
+                return Plan(limit, True)
+        return NOTHING
+
+    def _plan_free(self, plain_rate: float, left: float) -> Plan:
+        """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
+        has_model = self._plans.get(Source.MODEL, NOTHING).limit > 0
+        limit, view = self._limit(Source.NGRAM, plain_rate, left), self._views[Source.NGRAM]
+        if not limit:
+            return NOTHING
+        prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
+        first = view.acceptance.probability(z=0.0 if has_model else LUCK)
+        ahead = expected_accepted(self._shared.calibrations[Source.NGRAM].probability(0.9), len(prices) - 2)
+        faster = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
+        explores = plain_rate * faster <= self._rate
+        return NOTHING if explores and view.n_since < view.wait else Plan(limit, explores)
+
+    def _limit(self, source: Source, rate: float, left: float) -> int:
+        """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
+        limit = 0
+        for n, (gain, price) in enumerate(zip(*self._outlook(source, -LUCK), strict=True)):
+            if rate * price - gain <= left:
+                limit = n
+        return limit
 
     def _outlook(self, source: Source, luck: float = 0.0) -> tuple[list[float], list[float]]:
         """[m] tokens that 0, 1, ... draft tokens gain, and cost in seconds, with so much luck."""
-        gains = expected_accepted(
-            self._views[source].acceptance.probability(z=luck), self._shared.allocator.longest
-        )
         step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(-luck)
-        return gains, self._shared.allocator.level_seconds(self._pledge, step, -luck)
+        prices = self._shared.allocator.level_seconds(self._pledge, step, -luck)
+        chance = self._views[source].acceptance.probability(z=luck)
+        return expected_accepted(chance, len(prices) - 1), prices
 
-    def _pays(self, draft: Draft, rate: float) -> bool:
+    def _pays(self, draft: Draft) -> bool:
         """Whether the next token of a draft is worth its position."""
         calibration = self._shared.calibrations[draft.source]
         *before, last = draft.confidences
@@ -165,5 +200,10 @@ class AutoRow:
         self._standing = draft.confidences, standing * chance
         gains, prices = self._outlook(draft.source)
         if draft.source in FREE:  # a match that goes on is as likely to go on
-            gains = expected_accepted(chance, len(prices))
-        return standing * chance > stopping_threshold(prices, gains, rate)
+            gains = expected_accepted(chance, len(prices) - 1)
+        return standing * chance > stopping_threshold(prices, gains, self._rate)
+
+    def _pays_sure(self) -> bool:
+        """Whether one more token that the target cannot but accept costs less than it gains."""
+        prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
+        return self._rate > 0.0 and len(prices) > 1 and self._rate * prices[1] < 1.0

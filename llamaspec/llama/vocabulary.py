@@ -40,6 +40,21 @@ class LlamaVocabulary:
         tokens = (token for token in range(self.size) if lib.llama_vocab_get_attr(self._vocab, token) & kinds)
         return {self.text(token).decode("utf-8", errors="replace"): token for token in tokens}
 
+    @functools.cached_property
+    def specials(self) -> dict[int, bytes]:
+        """How the tokens are spelled that are no text: control tokens, and marks such as <tool_call>."""
+        self._check_open()
+        spelled: dict[int, bytes] = {}
+        for token in range(self.size):
+            kind = lib.llama_vocab_get_attr(self._vocab, token)
+            if kind & (lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN):
+                spelled[token] = self.text(token)
+            elif kind & lib.LLAMA_TOKEN_ATTR_USER_DEFINED:
+                text = self.text(token)
+                if text.startswith(b"<") and text.endswith(b">"):
+                    spelled[token] = text
+        return spelled
+
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Token ids of a UTF-8 text: int32 [n].
 

@@ -8,12 +8,13 @@ neither models nor chance. Hand-computed tables in tests/sampling/test_distribut
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.values import NO_TOKENS, Distribution, Draft, Logits, TokenArray
+from llamaspec.values import NO_TOKENS, Distribution, TokenArray
 
 Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] one row of logits
@@ -21,7 +22,9 @@ Scores = npt.NDArray[np.float32]  # [V] one row of logits
 COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
 
 
-def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS) -> Distribution:
+def distribution(
+    scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
+) -> Distribution:
     """The distribution of the next token.
 
     Parameters
@@ -29,9 +32,11 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     scores : [V] float32
         Logits of one position; not changed.
     sampling : Sampling
-        The chain: penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
+        The chain: bias, penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
     seen : [n] int32
         The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
+    allowed : [A] int32, optional
+        Ascending, not empty: the only tokens that may be drawn. The others have no score at all.
 
     Raises
     ------
@@ -44,8 +49,70 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     >>> distribution(row, Sampling(temperature=1.0, top_k=2, top_p=None, min_p=None)).tokens
     array([1, 2], dtype=int32)
     """
+    if sampling.logit_bias:
+        scores = biased(scores, sampling.logit_bias)
     if sampling.penalises:
-        scores = penalised(scores, sampling, seen[-sampling.penalty_window :])
+        window = sampling.penalty_window
+        scores = penalised(scores, sampling, seen if window is None else seen[-window:])
+    if allowed is None:
+        return _truncated(scores, sampling)
+    drawn = _truncated(scores[allowed], sampling)
+    return Distribution(allowed[drawn.tokens], drawn.probabilities)
+
+
+def confidence(
+    scores: Scores, token: int, drawn_from: Distribution, allowed: TokenArray | None = None
+) -> float:
+    """The drafter's own probability of its token: after the chain, or of the plain scores when greedy."""
+    if len(drawn_from.tokens) > 1:
+        return drawn_from.probability(token)
+    highest = float(scores[token])
+    scores = scores if allowed is None else scores[allowed]
+    return min(1.0, 1.0 / _sum_exp(scores, highest))
+
+
+def biased(scores: Scores, logit_bias: Mapping[int, float]) -> Scores:
+    """A copy of the scores with the bias of some tokens; a draft may not have all of them: float32 [V]."""
+    scores = scores.copy()
+    tokens = np.fromiter(logit_bias.keys(), np.int64, len(logit_bias))
+    bias = np.fromiter(logit_bias.values(), np.float32, len(logit_bias))
+    known = tokens < len(scores)
+    scores[tokens[known]] += bias[known]
+    return scores
+
+
+def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
+    """A copy of the scores with llama.cpp's three penalties for the tokens in `seen`: float32 [V]."""
+    scores = scores.copy()
+    tokens, counts = np.unique(seen, return_counts=True)
+    if sampling.repeat_penalty is not None:
+        values = scores[tokens]
+        factor = np.float32(sampling.repeat_penalty)
+        scores[tokens] = np.where(values > 0, values / factor, values * factor)
+    if sampling.presence_penalty is not None:
+        scores[tokens] -= np.float32(sampling.presence_penalty)
+    if sampling.frequency_penalty is not None:
+        scores[tokens] -= (counts * sampling.frequency_penalty).astype(np.float32)
+    return scores
+
+
+def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
+    """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
+    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
+
+
+def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
+    """Length of the shortest prefix that holds `top_p` of the probability, at least 1.
+
+    `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
+    """
+    cumulative = np.exp(sorted_scores).cumsum()
+    total = float(cumulative[-1]) if mass is None else mass
+    return int(cumulative.searchsorted(top_p * total)) + 1
+
+
+def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
+    """Top-k, top-p, min-p and temperature."""
     best = int(scores.argmax())
     highest = float(scores[best])
     if not math.isfinite(highest):
@@ -72,44 +139,6 @@ def distribution(scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKEN
     kept = order[:n_kept]
     kept.sort()  # candidates ascend by id, so this is the order of ids again
     return _tempered(tokens[kept], relative[kept], sampling.temperature)
-
-
-def confidence(scores: Scores, token: int, drawn_from: Distribution) -> float:
-    """The drafter's own probability of its token: after the chain, or of the plain scores when greedy."""
-    if len(drawn_from.tokens) > 1:
-        return drawn_from.probability(token)
-    highest = float(scores[token])
-    return min(1.0, 1.0 / _sum_exp(scores, highest))
-
-
-def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
-    """A copy of the scores with llama.cpp's three penalties for the tokens in `seen`: float32 [V]."""
-    scores = scores.copy()
-    tokens, counts = np.unique(seen, return_counts=True)
-    if sampling.repeat_penalty is not None:
-        values = scores[tokens]
-        factor = np.float32(sampling.repeat_penalty)
-        scores[tokens] = np.where(values > 0, values / factor, values * factor)
-    if sampling.presence_penalty is not None:
-        scores[tokens] -= np.float32(sampling.presence_penalty)
-    if sampling.frequency_penalty is not None:
-        scores[tokens] -= (counts * sampling.frequency_penalty).astype(np.float32)
-    return scores
-
-
-def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
-    """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
-    return int((sorted_scores >= np.log(min_p)).sum())
-
-
-def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
-    """Length of the shortest prefix that holds `top_p` of the probability, at least 1.
-
-    `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
-    """
-    cumulative = np.exp(sorted_scores).cumsum()
-    total = float(cumulative[-1]) if mass is None else mass
-    return int(cumulative.searchsorted(top_p * total)) + 1
 
 
 def _tempered(tokens: TokenArray, relative: Floats, temperature: float) -> Distribution:
@@ -155,36 +184,3 @@ def _floor_of_best(scores: Scores, k: int) -> float:
     maxima = np.maximum.reduce(scores[: n_groups * group_size].reshape(group_size, n_groups))
     maxima.partition(n_groups - k)
     return float(maxima[n_groups - k])
-
-
-class LogitsTarget:
-    """The target's distributions behind a draft, each computed once and only where a rule looks.
-
-    Parameters
-    ----------
-    logits : [1 + K, V] float32
-        After the context, then after each draft token.
-    context : [n] int32
-    draft : Draft
-        Of K tokens.
-    sampling : Sampling
-    """
-
-    def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampling: Sampling) -> None:
-        self._logits = logits
-        self._context = context
-        self._draft = draft
-        self._sampling = sampling
-        self._known: dict[int, Distribution] = {}
-
-    def after(self, i: int) -> Distribution:
-        """p after the context and the path to draft token `i`; -1 = after the context."""
-        known = self._known.get(i)
-        if known is None:
-            known = self._known[i] = distribution(self._logits[i + 1], self._sampling, self._seen(i))
-        return known
-
-    def _seen(self, i: int) -> TokenArray:
-        if i < 0 or not self._sampling.penalises:
-            return self._context
-        return np.concatenate([self._context, self._draft.tokens[self._draft.path(i)]])

@@ -1,16 +1,17 @@
-"""What a caller says about how tokens are drawn: temperature, truncation, penalties."""
+"""What a caller says about how tokens are drawn: bias, penalties, truncation, temperature."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is drawn from a model's scores, in llama.cpp's order of steps.
 
-    Penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token, ties to
-    the lowest id.
+    Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token,
+    ties to the lowest id.
 
     Raises
     ------
@@ -25,7 +26,9 @@ class Sampling:
     repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
     presence_penalty: float | None = None  # subtracted once from the score of a seen token
     frequency_penalty: float | None = None  # subtracted once for each time a token was seen
-    penalty_window: int = 64  # how many of the last tokens count as seen
+    penalty_window: int | None = 64  # how many of the last tokens count as seen, those of the prompt among
+    # them; None = all that were generated and none of the prompt, as OpenAI defines it
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -42,11 +45,15 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not -float("inf") < value < float("inf"):
                 raise ValueError(f"{name.replace('_', '-')} must be a finite number, got {value}")
-        if self.penalty_window < 1:
+        if self.penalty_window is not None and self.penalty_window < 1:
             raise ValueError(f"penalty window must be >= 1, got {self.penalty_window}")
+
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not -float("inf") < bias < float("inf"):
+                raise ValueError(f"a logit bias must be a finite number for a token id, got {token}: {bias}")
 
     @property
     def penalises(self) -> bool:
         """Whether the scores depend on the tokens seen before."""
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (None, None, None)
+        return any(penalty is not None for penalty in penalties)

@@ -1,0 +1,237 @@
+"""What a text must look like: JSON schemas and grammars, computed by llguidance.
+
+The one idea: a constraint is a pure function from the tokens generated so far to the tokens that may come
+next. So draft and target ask the same question, and nobody rolls anything back: that the matcher can do so
+is used inside, where the next question shares a beginning with the last. Knows neither models nor logits.
+tests/sampling/test_grammar.py: over random questions, a matcher that went back answers as a fresh one does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from llamaspec.errors import ConstraintError, printable
+from llamaspec.protocols import SpelledVocabulary
+from llamaspec.sampling.grammar_tokens import GrammarTokens
+from llamaspec.values import NO_TOKENS, TokenArray
+
+Result = TypeVar("Result")
+
+MAX_TEXT = 64 << 10  # bytes of a schema or grammar
+# One space, or a line break with indentation: a model without an end to its blanks would never finish.
+WHITESPACE = r"[ ]|\n[ ]{0,20}"
+_KEPT = 24  # answers that a row remembers: a round asks twice for each token of its draft
+_STACK = 256 << 20  # bytes; llguidance recurses over rules, and 3,000 in a chain overflow the usual 8 MiB
+_STACK_LOCK = threading.Lock()  # the size is the process's
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
+
+
+class GrammarRow:
+    """One text's share of a `Grammar`.
+
+    Parameters
+    ----------
+    matcher : LLMatcher
+        That has read nothing; it is copied.
+    ends : [E] int32
+        The end-of-text tokens, ascending.
+    size : int
+        V, the number of tokens.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
+        self._fresh = matcher
+        self._matcher = matcher.deep_copy()
+        self._ends = ends
+        self._is_end = frozenset(ends.tolist())
+        self._size = size
+        self._read = NO_TOKENS  # what the matcher has read
+        self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and the tokens in it
+        self._answers: OrderedDict[bytes, TokenArray] = OrderedDict()
+
+    def allowed(self, generated: TokenArray) -> TokenArray:
+        """The tokens that may come next: int32 [A], ascending; none behind the end of the text."""
+        key = generated.tobytes()
+        if key not in self._answers:
+            self._answers[key] = self._allowed(generated)
+            if len(self._answers) > _KEPT:
+                self._answers.popitem(last=False)
+        return self._answers[key]
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        """The only tokens that can come next, as many as are known: int32 [F]."""
+        if not self._go_to(generated):
+            return NO_TOKENS
+        return np.array(self._matcher.compute_ff_tokens(), dtype=np.int32)
+
+    def is_complete(self, generated: TokenArray) -> bool:
+        """Whether the text may end here."""
+        return self._go_to(generated) and self._matcher.is_accepting()
+
+    def _allowed(self, generated: TokenArray) -> TokenArray:
+        if not self._go_to(generated):
+            return NO_TOKENS
+        mask = self._matcher.compute_bitmask()
+        if mask != self._mask:  # within a string it is the same from token to token
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little")
+            self._mask, self._tokens = mask, np.flatnonzero(bits).astype(np.int32)
+        tokens = self._tokens
+        # Nothing goes on where a limit of llguidance is reached, or no token spells what must come.
+        return tokens if len(tokens) and not self._matcher.is_error() else self._ends
+
+    def _go_to(self, generated: TokenArray) -> bool:
+        """Let the matcher have read exactly this; False where an end or a token not allowed is in it."""
+        n = _n_shared(self._read, generated)
+        n_back = len(self._read) - n
+        if self._matcher.is_error() or (n_back and not self._matcher.rollback(n_back)):
+            self._matcher, n = self._fresh.deep_copy(), 0
+        readable = list(takewhile(lambda token: token not in self._is_end, generated[n:].tolist()))
+        n += self._matcher.try_consume_tokens(readable)
+        self._read = generated[:n]
+        return n == len(generated)
+
+
+class Grammar:
+    """A compiled constraint, for any number of texts and threads. Made by `Grammars`."""
+
+    def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._size = size
+
+    def start_row(self) -> GrammarRow:
+        """A text begins."""
+        return GrammarRow(self._matcher, self._ends, self._size)
+
+
+class Grammars:
+    """Compiles constraints for a vocabulary, which it reads once.
+
+    Parameters
+    ----------
+    vocabulary : SpelledVocabulary
+
+    Raises
+    ------
+    ConstraintError
+        The vocabulary has no end-of-text token: nothing could be complete.
+    """
+
+    def __init__(self, vocabulary: SpelledVocabulary) -> None:
+        tokens = GrammarTokens(vocabulary)
+        if not len(tokens.ends):
+            raise ConstraintError("the model has no end-of-text token, so no text is complete; use another")
+        self._ends, self._size = tokens.ends, vocabulary.size
+        self._tokenizer = LLTokenizer(tokens, n_vocab=self._size, eos_token=tokens.ends.tolist())  # type: ignore[arg-type]
+        self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+
+    def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
+        """Texts that are JSON as a schema wants it, properties in the schema's order."""
+        text = _json(schema)
+        try:
+            source = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        except ValueError as error:
+            raise _unusable("JSON schema", str(error)) from error
+        return self._compiled("JSON schema", source)
+
+    def json_object(self) -> Grammar:
+        """Texts that are any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def grammar(self, text: str) -> Grammar:
+        """Texts of a grammar: Lark as llguidance takes it, or llama.cpp's GBNF.
+
+        Lark has a rule `start`, or begins with `%llguidance`; GBNF has a rule `root`.
+        """
+        _check_size("grammar", text)
+        if not _LARK.search(text):
+            try:
+                text = gbnf_to_lark(text)
+            except Exception as error:
+                reason = _line(str(error) or type(error).__name__)
+                raise ConstraintError(
+                    f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}; correct it"
+                ) from error
+        return self._compiled("grammar", LLMatcher.grammar_from_lark(text))
+
+    def _compiled(self, kind: str, source: str) -> Grammar:
+        matcher = _with_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
+        grammar = Grammar(matcher, self._ends, self._size)
+        row = grammar.start_row()
+        is_possible = matcher.is_error() or not np.isin(row.allowed(NO_TOKENS), self._ends).all()
+        if matcher.is_error():
+            raise _unusable(kind, matcher.get_error())
+        if not is_possible and not row.is_complete(NO_TOKENS):
+            raise ConstraintError(f"the {kind} allows no text that the model could write; loosen it")
+        return grammar
+
+
+def _json(schema: Mapping[str, Any] | str) -> str:
+    """A schema as the text of a JSON object."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        _check_size("JSON schema", text)
+        parsed = json.loads(text)
+    except RecursionError as error:
+        raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(f"the JSON schema is not JSON: {_line(str(error))}; correct it") from error
+    if not isinstance(parsed, dict):
+        raise ConstraintError(f"a JSON schema must be a JSON object, got {_line(text)}")
+    return text
+
+
+def _check_size(kind: str, text: str) -> None:
+    n = len(text.encode("utf-8", errors="surrogatepass"))
+    if n > MAX_TEXT:
+        raise ConstraintError(f"the {kind} has {n} bytes, and {MAX_TEXT} are allowed; shorten it")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConstraintError(f"the {kind} is not text: it holds half of a surrogate pair; remove it")
+
+
+def _unusable(kind: str, message: str) -> ConstraintError:
+    return ConstraintError(f"the {kind} cannot be used: {_line(message)}; correct it")
+
+
+def _line(message: str) -> str:
+    """The first line of a message, as a terminal may show it."""
+    first = printable(message.strip().partition("\n")[0])
+    return first if len(first) <= 200 else first[:200] + "…"
+
+
+def _n_shared(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common beginning."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _with_stack(work: Callable[[], Result]) -> Result:
+    """Do something in a thread with a stack that no grammar of the allowed size can overflow."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - handed on
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="llamaspec-grammar", daemon=True)
+    with _STACK_LOCK:
+        usual = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return future.result()

@@ -1,0 +1,130 @@
+"""The law of a constrained text: the target's own, masked, whoever drafts and by whatever rule.
+
+As in test_exact_law.py every branch of chance is walked, and for the coupled rule every table of noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from exact_law import (
+    LENGTHS,
+    PROMPT,
+    SAMPLINGS,
+    THREE,
+    TableStreams,
+    distance,
+    model_drafter,
+    noise_tables,
+    plain_law,
+    rounds,
+    text,
+    walk,
+)
+from fake_constraint import Steps
+from fakes import Branching, CountingUp, Length
+from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
+from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import DRAFT, TARGET, Forward, Source
+
+Make = Callable[[RowConstraint, Sampling, Rule, RandomStreams], Drafter]
+N = len(PROMPT)
+
+
+def drafter_of_model(
+    constraint: RowConstraint, sampling: Sampling, rule: Rule, streams: RandomStreams
+) -> Drafter:
+    return model_drafter(THREE, sampling, rule, streams, constraint)
+
+
+CONSTRAINTS = {"steps": Steps(), "steps to an end": Steps(end=1)}
+CHAINS: dict[str, Make] = {
+    "model": lambda c, *chance: drafter_of_model(c, *chance),
+    "model that knows nothing of it": lambda c, *chance: model_drafter(THREE, *chance),
+    "what is forced": lambda c, *_: GrammarDrafter(c, N),
+    "copies, the model, what is forced": lambda c, *chance: FallbackDrafter(
+        [
+            AllowedDrafter(NgramDrafter(1), c, N),
+            drafter_of_model(c, *chance),
+            GrammarDrafter(c, N),
+        ]
+    ),
+    "certain tokens": lambda *_: CountingUp(),
+}
+CHAIN_SAMPLINGS = {
+    **SAMPLINGS,
+    "bias, penalties of what was generated": Sampling(
+        temperature=1.2, top_k=None, top_p=0.9, min_p=None, presence_penalty=0.4, frequency_penalty=0.3,
+        penalty_window=None, logit_bias={0: 1.5, 2: -0.5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", list(CHAINS))
+@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("sampling", list(CHAIN_SAMPLINGS))
+@pytest.mark.parametrize("constraint", list(CONSTRAINTS))
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_is_the_masked_targets(
+    rule: str, constraint: str, sampling: str, length: str, drafter: str
+) -> None:
+    chain, allows = CHAIN_SAMPLINGS[sampling], CONSTRAINTS[constraint]
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        chosen = CHAINS[drafter](allows, chain, RULES[rule], streams)
+        made = rounds(THREE, chosen, LENGTHS[length], RULES[rule], chain, streams, constraint=allows)
+        return text(made)
+
+    assert distance(walk(run), plain_law(THREE[TARGET], chain, allows)) < 1e-12
+
+
+@pytest.mark.parametrize("drafter", [*CHAINS, "tree"])
+@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("sampling", list(CHAIN_SAMPLINGS))
+def test_the_coupled_text_is_the_masked_one(sampling: str, length: str, drafter: str) -> None:
+    chain, rule, allows = CHAIN_SAMPLINGS[sampling], RULES["coupled"], Steps()
+    texts = set()
+    for noise in noise_tables():
+        streams = TableStreams(noise)
+        chosen = Branching() if drafter == "tree" else CHAINS[drafter](allows, chain, rule, streams)
+        made = rounds(THREE, chosen, LENGTHS[length], rule, chain, streams, constraint=allows)
+        plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams, constraint=allows)
+        assert text(made) == text(plain)
+        assert allows.is_complete(made[0].tokens)
+        texts.add(text(made))
+    assert len(texts) > 1 or sampling == "greedy"
+
+
+def test_what_is_forced_is_a_free_draft_token() -> None:
+    """After 0 comes 2: no draft model is asked, and the target cannot but accept."""
+    chain, streams = SAMPLINGS["plain"], TableStreams(dict.fromkeys(range(1, 60), (9.0, 0.0, 0.0)))
+    drafter = GrammarDrafter(Steps(), N)
+    made = rounds(THREE, drafter, Length(3), RULES["coupled"], chain, streams, 30, constraint=Steps())
+    drafted = [round_ for round_ in made if len(round_.draft)]
+    assert len(drafted) >= 10
+    assert {round_.source for round_ in drafted} == {Source.GRAMMAR}
+    assert all(round_.n_accepted == len(round_.draft) for round_ in drafted)
+
+
+def test_a_model_is_not_asked_where_there_is_no_choice() -> None:
+    streams = TableStreams(dict.fromkeys(range(1, 60), (9.0, 0.0, 0.0)))
+    asked: list[int] = []
+    drafter = model_drafter(THREE, SAMPLINGS["plain"], RULES["coupled"], streams, Steps())
+    proposed = drafter.propose(PROMPT, Length(6))
+    try:
+        request = next(proposed)
+        while True:
+            asked.append(len(request.tokens))
+            request = proposed.send(Forward(THREE[DRAFT].logits(request), 0.0, 1, 1, 0, 0))
+    except StopIteration as end:
+        draft = end.value
+    assert draft.tokens.tolist() == [0, 2, 0, 2, 0, 2]
+    assert asked == [N, N + 2, N + 4]
+    assert draft.confidences[1::2] == (1.0, 1.0, 1.0)

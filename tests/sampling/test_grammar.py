@@ -1,0 +1,254 @@
+"""Constraints are pure functions of the tokens; bad and hostile ones end in one line, never in an abort."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fakes import tokens
+from llamaspec.errors import ConstraintError
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.sampling.grammar import MAX_TEXT, Grammar, Grammars
+from llamaspec.values import NO_TOKENS, TokenArray
+from model_store import OpenModel
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES, sentencepiece_vocabulary
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "the and": {"type": "array", "items": {"type": "integer"}},
+        "kind": {"enum": ["one", "once", "the only"]},
+    },
+    "required": ["name", "the and", "kind"],
+    "additionalProperties": False,
+}
+MAKE: dict[str, Callable[[Grammars], Grammar]] = {
+    "any object": lambda g: g.json_object(),
+    "schema": lambda g: g.json_schema(PERSON),
+    "Lark": lambda g: g.grammar('start: "a"* ("then" | "the")'),
+    "GBNF": lambda g: g.grammar('root ::= "the " [a-z]+ (", " [0-9]+)* "."'),
+    "Lark with a special token": lambda g: g.grammar("start: /(.|\\n)*/ <s> /[0-9]+/"),
+}
+
+
+@pytest.fixture(params=["bytes", "pieces"])
+def vocabulary(request: pytest.FixtureRequest, opened: OpenModel) -> LlamaVocabulary:
+    kind = BYTES if request.param == "bytes" else sentencepiece_vocabulary()
+    return opened("llama", Recipe(dtype="q8_0", vocabulary=kind)).vocabulary
+
+
+@pytest.fixture
+def grammars(vocabulary: LlamaVocabulary) -> Grammars:
+    return Grammars(vocabulary)
+
+
+def spelled(vocabulary: LlamaVocabulary, text: bytes) -> TokenArray:
+    """A text token by token, a byte each: any split must do where nothing is forced."""
+    found = {vocabulary.piece(token): token for token in range(vocabulary.size)}
+    return tokens(*(found[bytes([byte])] for byte in text))
+
+
+def accepts(grammar: Grammar, vocabulary: LlamaVocabulary, text: str) -> bool:
+    """Whether a text is what a grammar wants, the model's own split."""
+    ids = vocabulary.tokenize(b"\n" + text.encode(), add_special=False)
+    while b"".join(vocabulary.piece(token) for token in ids.tolist()) != text.encode():
+        ids = ids[1:]
+    return grammar.start_row().is_complete(ids)
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+def test_the_answer_depends_on_the_tokens_alone(
+    kind: str, grammars: Grammars, vocabulary: LlamaVocabulary
+) -> None:
+    """A row that was asked many things answers as a fresh one does."""
+    rng, grammar = random.Random(kind), MAKE[kind](grammars)
+    row, path, n_ends = grammar.start_row(), list[int](), 0
+    for _ in range(1200):
+        generated = tokens(*path)
+        answer, fresh = row.allowed(generated), grammar.start_row()
+        assert answer.tolist() == fresh.allowed(generated).tolist()
+        assert row.forced(generated).tolist() == fresh.forced(generated).tolist()
+        assert row.is_complete(generated) == grammar.start_row().is_complete(generated)
+        if forced := row.forced(generated).tolist():
+            assert answer.tolist() == forced[:1]
+        if row.is_complete(generated):
+            n_ends += 1
+            assert any(map(vocabulary.is_end, answer.tolist()))
+        if not len(answer) or len(path) > 60 or rng.random() < 0.1:
+            path = path[: rng.randrange(len(path) + 1)]
+        elif rng.random() < 0.05:
+            path.append(rng.randrange(vocabulary.size))  # hardly ever allowed
+        else:
+            path.append(rng.choice(answer.tolist()))
+    assert n_ends or kind in ("schema", "GBNF")
+
+
+def test_nothing_follows_the_end_or_what_is_not_allowed(
+    grammars: Grammars, vocabulary: LlamaVocabulary
+) -> None:
+    row = grammars.grammar('start: "ab"').start_row()
+    complete = spelled(vocabulary, b"ab")
+    assert [vocabulary.is_end(token) for token in row.allowed(complete).tolist()] == [True]
+    assert row.allowed(np.append(complete, np.int32(vocabulary.eos))).tolist() == []
+    assert row.allowed(spelled(vocabulary, b"ba")).tolist() == []
+    assert not row.is_complete(spelled(vocabulary, b"a"))
+    assert not row.is_complete(spelled(vocabulary, b"ba"))
+    assert row.is_complete(complete)
+
+
+def test_special_tokens_are_allowed_only_by_name(grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
+    anything = grammars.grammar("start: /(.|\\n)*/").start_row()
+    assert not {*vocabulary.specials} - {vocabulary.eos} & {*anything.allowed(NO_TOKENS).tolist()}
+    assert accepts_tokens(anything, spelled(vocabulary, b"<s>"))  # as text, not as the token
+    named = grammars.grammar('start: <s> "a"').start_row()
+    assert named.allowed(NO_TOKENS).tolist() == [vocabulary.bos]
+
+
+def accepts_tokens(row: object, generated: TokenArray) -> bool:
+    return row.is_complete(generated)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ('{"name": "x", "the and": [1, 2], "kind": "once"}', True),
+        ('{"name":"x","the and":[],"kind":"one"}', True),
+        ('{\n  "name": "x",\n  "the and": [\n    1\n  ],\n  "kind": "the only"\n}', True),
+        ('{"the and": [], "name": "x", "kind": "one"}', False),  # not in the schema's order
+        ('{"name": "x", "the and": ["1"], "kind": "one"}', False),
+        ('{"name": "x", "the and": [], "kind": "two"}', False),
+        ('{"name": "x", "the and": []}', False),
+        ('{  "name": "x", "the and": [], "kind": "one"}', False),  # blanks without end are not allowed
+    ],
+)
+def test_json(text: str, is_right: bool, grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
+    for schema in (PERSON, json.dumps(PERSON)):
+        assert accepts(grammars.json_schema(schema), vocabulary, text) is is_right
+
+
+GBNF = r"""
+# llama.cpp's arithmetic, and a few more of its forms
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]{0,3} ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t]*
+"""
+
+
+@pytest.mark.parametrize(("text", "is_right"), [("a +2=b\n", True), ("(a)*b=3 \nx=y\n", True), ("a=", False)])
+def test_gbnf(text: str, is_right: bool, grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
+    assert accepts(grammars.grammar(GBNF), vocabulary, text) is is_right
+
+
+def chain(n: int) -> str:
+    """Rules that name each other: the usual stack has room for 3,000."""
+    return "start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(n)) + f'a{n}: "x"'
+
+
+def references(n: int) -> str:
+    definitions = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(n)}
+    return json.dumps({"$defs": {**definitions, f"a{n}": {"type": "integer"}}, "$ref": "#/$defs/a0"})
+
+
+def test_long_chains_do_not_overflow_the_stack(opened: OpenModel) -> None:
+    vocabulary = opened("llama").vocabulary
+    grammars = Grammars(vocabulary)
+    assert accepts(grammars.grammar(chain(4500)), vocabulary, "x")
+    assert accepts(grammars.json_schema(references(1700)), vocabulary, "12")
+
+
+BAD_SCHEMAS = {
+    "not JSON": ("{", "is not JSON"),
+    "a list": ("[1]", "must be a JSON object"),
+    "unknown type": ('{"type": "foo"}', "Invalid type: foo"),
+    "unknown keyword": ('{"type": "object", "unevaluatedProperties": false}', "unevaluatedProperties"),
+    "contradiction": ('{"type": "integer", "minimum": 5, "maximum": 3}', "minimum"),
+    "another file": ('{"$ref": "http://example.com/x"}', "does not fetch"),
+    "itself": ('{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "the JSON schema"),
+    "too large": ('{"title": "' + "x" * MAX_TEXT + '"}', "shorten it"),
+    "too deep": ('{"items":' * 5000 + "{}" + "}" * 5000, "the JSON schema"),
+    "too deep for Python": ('{"items":' * 7000 + "{}", "the JSON schema"),
+    "too many ways": (
+        json.dumps({"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]}),
+        "the JSON schema",
+    ),
+    "half a character": ('{"title": "\ud800"}', "surrogate"),
+}
+BAD_GRAMMARS = {
+    "an open string": ('start: "a', "lexer error"),
+    "an unknown rule": ("start: foo", "foo"),
+    "neither": ("hello", "neither Lark"),
+    "empty": ("", "neither Lark"),
+    "GBNF without its root": ('foo ::= "a"', "root"),
+    "deep brackets": ("start: " + "(" * 30000, "the grammar"),
+    "deep brackets in GBNF": ("root ::= " + "(" * 30000, "neither Lark"),
+    "deep regular expression": ("start: /" + "(" * 20000 + "a" + ")" * 20000 + "/", "the grammar"),
+    "too large": ("start: " + '"a" ' * MAX_TEXT, "shorten it"),
+    "nothing is allowed": ("start: /[^\\s\\S]/", "the grammar"),
+    "half a character": ('start: "\ud800"', "surrogate"),
+    "an unknown special token": ("start: <|nothing|>", "the grammar"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_SCHEMAS))
+def test_bad_schemas(name: str, opened: OpenModel) -> None:
+    text, says = BAD_SCHEMAS[name]
+    refused(lambda: Grammars(opened("llama").vocabulary).json_schema(text), says)
+
+
+@pytest.mark.parametrize("name", list(BAD_GRAMMARS))
+def test_bad_grammars(name: str, opened: OpenModel) -> None:
+    text, says = BAD_GRAMMARS[name]
+    refused(lambda: Grammars(opened("llama").vocabulary).grammar(text), says)
+
+
+def test_a_schema_that_is_no_json(opened: OpenModel) -> None:
+    grammars = Grammars(opened("llama").vocabulary)
+    refused(lambda: grammars.json_schema({"const": {1, 2}}), "is not JSON")
+    circle: dict[str, object] = {}
+    circle["items"] = circle
+    refused(lambda: grammars.json_schema(circle), "is not JSON")
+
+
+def refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(says)) as caught:
+        make()
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+def test_one_constraint_in_several_threads(opened: OpenModel) -> None:
+    vocabulary = opened("llama").vocabulary
+    grammars = Grammars(vocabulary)
+    grammar = grammars.json_schema(PERSON)
+    wrong: list[object] = []
+
+    def walk(seed: int) -> None:
+        rng, row, path = random.Random(seed), grammar.start_row(), list[int]()
+        for _ in range(150):
+            answer = row.allowed(tokens(*path)).tolist()
+            if answer != grammar.start_row().allowed(tokens(*path)).tolist():
+                wrong.append(path)
+            if not answer:
+                path = []
+            else:
+                path.append(rng.choice(answer))
+        grammars.json_object()
+
+    threads = [threading.Thread(target=walk, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,128 @@
+"""Log-probabilities, logit bias and penalties: the same with and without a draft, and right by numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forward_requests import fresh
+from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Pair, Piece, Sampling, open_pair
+from llamaspec.sampling.logprobs import logprobs
+from llamaspec.values import TARGET, ForwardRequest, TokenArray
+
+CPU = ModelOptions(threads=1, gpu_layers=0)
+PROMPT = "def f(self):\n    return "
+
+
+@pytest.fixture(scope="module")
+def pair(target_file: Path, draft_file: Path) -> Iterator[Pair]:
+    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+def pieces(pair: Pair, **settings: Any) -> list[Piece]:
+    pair.forget()
+    stream = pair.stream(PROMPT, **{"seed": 5, "max_tokens": 30, **settings})
+    made = list(stream)
+    return made[: len(stream.completion.tokens)]  # without the text that was held back
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_logprobs_do_not_depend_on_the_draft(pair: Pair, n: int) -> None:
+    plain = pieces(pair, drafter=NoDrafter(), logprobs=n)
+    drafted = pieces(pair, policy=FixedLength(4), logprobs=n)
+    assert [(piece.token, piece.logprobs) for piece in drafted] == [
+        (piece.token, piece.logprobs) for piece in plain
+    ]
+    assert all(piece.logprobs is not None and len(piece.logprobs.top) == n for piece in plain)
+    assert {piece.logprobs for piece in pieces(pair)} == {None}  # not asked for
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rule": "block", "policy": FixedLength(3)},
+        {"sampling": Sampling(temperature=0.1, top_k=2, logit_bias={70: 8.0}, presence_penalty=2.0)},
+    ],
+)
+def test_logprobs_are_the_models_own(pair: Pair, target_file: Path, settings: dict[str, Any]) -> None:
+    """Of softmax(logits) by a fresh evaluation: neither bias nor temperature nor truncation is in them."""
+    found = pieces(pair, logprobs=4, **settings)
+    context: TokenArray = pair.target.vocabulary.tokenize(PROMPT.encode())
+    with LlamaModel(target_file, CPU) as model:
+        for piece in found:
+            scores = fresh(model, ForwardRequest(TARGET, context))[0].astype(np.float64)
+            right = scores - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+            assert piece.logprobs is not None
+            assert piece.logprobs.logprob == pytest.approx(right[piece.token], abs=0.05)
+            best = np.argsort(-right, kind="stable")[:4]
+            assert [value for _, value in piece.logprobs.top] == pytest.approx(right[best], abs=0.05)
+            context = np.append(context, np.int32(piece.token))
+
+
+def test_logprobs_by_hand() -> None:
+    row = np.log(np.array([0.1, 0.2, 0.2, 0.5], dtype=np.float32)) + np.float32(7)
+    found = logprobs(row, 0, 3)
+    assert np.exp(found.logprob) == pytest.approx(0.1)
+    assert [token for token, _ in found.top] == [3, 1, 2]  # ties go to the lowest ids
+    assert np.exp([value for _, value in found.top]) == pytest.approx([0.5, 0.2, 0.2])
+    assert len(logprobs(row, 0, 9).top) == 4
+
+
+BIASED = [
+    Sampling(temperature=1.2, logit_bias={65: 3.0, 66: -100.0}),
+    Sampling(temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_window=None),
+    Sampling(temperature=0.0, logit_bias={70: 1.0}, frequency_penalty=2.0, penalty_window=None),
+]
+
+
+@pytest.mark.parametrize("sampling", BIASED)
+def test_bias_and_penalties_do_not_depend_on_the_draft(pair: Pair, sampling: Sampling) -> None:
+    plain = pieces(pair, drafter=NoDrafter(), sampling=sampling)
+    drafted = pieces(pair, policy=FixedLength(4), sampling=sampling)
+    assert [piece.token for piece in drafted] == [piece.token for piece in plain]
+
+
+def test_a_bias_decides(pair: Pair) -> None:
+    wanted = pieces(pair, sampling=Sampling(logit_bias={65: 1e4}), policy=FixedLength(2))
+    assert {piece.token for piece in wanted} == {65}
+    free = {piece.token for piece in pieces(pair)}
+    barred = pieces(pair, sampling=Sampling(logit_bias=dict.fromkeys(free, -1e4)))
+    assert free.isdisjoint(piece.token for piece in barred)
+
+
+def test_penalties_of_what_was_generated_leave_the_prompt_alone(pair: Pair) -> None:
+    """OpenAI's definition: a token of the prompt is as good as any other until it is generated."""
+    greedy = Sampling(temperature=0.0)
+    vocabulary = pair.target.vocabulary
+    every = np.arange(2, vocabulary.size, dtype=np.int32)  # a prompt with every token that is text
+    prompt = np.concatenate([vocabulary.tokenize(PROMPT.encode()), every])
+
+    def tokens(sampling: Sampling, n: int) -> tuple[int, ...]:
+        pair.forget()
+        return pair.stream(prompt, sampling=sampling, seed=1, max_tokens=n).run().tokens
+
+    strong = Sampling(temperature=0.0, penalty_window=None, presence_penalty=1e4)
+    assert tokens(strong, 1) == tokens(greedy, 1)
+    written = tokens(strong, 20)
+    assert len({*written}) == len(written)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"logprobs": -1}, {"logprobs": 1000}, {"sampling": Sampling(logit_bias={100_000: 1.0})}],
+)
+def test_numbers_out_of_range(pair: Pair, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"logprobs|logit bias"):
+        pair.stream(PROMPT, **settings)
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {3: float("nan")}, {3: float("-inf")}])
+def test_a_bias_is_a_finite_number(bias: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="logit bias"):
+        Sampling(logit_bias=bias)
