@@ -13,8 +13,9 @@ from llamaspec.values import Round
 
 UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope
 COUNT = 8.0  # tokens of a text that all earlier ones count for
-DRIFT, TEXT_DRIFT = 0.02, 0.1  # how far log-odds wander with each token, over all texts and within one
+DRIFT, TEXT_DRIFT = 0.02, 0.14  # how far log-odds wander with each token, over all texts and within one
 FREE_DRIFT = 0.25  # copied stretches begin and end at once
+BACK = 0.02  # of the way back to what is usual, with each token of a text
 FLATTEST = 0.02  # slope of a probability over its log-odds, at least
 SUREST = 0.02  # confidences closer than this to 0 or 1 count as this far off
 
@@ -26,11 +27,13 @@ class Acceptance:
         self.level, self.slope = level, slope
         self._level_variance, self._covariance, self._slope_variance = UNKNOWN**2, 0.0, UNKNOWN_SLOPE**2
         self._widest, self._drift = UNKNOWN**2, drift
+        self._usual, self._back = level, 0.0
 
     def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
         """That of a new text, which differs."""
         text, p = Acceptance(self.level, drift=drift), self.probability()
         text._level_variance = text._widest = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
+        text._back = BACK
         return text
 
     def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
@@ -55,6 +58,7 @@ class Acceptance:
     def pass_tokens(self, n: int) -> None:
         """Text went by: it may have changed."""
         self._level_variance = min(self._level_variance + n * self._drift**2, self._widest)
+        self.level += min(n * self._back, 1.0) * (self._usual - self.level)
         self._slope_variance += n * (self._drift / 2) ** 2
 
 

@@ -23,7 +23,7 @@ PLAIN, STEP = 0, 1  # places of width 1 and of a draft step
 NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
 DRIFT, OWN_DRIFT = 0.006, 0.001  # how far times wander between evaluations: all together, each alone
-POWER, BEND, OWN = 0.5, 0.3, 0.12  # of the width, where nothing is known; standard deviations of both
+POWER, BEND, OWN = 0.5, 0.3, 0.18  # of the width, where nothing is known; standard deviations of both
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
@@ -53,7 +53,7 @@ class CostModel:
         self._prior_plain = float(self._mean[PLAIN])
         self.overhead_seconds = 0.0  # of a row's round, besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self._n_far = 0  # outliers in a row
+        self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row
 
     def spread(self, width: int) -> float:
         """Standard deviation of the logarithm of the time of a width."""
@@ -117,8 +117,9 @@ class CostModel:
             self._add(width)
         surprise = log(seconds / self.seconds(width))
         self._covariance += self._drift
-        self._learn(self._weights[width], PLAIN, surprise, NOISE**2)
-        self.n_timed[width] = self.n_timed.get(width, 0) + 1
+        n_before = self.n_timed.get(width, 0)
+        self._learn(self._weights[width], PLAIN, n_before, surprise, NOISE**2)
+        self.n_timed[width] = n_before + 1
         if self.looks_foreign(2):
             plain = self._mean[PLAIN], self._covariance[PLAIN, PLAIN]
             self._believe(LearnedPrior())
@@ -129,7 +130,8 @@ class CostModel:
         if seconds > 0 and n_steps > 0:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             noise = NOISE * (1.0 + CATCH_UP * n_unread / n_steps)
-            self._learn(self._step_weights, STEP, surprise, noise**2)
+            self._learn(self._step_weights, STEP, self._n_steps_timed, surprise, noise**2)
+            self._n_steps_timed += 1
 
     def observe_overhead(self, seconds: float) -> float:
         """Learn what a round costs besides the models; returns it, less what looks like a hiccup."""
@@ -154,13 +156,13 @@ class CostModel:
         self._covariance, self._place = covariance, dict(sorted([*self._place.items(), (width, n)]))
         self._lay_out()
 
-    def _learn(self, weights: FloatArray, part: int, surprise: float, noise: float) -> None:
-        """Learn a logarithm. An outlier is hardly believed, unless it is shorter: hiccups make longer."""
+    def _learn(self, weights: FloatArray, part: int, n_before: int, surprise: float, noise: float) -> None:
+        """Learn a logarithm. An outlier is hardly believed, unless few were longer: these were hiccups."""
         covariance = self._covariance
         expected = float(weights @ covariance @ weights) + noise
         doubt = surprise**2 / (expected * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
-        if doubt > 1 and (surprise < 0 or self._n_far >= LASTING):
+        if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
             covariance[part, part] += surprise**2
         elif doubt > 1:
             noise *= doubt
@@ -193,7 +195,7 @@ class CostModel:
                 self._offsets[width] = POWER * far
             if below > 1:
                 self._weights[width, self._place[below]] = weight
-            self._bend[width] = OWN**2 + (BEND * far) ** 2
+            self._bend[width] = OWN**2 + (BEND * far) ** 2 if far else 0.0
         self._seconds = []
 
     def _factors(self, base: int, z: float) -> list[float]:

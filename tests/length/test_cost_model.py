@@ -103,11 +103,11 @@ def test_bounds_are_those_of_the_ratio_to_width_1() -> None:
     for _ in range(5):
         model.observe_verify(1, 0.010)
     assert model.batch_seconds([1], 2.0) == pytest.approx([model.seconds(1)])
-    low, high = model.batch_seconds([4], -2.0)[0], model.batch_seconds([4], 2.0)[0]
+    low, high = model.batch_seconds([1, 4], -2.0)[1], model.batch_seconds([1, 4], 2.0)[1]
     assert low < 0.7 * model.seconds(4) < 1.4 * model.seconds(4) < high
     for _ in range(10):
         model.observe_verify(4, 0.020)
-    assert model.batch_seconds([4], 2.0)[0] == pytest.approx(0.020, rel=0.15)
+    assert model.batch_seconds([1, 4], 2.0)[1] == pytest.approx(0.020, rel=0.15)
 
 
 def test_a_spike_is_not_believed_but_a_lasting_change_is() -> None:

@@ -129,15 +129,15 @@ def test_experience_of_another_machine_does_no_harm() -> None:
 def test_damaged_experience_is_refused() -> None:
     known = AutoLength().experience()
     with pytest.raises(ValueError, match="do not belong together"):
-        replace(known, means=(0.0, 1.0))
+        replace(known, means=(0.0,))
     with pytest.raises(ValueError, match="widths must ascend"):
         replace(known, widths=(1,), means=(*known.means, 0.0), variances=(*known.variances, 0.0))
     with pytest.raises(ValueError, match="must be finite"):
         replace(known, log_odds=(0.4, float("nan"), 0.6))
     with pytest.raises(ValueError, match="must be finite"):
-        replace(known, means=(0.0, 1e300, 0.0))
+        replace(known, means=(0.0, 1e300))
     with pytest.raises(ValueError, match="must be finite"):
-        replace(known, variances=(0.1, -1.0, 0.1))
+        replace(known, variances=(0.1, -1.0))
 
 
 def timed(width: int, seconds: float) -> Round:
