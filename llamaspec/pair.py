@@ -10,6 +10,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -23,20 +24,23 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.write import TextPlan
-from llamaspec.errors import PromptError
-from llamaspec.hub.names import resolve_draft, resolve_model
+from llamaspec.errors import ModelFileError, PromptError
+from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama import runtime
+from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.pairing import check_pair
+from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, RowConstraint
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -67,24 +71,30 @@ class Pair:
         draft: LlamaModel | None,
         load_seconds: float,
         *,
+        heads: PredictionHeads | None = None,
         ngram: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
+        self.heads = heads  # of the target, in place of a draft
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
-        models = {TARGET: target} if draft is None else {TARGET: target, DRAFT: draft}
+        models: dict[str, Model] = {TARGET: target}
+        if draft is not None:
+            models[DRAFT] = draft
+        if heads is not None:
+            models[MTP] = heads
         concurrent = draft is not None and _apart(target, draft)
         self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
 
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        sources = {Source.MODEL} if self.draft is not None else set()
-        return frozenset(sources | {Source.NGRAM} if self.ngram else sources)
+        found = {Source.MODEL: self.draft, Source.MTP: self.heads, Source.NGRAM: self.ngram or None}
+        return frozenset(source for source, drafter in found.items() if drafter is not None)
 
     def stream(
         self,
@@ -228,9 +238,9 @@ class Pair:
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()
-        if self.draft is not None:
-            self.draft.close()
-        self.target.close()
+        for model in (self.heads, self.draft, self.target):
+            if model is not None:
+                model.close()
 
     def __enter__(self) -> Pair:
         return self
@@ -251,7 +261,7 @@ class Pair:
         drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
         if constraint is not None:
             drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
-        if self.draft is not None:
+        if self.draft is not None or self.heads is not None:
             drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
@@ -265,7 +275,20 @@ class Pair:
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
     ) -> ModelDrafter:
-        """The drafter that asks the draft model."""
+        """The drafter that asks the draft model, or the target's prediction heads."""
+        if self.heads is not None:
+            return ModelDrafter(
+                self.heads.vocabulary_size,
+                self.heads.context_size,
+                sampling,
+                RULES[rule],
+                streams,
+                model=MTP,
+                source=Source.MTP,
+                longest=self.heads.longest,
+                n_prompt=n_prompt,
+                constraint=constraint,
+            )
         assert self.draft is not None
         return ModelDrafter(
             self.draft.vocabulary_size,
@@ -304,7 +327,8 @@ def open_pair(
     target : str or Path
         A file, or a name as the commands take it: of the list of models, or hf:owner/repo:file.
     draft : str or Path, optional
-        The same; "auto" is the draft that is known for the target, "ngram" no model at all.
+        The same; "auto" is the draft that is known for the target, or else the target's own prediction
+        heads; "mtp" is these heads, "ngram" no model at all.
     ngram : bool
         Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
 
@@ -313,7 +337,7 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The two models number tokens differently.
+        The two models number tokens differently, or the target has no prediction heads.
 
     Examples
     --------
@@ -324,7 +348,13 @@ def open_pair(
     start = time.perf_counter()
     if draft == NGRAM:
         draft, ngram = None, True
+    if draft == MTP or (draft == AUTO and drafts_itself(target)):
+        path = resolve_model(target)
+        return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
     draft_path = None if draft is None else resolve_draft(draft, target)
+    if draft_path is not None and is_shared_head(draft_path):
+        path = resolve_model(target)
+        return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
     target_model = LlamaModel(resolve_model(target), target_options, on_load)
     if draft_path is None:
         return Pair(target_model, None, time.perf_counter() - start, ngram=ngram)
@@ -340,6 +370,38 @@ def open_pair(
         target_model.close()
         raise
     return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
+
+
+def drafts_itself(target: str | Path) -> bool:
+    """Whether "auto" means a target's own prediction heads: no draft is known, and the file is here."""
+    if has_draft(str(target)):
+        return False
+    try:
+        return heads_in_file(locate_model(target)).fault is None
+    except ModelFileError:
+        return False  # what is wrong is said by whoever needs the file
+
+
+def _open_with_heads(
+    path: Path,
+    head_path: Path | None,
+    target_options: ModelOptions | None,
+    head_options: ModelOptions | None,
+    on_load: LoadProgress | None,
+    start: float,
+    *,
+    ngram: bool,
+) -> Pair:
+    """Load a target whose own prediction heads draft, or one that lies in a file of its own."""
+    if head_path is None:
+        check_heads(path)
+    target = LlamaModel(path, replace(target_options or ModelOptions(), heads=True), on_load)
+    try:
+        heads = PredictionHeads(target, head_options, head_path, on_load)
+    except BaseException:
+        target.close()
+        raise
+    return Pair(target, None, time.perf_counter() - start, heads=heads, ngram=ngram)
 
 
 def _apart(target: LlamaModel, draft: LlamaModel) -> bool:

@@ -22,6 +22,7 @@ NO_TOKENS.flags.writeable = False
 
 
 TARGET, DRAFT = "target", "draft"  # the models of a pair, as requests name them
+MTP = "mtp"  # the target's own prediction heads, as requests name them
 
 
 class Source(str, Enum):

@@ -205,7 +205,8 @@ class _Answer:
 
 
 async def _all(url: str, body: dict[str, Any], prompts: list[list[tuple[str, int]]]) -> list[_Answer]:
-    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+    alone = httpx.Limits(max_keepalive_connections=0)  # llama-server ends a connection when it likes
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=alone) as client:
         answers = await asyncio.gather(*(_client(client, body, own) for own in prompts))
     return [answer for own in answers for answer in own]
 

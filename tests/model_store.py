@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamaspec import LlamaModel, demo_draft, demo_target
-from tiny_models import WRITERS, Recipe
+from tiny_models import HEAD_WRITERS, WRITERS, Recipe
 
 OpenModel = Callable[..., LlamaModel]  # (kind, recipe, **options), see the fixture `opened`
 
@@ -24,7 +24,7 @@ class ModelStore:
         key = (kind, recipe or Recipe())
         if key not in self._written:
             path = self.folder / f"{len(self._written)}-{kind}.gguf"
-            self._written[key] = WRITERS[kind](path, key[1])
+            self._written[key] = (WRITERS | HEAD_WRITERS)[kind](path, key[1])
         return self._written[key]
 
 

@@ -14,7 +14,7 @@ from llama_cpp import llama_cpp as lib
 from forward_requests import request, text
 from llamaspec import FixedLength, LlamaModel, ModelFileError, ModelOptions, Pair, open_pair
 from llamaspec.engine.stream import TextStream
-from model_store import OpenModel
+from model_store import ModelStore, OpenModel
 from tiny_models import write_bert
 
 CPU = ModelOptions(threads=1)
@@ -63,6 +63,27 @@ def test_a_forgotten_pair_is_freed(target_file: Path, draft_file: Path, freed: l
     gc.collect()
     assert forgotten() is None
     assert sorted(freed) == sorted(ALL * 2)
+
+
+def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]) -> None:
+    """Also a head with weights of its own, which reads the target's KV cache."""
+    for files, expected in (
+        ((store.path("step35"), "mtp"), ["llama_free"] * 4 + ["llama_model_free"]),
+        ((store.path("gemma4"), store.path("gemma4-assistant")), [*ALL, *ALL]),
+    ):
+        for closes in (True, False):
+            pair = open_pair(*files, target_options=CPU)
+            stream(pair, 1).run()
+            freed.clear()
+            if closes:
+                pair.close()
+            forgotten = weakref.ref(pair)
+            del pair
+            gc.collect()
+            assert forgotten() is None
+            assert sorted(freed) == sorted(expected)
+            assert freed[-1] == "llama_model_free"
+            assert freed[0] == "llama_free"
 
 
 def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str]) -> None:

@@ -218,6 +218,64 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
 
 
+@contextmanager
+def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
+    """A target whose own prediction heads draft."""
+    with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", target_options=CPU) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("kind", ["step35-one", "step35"])
+def test_same_seed_same_tokens_with_prediction_heads(store: ModelStore, kind: str) -> None:
+    with opened_with_heads(store, kind) as pair:
+        n_accepted = 0
+        for seed, temperature in enumerate(TEMPERATURES):
+            sampling = Sampling(temperature=temperature)
+            right = plain(pair, "the end", sampling, seed, 48).tokens
+            for n_draft in LENGTHS:
+                found = assisted(pair, "the end", sampling, seed, 48, n_draft)
+                assert found.tokens == right, f"temperature {temperature}, {n_draft} draft tokens"
+                assert {round_.source for round_ in found.rounds} == {Source.MTP}
+                n_accepted += found.summary.n_accepted
+        assert n_accepted > 100
+
+
+def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStore) -> None:
+    """While earlier text is copied nobody asks the heads: they catch up with what they have missed."""
+    prompt = "the end of the beginning and the beginning of the end, " * 3
+    path = store.path("step35", Recipe(dtype="q8_0"))
+    with open_pair(path, "mtp", ngram=True, target_options=CPU) as pair:
+        sources: set[Source] = set()
+        for seed in range(4):
+            right = plain(pair, prompt, Sampling(temperature=1.0), seed, 60)
+            found = assisted(pair, prompt, Sampling(temperature=1.0), seed, 60, 4)
+            assert found.tokens == right.tokens
+            sources |= {round_.source for round_ in found.rounds if len(round_.draft)}
+        assert sources == {Source.NGRAM, Source.MTP}
+
+
+def test_forks_only_where_the_choice_was_close_with_a_prediction_head(store: ModelStore) -> None:
+    """Over a hybrid target, whose widths are not exact."""
+    with opened_with_heads(store, "qwen35") as pair:
+        for seed in range(6):
+            sampling = Sampling(temperature=(0.7, 1.0)[seed % 2], top_k=None, top_p=None, min_p=None)
+            right = plain(pair, "the", sampling, seed, 40)
+            for n_draft in (1, 3, 6):
+                found = assisted(pair, "the", sampling, seed, 40, n_draft)
+                assert found.summary.n_accepted > 0
+                assert_same_or_close(pair, "the", sampling, seed, right, found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_head_that_computes_what_the_target_computes_is_hardly_rejected(
+    store: ModelStore, rule: str
+) -> None:
+    """But for a norm that rounds. A head that reads stale text is lossless, too: nothing else sees it."""
+    with opened_with_heads(store, "step35-blind") as pair:
+        rates = self_draft_rates(pair, rule, 40, (1, 2, 5, 8))
+        assert np.mean([rate for rate in rates if rate is not None]) > 0.97
+
+
 def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:
     """Texts one after the other on one pair, cut anywhere: each is what a fresh pair says."""
     target = Recipe(dtype="q8_0")

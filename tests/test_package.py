@@ -46,5 +46,11 @@ def test_the_installed_package_finds_the_list_of_models(installed: Path, tmp_pat
 
 
 def test_the_installed_package_has_the_embedded_pair_and_pages(installed: Path) -> None:
-    for name in ("demo/target.gguf", "demo/draft.gguf", "cli/timeline.html", "serve/page.html", "py.typed"):
+    for name in (
+        "demo/target.gguf",
+        "demo/draft.gguf",
+        "cli/timeline.html",
+        "serve/page/page.js",
+        "py.typed",
+    ):
         assert (installed / "llamaspec" / name).stat().st_size == (ROOT / "llamaspec" / name).stat().st_size

@@ -202,6 +202,26 @@ def test_texts_among_others_are_the_texts_alone(store: ModelStore, compactions: 
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
+@pytest.mark.parametrize("kind", ["qwen35", "step35", "step35-one"])
+def test_texts_among_others_with_prediction_heads(
+    store: ModelStore, compactions: list[int], kind: str
+) -> None:
+    """A text's hidden rows are its own, whoever shares an evaluation, leaves, or takes over a beginning."""
+    rng = np.random.default_rng(7)
+    texts = some_texts(rng, 24, longest_prompt=90, longest=60)
+    options = ModelOptions(threads=1, n_ctx=160, n_cells=512, **EXACT)  # type: ignore[arg-type]
+    path = store.path(kind, Recipe(n_context=LONG))
+    with open_pair(path, "mtp", target_options=options) as pair:
+        expected = alone(pair, texts)
+        compactions.clear()
+        outcome = interleaved(pair, texts, rng, n_rows=7)
+        assert_same_texts(outcome, expected, n_short=4)
+        if kind != "qwen35":
+            assert outcome.most_rows > 2
+            assert max(compactions, default=0) > 1
+        assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
+
+
 def test_rows_without_room_end_alone(store: ModelStore) -> None:
     """Far too few cells: many texts end early, each with what it would have said until then."""
     rng = np.random.default_rng(6)

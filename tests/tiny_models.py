@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -21,9 +22,12 @@ import numpy.typing as npt
 from tiny_vocabulary import BYTES, Vocabulary
 
 Array = npt.NDArray[np.float32]
+Keys = dict[str, int | float | bool | list[int]]
 
 CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
 NEVER = -30.0
+HIDDEN_SHARE = 0.02  # how much of the hidden row a prediction head takes in
+STATE_SHARE = 0.03  # how much the first layer of Qwen 3.5 adds, of which its prediction head knows nothing
 WINDOW = 16  # positions that a sliding-window layer sees
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
@@ -183,6 +187,117 @@ def write_lfm2(path: Path, recipe: Recipe | None = None, *, window: int | None =
     return _write(path, "lfm2", weights, keys | ({"attention.sliding_window": window} if window else {}))
 
 
+def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int = 1) -> Path:
+    """Qwen 3.5: a layer with a state, one with attention, and a prediction head that feeds itself.
+
+    With attention alone llama.cpp ends the process at the first evaluation, and with several heads, too.
+    """
+    recipe = recipe or Recipe()
+    weights = _Weights(recipe)
+    _ends(weights)
+    _same_size(weights)
+    for layer in range(recipe.n_layers):
+        _qwen35_layer(weights, layer, has_state=not layer % 2)
+    for head in range(recipe.n_layers, recipe.n_layers + n_predictors):
+        _qwen35_layer(weights, head, has_state=False)
+        _prediction_head(weights, head)
+    keys: Keys = {
+        "full_attention_interval": 2,
+        "nextn_predict_layers": n_predictors,
+        "block_count": recipe.n_layers + n_predictors,
+        "rope.dimension_sections": [6, 5, 5, 0],
+        "ssm.conv_kernel": CONV,
+        "ssm.state_size": STATE,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 2,
+        "ssm.inner_size": 2 * STATE,
+    }
+    return _write(path, "qwen35", weights, _attention_keys(recipe) | keys)
+
+
+def write_step35(
+    path: Path, recipe: Recipe | None = None, *, n_predictors: int = 3, hidden_share: float = HIDDEN_SHARE
+) -> Path:
+    """Step 3.5 with one dense layer and several prediction heads, one for each draft token; or one head.
+
+    Parameters
+    ----------
+    hidden_share : float
+        How much a head takes of the hidden row. With nothing of it, it computes what the model computes.
+    """
+    recipe = replace(recipe or Recipe(), n_layers=1)
+    weights = _Weights(recipe)
+    _ends(weights)
+    _same_size(weights)
+    n_blocks = recipe.n_layers + n_predictors
+    for layer in range(n_blocks):
+        _attention(weights, layer, recipe.n_kv_heads)
+        _feed_forward(weights, layer)
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 1.5)
+    for head in range(recipe.n_layers, n_blocks):
+        _prediction_head(weights, head, hidden_share)
+    keys: Keys = {
+        "nextn_predict_layers": n_predictors,
+        "block_count": n_blocks,
+        "expert_feed_forward_length": recipe.n_ffn,
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True] * n_blocks,
+    }
+    return _write(path, "step35", weights, _attention_keys(recipe) | keys)
+
+
+def write_gemma4(path: Path, recipe: Recipe | None = None) -> Path:
+    """Gemma 4: a layer with a sliding window, and one without."""
+    recipe = recipe or Recipe()
+    weights = _Weights(recipe)
+    _ends(weights)
+    weights.tensors["token_embd.weight"] /= np.float32(np.sqrt(recipe.width))  # the graph multiplies it back
+    for layer in range(recipe.n_layers):
+        _attention(weights, layer, recipe.n_kv_heads)
+        _feed_forward(weights, layer)
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 0.6)
+        for norm in ("post_attention_norm", "post_ffw_norm"):
+            weights.constant(f"blk.{layer}.{norm}.weight", recipe.width)
+    weights.constant("rope_freqs.weight", recipe.head_size // 2)
+    keys: Keys = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
+    return _write(path, "gemma4", weights, _attention_keys(recipe) | _gemma4_keys(recipe) | keys)
+
+
+def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
+    """A prediction head for the Gemma 4 of this recipe, whose KV cache it reads: random, so seldom right."""
+    big = recipe or Recipe()
+    recipe = replace(big, width=32)
+    weights = _Weights(recipe)
+    weights.normal("token_embd.weight", (len(recipe.vocabulary), recipe.width), 0.5)
+    weights.constant("output_norm.weight", recipe.width)
+    weights.constant("rope_freqs.weight", big.head_size // 2)
+    weights.matrix("nextn.pre_projection", recipe.width, 2 * big.width)
+    weights.matrix("nextn.post_projection", big.width, recipe.width)
+    for layer in range(recipe.n_layers):
+        block = f"blk.{layer}"
+        _feed_forward(weights, layer)
+        weights.matrix(f"{block}.attn_q", big.width, recipe.width, 1.6)
+        weights.matrix(f"{block}.attn_output", recipe.width, big.width, 1.2)
+        weights.constant(f"{block}.attn_q_norm.weight", big.head_size, 0.6)
+        weights.constant(f"{block}.layer_output_scale.weight", 1)
+        for norm in ("attn_norm", "post_attention_norm", "post_ffw_norm"):
+            weights.constant(f"{block}.{norm}.weight", recipe.width)
+    keys: Keys = {"nextn_predict_layers": recipe.n_layers, "embedding_length_out": big.width}
+    return _write(path, "gemma4-assistant", weights, _attention_keys(big) | _gemma4_keys(big) | keys)
+
+
+def _gemma4_keys(recipe: Recipe) -> Keys:
+    return {
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True, False],
+        "attention.key_length_swa": recipe.head_size,
+        "attention.value_length_swa": recipe.head_size,
+        "rope.freq_base_swa": 100.0,
+    }
+
+
 def write_bert(path: Path, recipe: Recipe | None = None) -> Path:
     """BERT: loads, but has no scores of next tokens; for tests of bad input."""
     recipe = recipe or Recipe()
@@ -218,6 +333,33 @@ def truncated(source: Path, path: Path, n_bytes: int | None = None) -> Path:
     return path
 
 
+def without_tensors(source: Path, path: Path, part: str) -> Path:
+    """The same file without the tensors that have this in their names."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    for name, entry in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            kind = entry.types[0]
+            sub_type = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), kind, sub_type)
+    for tensor in reader.tensors:
+        if part not in tensor.name:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+HEAD_WRITERS: dict[str, Callable[..., Path]] = {
+    "qwen35": write_qwen35,
+    "step35": write_step35,
+    "step35-one": partial(write_step35, n_predictors=1),
+    "gemma4": write_gemma4,
+    "gemma4-assistant": write_gemma4_assistant,
+    "step35-blind": partial(write_step35, n_predictors=1, hidden_share=0.0),
+}
 WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
     "gemma3": write_gemma3,
@@ -261,6 +403,62 @@ def _feed_forward(weights: _Weights, layer: int) -> None:
     weights.into_residual(f"{block}.ffn_down", recipe.n_ffn, 1.2)
 
 
+def _same_size(weights: _Weights) -> None:
+    """Give all rows of the embedding the same size: a norm then only scales them."""
+    embedding = weights.tensors["token_embd.weight"]
+    embedding *= np.float32(0.5) / np.sqrt(np.square(embedding).mean(axis=1, keepdims=True))
+
+
+def _qwen35_layer(weights: _Weights, layer: int, *, has_state: bool) -> None:
+    recipe, block = weights.recipe, f"blk.{layer}"
+    if has_state:
+        _delta_net(weights, layer)
+    else:
+        _attention(weights, layer, recipe.n_kv_heads)
+        query = weights.tensors.pop(f"{block}.attn_q.weight").reshape(recipe.n_heads, recipe.head_size, -1)
+        gate = np.zeros_like(query)  # half of everything passes
+        weights.tensors[f"{block}.attn_q.weight"] = np.concatenate([query, gate], axis=1).reshape(
+            2 * recipe.width, -1
+        )
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            weights.constant(f"{block}.{norm}.weight", recipe.head_size, 1.5)
+    _feed_forward(weights, layer)
+    if has_state:
+        weights.tensors[f"{block}.ffn_down.weight"] *= np.float32(STATE_SHARE)
+    weights.tensors[f"{block}.post_attention_norm.weight"] = weights.tensors.pop(f"{block}.ffn_norm.weight")
+
+
+def _delta_net(weights: _Weights, layer: int) -> None:
+    """A gated delta net with two heads."""
+    recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * STATE
+    weights.constant(f"{block}.attn_norm.weight", recipe.width)
+    weights.matrix(f"{block}.attn_qkv", 3 * inner, recipe.width, 1.5)
+    weights.matrix(f"{block}.attn_gate", inner, recipe.width, 1.2)
+    weights.normal(f"{block}.ssm_conv1d.weight", (3 * inner, CONV), 0.6)
+    weights.constant(f"{block}.ssm_dt.bias", 2, -1.0)
+    weights.constant(f"{block}.ssm_a", 2, -0.5)
+    for name in ("ssm_beta", "ssm_alpha"):
+        weights.matrix(f"{block}.{name}", 2, recipe.width)
+    weights.constant(f"{block}.ssm_norm.weight", STATE)
+    weights.into_residual(f"{block}.ssm_out", inner, STATE_SHARE)
+
+
+def _prediction_head(weights: _Weights, layer: int, hidden_share: float = HIDDEN_SHARE) -> None:
+    """Turn a layer into a head (NextN) that computes what the last layer of the model does.
+
+    It gets the embedding of a token as the model itself does, and a little of the hidden row before it.
+    """
+    recipe, last = weights.recipe, f"blk.{weights.recipe.n_layers - 1}."
+    for name in [name for name in weights.tensors if name.startswith(f"blk.{layer}.")]:
+        weights.tensors[name] = weights.tensors[last + name.split(".", 2)[2]]
+    embedding = np.eye(recipe.width, dtype=np.float32)
+    hidden = weights.matrix(f"blk.{layer}.nextn.eh_proj", recipe.width, recipe.width, hidden_share)
+    hidden[0] = 0
+    weights.tensors[f"blk.{layer}.nextn.eh_proj.weight"] = np.concatenate([embedding, hidden], axis=1)
+    weights.constant(f"blk.{layer}.nextn.enorm.weight", recipe.width, 0.5)
+    weights.constant(f"blk.{layer}.nextn.hnorm.weight", recipe.width)
+
+
 def _mamba(weights: _Weights, layer: int) -> None:
     recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * weights.recipe.width
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
@@ -276,7 +474,7 @@ def _mamba(weights: _Weights, layer: int) -> None:
     weights.into_residual(f"{block}.ssm_out", inner, 0.3)
 
 
-def _attention_keys(recipe: Recipe) -> dict[str, int | float | bool | list[int]]:
+def _attention_keys(recipe: Recipe) -> Keys:
     return {
         "feed_forward_length": recipe.n_ffn,
         "attention.head_count": recipe.n_heads,
@@ -288,7 +486,7 @@ def _attention_keys(recipe: Recipe) -> dict[str, int | float | bool | list[int]]
     }
 
 
-def _mamba_keys(recipe: Recipe) -> dict[str, int | float | bool | list[int]]:
+def _mamba_keys(recipe: Recipe) -> Keys:
     return {
         "ssm.conv_kernel": CONV,
         "ssm.inner_size": 2 * recipe.width,
@@ -298,14 +496,12 @@ def _mamba_keys(recipe: Recipe) -> dict[str, int | float | bool | list[int]]:
     }
 
 
-def _every_other(recipe: Recipe) -> dict[str, int | float | bool | list[int]]:
+def _every_other(recipe: Recipe) -> Keys:
     """A layer without key and value heads is a recurrent one."""
     return {"attention.head_count_kv": [i % 2 * recipe.n_kv_heads for i in range(recipe.n_layers)]}
 
 
-def _write(
-    path: Path, architecture: str, weights: _Weights, keys: dict[str, int | float | bool | list[int]]
-) -> Path:
+def _write(path: Path, architecture: str, weights: _Weights, keys: Keys) -> Path:
     recipe = weights.recipe
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=recipe.tensors_per_file)
     writer.add_name(f"tiny {architecture}")

@@ -39,7 +39,7 @@ def audit(source: PromptSource, models: ModelChoice, decoding: DecodingOptions, 
     """
     text = source.read(DEFAULT_PROMPT)
     files = find_files(models)
-    if files.draft is None and not files.ngram:
+    if not files.drafts:
         raise PairError("audit needs a draft; name it with --draft, or look it up with --draft ngram")
     seed = DEFAULT_SEED if decoding.seed is None else decoding.seed
     with open_files(files, models) as pair, SlowProgress("auditing") as progress:

@@ -61,7 +61,7 @@ def compare(
     """Measure target alone, draft alone and both together on one prompt."""
     text = source.read(PREDICTABLE_PROMPT)
     files = find_files(models)
-    if files.draft is None and not files.ngram:
+    if not files.drafts:
         raise PairError("compare needs a draft; name it with --draft, or look it up with --draft ngram")
     with open_files(files, models) as pair, SlowProgress("comparing") as progress:
         prompt = pair.target.vocabulary.tokenize(text)

@@ -32,6 +32,7 @@ _OPTIONS = {  # by the settings that findings name
     "draft.cache_type_v": "--draft-cache-type-v",
     "draft_length": "--draft-length 0",
     "draft": "--draft FILE",
+    "heads": "--draft mtp",
     "ngram": "--draft ngram",
 }
 

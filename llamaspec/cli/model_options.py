@@ -14,18 +14,21 @@ from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.hub.names import AUTO, locate_model
 from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.pair_files import ModelFile, PairFiles
-from llamaspec.pair import NGRAM, demo_draft, demo_target
+from llamaspec.pair import NGRAM, demo_draft, demo_target, drafts_itself
+from llamaspec.values import MTP
 
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--target", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said: a file, a name, or hf:owner/repo:file."),
-    click.option("--draft", metavar="MODEL|auto|ngram", envvar="LLAMASPEC_DRAFT",
-                 help="The small model that proposes tokens; auto = the one known for the target, ngram = "
-                      "look up draft tokens in earlier text instead."),
+    click.option("--draft", metavar="MODEL|auto|mtp|ngram", envvar="LLAMASPEC_DRAFT",
+                 help="The small model that proposes tokens; auto = the one known for the target, or its "
+                      "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
+                      "earlier text instead."),
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram", is_flag=True,
                  help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
@@ -169,12 +172,18 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
 
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
-    named = choice.draft
+    named, target = choice.draft, demo_target()
     if named == AUTO:
-        named = known_draft(choice.target) if choice.target is not None else None
-    target = demo_target() if choice.target is None else find(choice.target)
+        named = None
+        if choice.target is not None:
+            named = MTP if drafts_itself(choice.target) else known_draft(choice.target)
+    if choice.target is not None:
+        target = find(choice.target)
+    heads = named == MTP and not choice.no_draft
+    if heads:
+        check_heads(target)
     draft = None
-    if named not in (None, NGRAM) and not choice.no_draft:
+    if named not in (None, MTP, NGRAM) and not choice.no_draft:
         draft = find(str(named))
     elif named is None and choice.is_embedded and not choice.no_draft:
         draft = demo_draft()
@@ -182,4 +191,5 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
         ModelFile(target, choice.target_options),
         ModelFile(draft, choice.draft_options) if draft is not None else None,
         ngram=choice.looks_up,
+        heads=heads,
     )

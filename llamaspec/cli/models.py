@@ -25,6 +25,7 @@ from llamaspec.hub.entries import Entry, Quantization, as_listed, expanded
 from llamaspec.hub.names import find_remote, is_path, locate_model
 from llamaspec.hub.remote import HUB
 from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.nextn import heads_in_file
 
 
 @click.group(no_args_is_help=False)
@@ -61,7 +62,7 @@ def list_models(as_json: bool) -> None:
             _cell(entry.name),
             f"{entry.memory_gb} GB" if entry.memory_gb else "",
             _size(entry),
-            _cell(entry.draft or ""),
+            _cell(entry.draft or ("mtp" if _has_heads(entry) else "")),
             _cell(entry.licence or ""),
             "yes" if _path_here(entry) is not None else "",
         )
@@ -212,7 +213,11 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     here = _path_here(entry)
     listed = str(own_list()) if entry.is_own else None
     quantizations = as_listed(entry).get("quantizations", {})
-    found = {"listed_in": listed, "here": str(here) if here is not None else None}
+    found = {
+        "listed_in": listed,
+        "here": str(here) if here is not None else None,
+        "has_heads": _has_heads(entry),
+    }
     return {**asdict(entry), "quantizations": quantizations, **found}
 
 
@@ -223,6 +228,15 @@ def _path_here(entry: Entry) -> Path | None:
     except ModelFileError:
         return None
     return path if path is not None and path.is_file() else None
+
+
+def _has_heads(entry: Entry) -> bool:
+    """Whether the file is here and its own prediction heads can draft."""
+    here = _path_here(entry)
+    try:
+        return here is not None and heads_in_file(here).fault is None
+    except ModelFileError:
+        return False
 
 
 def _size(entry: Entry) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from llamaspec.cli.model_options import ModelChoice
 from llamaspec.cli.terminal import SlowProgress, say
-from llamaspec.hub.catalog import read_catalog
+from llamaspec.hub.names import has_draft
 from llamaspec.llama import runtime
 from llamaspec.measure.pair_files import PairFiles
-from llamaspec.pair import Pair, open_pair
+from llamaspec.pair import Pair, drafts_itself, open_pair
+from llamaspec.values import MTP
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
@@ -17,13 +18,15 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
-    elif files.draft is None and not files.ngram and not choice.no_draft:
-        remedy = "auto" if read_catalog().draft_of(str(choice.target)) else "ngram"
+    elif not files.drafts and not choice.no_draft:
+        target = str(choice.target)
+        remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
         say(f"no --draft given, decoding plainly; try --draft {remedy}")
+    named = files.draft.path if files.draft is not None else None
     with SlowProgress("loading") as progress:
         pair = open_pair(
             files.target.path,
-            files.draft.path if files.draft is not None else None,
+            MTP if files.heads else named,
             ngram=files.ngram,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,

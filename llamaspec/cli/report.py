@@ -6,6 +6,7 @@ from typing import Any
 
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
+from llamaspec.values import MTP
 
 
 def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
@@ -18,9 +19,16 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
         "seed": seed,
         "rule": rule,
         "target": str(pair.target.path),
-        "draft": str(pair.draft.path) if pair.draft is not None else None,
+        "draft": _drafter(pair),
         "statistics": _statistics_json(completion, pair.load_seconds),
     }
+
+
+def _drafter(pair: Pair) -> str | None:
+    """The file of the draft; "mtp" where the target's own file drafts."""
+    if pair.heads is not None:
+        return MTP if pair.heads.path == pair.target.path else str(pair.heads.path)
+    return str(pair.draft.path) if pair.draft is not None else None
 
 
 def _statistics_json(completion: Completion, load_seconds: float) -> dict[str, Any]:

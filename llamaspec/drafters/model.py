@@ -16,7 +16,7 @@ from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstrain
 from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, NO_DRAFT, Distribution, ForwardRequest, TokenArray
+from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
 
 
 @dataclass(slots=True)
@@ -39,6 +39,10 @@ class ModelDrafter:
         Draft only token ids below this: the target's vocabulary size, where the draft's is larger.
     model : str
         The name of the model in requests.
+    source : Source
+        What it is.
+    longest : int, optional
+        The most draft tokens of a round that it can make.
     n_prompt : int
         Tokens before the first that was generated.
     constraint : RowConstraint, optional
@@ -52,6 +56,8 @@ class ModelDrafter:
     streams: RandomStreams
     n_tokens: int | None = None
     model: str = DRAFT
+    source: Source = Source.MODEL
+    longest: int | None = None
     n_prompt: int = 0
     constraint: RowConstraint | None = None
     is_silent: bool = field(default=False, init=False)  # its scores were no numbers: it drafts no more
@@ -66,9 +72,9 @@ class ModelDrafter:
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
-        known, draft = self._known(context), NO_DRAFT
+        known, draft = self._known(context), Draft(source=self.source)
         n_tokens = min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
-        while not self.is_silent and length.wants_more(draft):
+        while not self.is_silent and len(draft) != self.longest and length.wants_more(draft):
             allowed = sampler.allowed(np.concatenate([context, draft.tokens]))
             if allowed is not None:
                 allowed = allowed[: np.searchsorted(allowed, n_tokens)]

@@ -93,14 +93,16 @@ def _prefill(plan: TextPlan) -> Text[TextEvent]:
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
+        if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
+            seconds += yield from _prepare_drafter(plan, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
-    seconds += yield from _prepare_drafter(plan)
+    seconds += yield from _prepare_drafter(plan, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
 
 
-def _prepare_drafter(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
-    """Let the drafter take in the prompt; returns seconds."""
-    seconds, preparation = 0.0, preparing(plan.speculation.drafter, plan.prompt)
+def _prepare_drafter(plan: TextPlan, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:
+    """Let the drafter take in what the target has read of the prompt; returns seconds."""
+    seconds, preparation = 0.0, preparing(plan.speculation.drafter, read)
     request = _advance(preparation)
     while request is not None:
         try:

@@ -113,6 +113,11 @@ def find_draft(target: str) -> str:
     return draft
 
 
+def has_draft(target: str) -> bool:
+    """Whether a draft is known for a target; False for a target that nobody knows."""
+    return read_catalog().draft_of(target) is not None
+
+
 def _own_or_remote(name: str | Path) -> Path | RemoteFile:
     if isinstance(name, Path) or is_path(name):
         return Path(name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.values import TokenArray
@@ -19,12 +20,21 @@ class Stretch(NamedTuple):
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # the last of them whose logits are wanted
+    hidden: npt.NDArray[np.float32] | None = None  # [n, E] what a prediction head gets with the tokens
 
 
 class Batch:
-    """Room for up to `size` positions, each in one sequence."""
+    """Room for up to `size` positions, each in one sequence.
 
-    def __init__(self, size: int) -> None:
+    Parameters
+    ----------
+    size : int
+    width : int
+        E, the size of a hidden row; 0 where none are given with the tokens.
+    """
+
+    def __init__(self, size: int, width: int = 0) -> None:
+        self._hidden = np.zeros((size, width), dtype=np.float32) if width else None
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
         self._n_sequences = np.ones(size, dtype=np.int32)
@@ -37,7 +47,7 @@ class Batch:
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token),
-            embd=None,
+            embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._position, lib.llama_pos),
             n_seq_id=_pointer(self._n_sequences, ctypes.c_int32),
             seq_id=ctypes.cast(self._pointers.ctypes.data, ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))),
@@ -54,6 +64,8 @@ class Batch:
             self._sequence[start:end] = stretch.sequence
             self._wanted[start:end] = 0
             self._wanted[end - stretch.n_scored : end] = 1
+            if self._hidden is not None and stretch.hidden is not None:
+                self._hidden[start:end] = stretch.hidden
         self._batch.n_tokens = end
         return self._batch
 

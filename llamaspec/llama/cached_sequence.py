@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llamaspec.llama.hidden_rows import HiddenRows
 from llamaspec.values import NO_TOKENS, TokenArray
 
 
@@ -21,10 +22,12 @@ class CachedSequence:
     n: int = 0
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] the first n count
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
+    hidden: HiddenRows = field(default_factory=HiddenRows)  # of its last tokens, for prediction heads
 
     def append(self, tokens: TokenArray, cells: TokenArray) -> None:
         """Hold more tokens. The length is set last, so an interruption leaves what was held before."""
         end = self.n + len(tokens)
+        self.hidden.cut(self.n)
         if end > len(self.tokens):
             grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
             grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]

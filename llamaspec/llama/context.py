@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import (
@@ -23,11 +24,12 @@ from llamaspec.errors import (
     ModelFileError,
     ScoresError,
 )
-from llamaspec.llama import runtime
+from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Stretch
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.handles import Handle
+from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import (
     BATCH,
@@ -55,6 +57,10 @@ class Context:
     ----------
     weights : Weights
     options : ModelOptions
+    head : int, optional
+        Compute this prediction head, counted from 0, in place of the model.
+    other : Context, optional
+        Read the KV cache of this one: for a head that has none.
 
     Raises
     ------
@@ -64,26 +70,39 @@ class Context:
         The model does not generate text.
     """
 
-    def __init__(self, weights: Weights, options: ModelOptions) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        options: ModelOptions,
+        head: int | None = None,
+        other: Context | None = None,
+    ) -> None:
         self._path = weights.path
-        self._n_vocabulary = weights.vocabulary.size
+        self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
+        self._keeps_hidden = options.heads and head is None
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
         self.context_size = n_ctx
         n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
         self.max_scored = options.max_scored
-        pointer = _open(weights, options, n_cells)
+        pointer = _open(weights, options, n_cells, other, is_head=head is not None)
         self._abort = AbortFlag()
-        self._handle: Handle | None = Handle(pointer, lib.llama_free, weights.handle, self._abort)
+        needs = (weights.handle, self._abort, None if other is None else other._handle)
+        self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):
             self.close()
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
-        self._batch = Batch(self.batch_size)
+        self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
+        if head is not None:
+            nextn.choose_head(pointer, head)
+        if options.heads:
+            scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
+            nextn.show_hidden_rows(pointer, scored_only=scored_only)
         self._governor = governor() if options.threads is None else None
         self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | StateCache
-        if weights.keeps_states:
+        if weights.keeps_states and head is None:  # heads keep keys and values
             snapshots = Snapshots(pointer) if _can_restore_states(weights) else None
             self.cache = StateCache(pointer, n_ctx, snapshots)
         else:
@@ -105,7 +124,6 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
-        pointer = self.pointer
         stretches: list[Stretch] = []
         new: list[tuple[int, TokenArray]] = []
         n_positions, n_scored = n_padding, 0
@@ -122,9 +140,11 @@ class Context:
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         if isinstance(self.cache, StateCache):
             self.cache.take_snapshot(n_scored)
-        self._decode(pointer, stretches)
+        self.decode(stretches)
         self.cache.commit(new, n_padding)
-        return self._answers(pointer, batch, n_scored)
+        if self._keeps_hidden:
+            self._keep_hidden(new)
+        return self._answers(batch, n_scored)
 
     def release(self, row: int) -> None:
         """The row has ended."""
@@ -152,8 +172,17 @@ class Context:
             new = np.concatenate((new, request.draft))
         return Stretch(held.number, held.n, new, request.n_scored)
 
-    def _decode(self, pointer: Any, stretches: Sequence[Stretch]) -> None:
-        batch = self._batch.fill(stretches)
+    def _keep_hidden(self, evaluated: Sequence[tuple[int, TokenArray]]) -> None:
+        """Note the hidden rows of what has just been committed."""
+        rows, end = self.hidden_rows(sum(len(tokens) for _, tokens in evaluated)), 0
+        for row, tokens in evaluated:
+            start, end = end, end + len(tokens)
+            sequence = self.cache.sequence(row)
+            sequence.hidden.add(sequence.n - len(tokens), rows[start:end])
+
+    def decode(self, stretches: Sequence[Stretch]) -> None:
+        """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
+        pointer, batch = self.pointer, self._batch.fill(stretches)
         self.cache.begin()
         self._choose_threads(pointer)
         if batch.n_tokens < LONG:
@@ -182,12 +211,10 @@ class Context:
             self._n_threads = self._governor.n_threads
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
-    def _answers(
-        self, pointer: Any, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int
-    ) -> list[Logits]:
+    def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
         if not n_scored:
             return [np.empty((0, self._n_vocabulary), dtype=np.float32) for _ in batch]
-        logits, end, answers = self._logits(pointer, n_scored), 0, []
+        logits, end, answers = self.logits(n_scored), 0, []
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
@@ -198,12 +225,18 @@ class Context:
             raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return answers
 
-    def _logits(self, pointer: Any, n: int) -> Logits:
+    def logits(self, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive."""
-        address = ctypes.addressof(lib.llama_get_logits(pointer).contents)
-        memory = (ctypes.c_float * (n * self._n_vocabulary)).from_address(address)
+        return self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
+
+    def hidden_rows(self, n: int) -> Rows:
+        """The same for hidden rows, of all positions or the scored ones: [n, E]."""
+        return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
+
+    def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
+        memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
-        return np.ndarray((n, self._n_vocabulary), np.float32, buffer=memoryview(memory))
+        return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
 
 
 def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
@@ -222,17 +255,25 @@ def _n_sequences(options: ModelOptions) -> int:
     return max(2, min(N_SEQUENCES, options.max_scored))
 
 
-def _open(weights: Weights, options: ModelOptions, n_cells: int) -> Any:
+def _open(
+    weights: Weights, options: ModelOptions, n_cells: int, other: Context | None, *, is_head: bool
+) -> Any:
     """The llama_context."""
-    _check_room(weights, options, n_cells)
+    if not is_head:  # one layer
+        _check_room(weights, options, n_cells)
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
-    parameters.n_seq_max = 1 if weights.keeps_states else _n_sequences(options)
+    keeps_states = weights.keeps_states and not is_head
+    if is_head:
+        parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
+    if other is not None:
+        parameters.ctx_other = other.pointer
+    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options)
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
     parameters.swa_full = True
-    parameters.n_rs_seq = STATES_BACK if _can_restore_states(weights) else 0
+    parameters.n_rs_seq = STATES_BACK if keeps_states and _can_restore_states(weights) else 0
     parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.type_k = CACHE_TYPES[options.cache_type_k]

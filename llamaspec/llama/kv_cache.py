@@ -100,6 +100,10 @@ class KVCache:
         """What is held of a prepared row."""
         return self._of_row[row]
 
+    def find(self, row: int) -> CachedSequence | None:
+        """What is held of a row that may not have asked yet."""
+        return self._of_row.get(row)
+
     def begin(self) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
         self._is_evaluating = True
@@ -130,6 +134,7 @@ class KVCache:
         sequence = self._of_row.pop(row, None)
         if sequence is not None:
             sequence.row, sequence.n_reserved = None, 0
+            sequence.hidden = sequence.hidden.tail(sequence.n)
         self._is_changing = was_changing
 
     def forget(self) -> None:
@@ -196,6 +201,7 @@ class KVCache:
         self._n_owners[cells] += 1
         other.last_used = next(self._clock)
         sequence.append(other.tokens[start:n], cells)
+        sequence.hidden = other.hidden.tail(n)
 
     def _cut(self, sequence: CachedSequence, n: int) -> None:
         """Take the tokens from `n` on out of a sequence.

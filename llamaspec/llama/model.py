@@ -13,7 +13,8 @@ from types import TracebackType
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ModelFileError
+from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import Prepared
@@ -21,6 +22,8 @@ from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.state_cache import StateCache
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
+
+PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 
 
 class LlamaModel:
@@ -58,6 +61,7 @@ class LlamaModel:
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         try:
+            _check_whole(self.weights)
             context = Context(self.weights, self.options)
         except BaseException:
             if self._owns_weights:
@@ -92,7 +96,7 @@ class LlamaModel:
             A request is not possible: llama.cpp would abort the process.
         """
         for _, request, _ in batch:
-            self._check(request)
+            self.check(request)
         if not self.weights.keeps_states:
             return self._contexts[0].prepare(batch)
         return [self._prepared(*entry) for entry in batch]
@@ -115,9 +119,20 @@ class LlamaModel:
 
     def release(self, row: int) -> None:
         """The row has ended. What is cached of it may serve others, until its room is needed."""
+        context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
+        if context is not None:
+            context.release(row)
+
+    def cached(self, row: int) -> CachedSequence | None:
+        """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
         if not self.weights.keeps_states:
-            self._contexts[0].release(row)
-        self._of_row.pop(row, None)
+            return self._contexts[0].cache.find(row)
+        context = self._of_row.get(row)
+        return None if context is None else context.cache.find(row)
+
+    def context_beside(self, weights: Weights) -> Context:
+        """A context for a prediction head with weights of its own, which reads this model's KV cache."""
+        return Context(weights, self.options, head=0, other=self._contexts[0])
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Evaluate one request at once: for measurements and tests, beside no other row.
@@ -176,7 +191,8 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def _check(self, request: ForwardRequest) -> None:
+    def check(self, request: ForwardRequest) -> None:
+        """Raise ValueError where llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
         for tokens in (request.tokens, request.draft):
@@ -211,6 +227,14 @@ class LlamaModel:
             n_before = len(request.tokens) - request.n_logits
             context.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
         return context.evaluate([(row, request)])[0]
+
+
+def _check_whole(weights: Weights) -> None:
+    """Refuse parts of other models, which llama.cpp cannot evaluate alone."""
+    if weights.architecture in PARTS:
+        raise ModelFileError(
+            f"{weights.path} is no whole model but a part of one ({weights.architecture}); give a whole one"
+        )
 
 
 def _cached(context: Context, tokens: TokenArray) -> int:

@@ -58,6 +58,7 @@ class ModelOptions:
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
     max_scored: int = MAX_DRAFT + 1  # positions of one evaluation whose logits are wanted
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
+    heads: bool = False  # load the prediction heads too, and keep the hidden rows that they need
 
     def __post_init__(self) -> None:
         if self.n_ctx is not None and not 2 <= self.n_ctx < 2**31:

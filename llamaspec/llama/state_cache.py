@@ -160,6 +160,10 @@ class StateCache:
         """What is held."""
         return self._held
 
+    def find(self, row: int) -> CachedSequence | None:
+        """The same."""
+        return self._held
+
     def shared(self, tokens: TokenArray) -> int:
         """How many of the first tokens are held, and can be gone back to."""
         return self._reachable(self._held.shared(tokens))
@@ -177,6 +181,7 @@ class StateCache:
 
     def release(self, row: int) -> None:
         """The row has ended; its text stays, for a row that begins alike."""
+        self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:
         """Empty everything."""

@@ -11,15 +11,20 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
-from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.model import PARTS, LlamaModel
+from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import available_bytes
-from llamaspec.values import TARGET, ForwardRequest
+from llamaspec.llama.weights import Weights
+from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 
 _LONGEST_MESSAGE = 8000  # characters: what a pipe takes in one piece, whatever the path
 SMALL_BYTES = 1 << 30  # of a file that is cheap enough for more than one token
@@ -65,7 +70,11 @@ def limit(seconds: int, n_bytes: int) -> None:
 def use(path: Path, n_ctx: int) -> None:
     """Open the file, use all of its vocabulary, and evaluate."""
     options = ModelOptions(n_ctx=n_ctx or None, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    with LlamaModel(path, options) as model:
+    if read_tensors(path).texts.get("general.architecture") in PARTS:
+        Weights(path, options)  # all that can be done without the other model
+        return
+    has_heads = heads_in_file(path).fault is None
+    with LlamaModel(path, replace(options, heads=has_heads)) as model:
         vocabulary, facts = model.vocabulary, model.facts()
         for token in range(vocabulary.size):
             vocabulary.piece(token)
@@ -84,6 +93,18 @@ def use(path: Path, n_ctx: int) -> None:
             model.forward(ForwardRequest(TARGET, tokens))
             if small and model.context_size > 32:
                 model.try_memory()
+            if has_heads and len(tokens) > 1:
+                _try_heads(model, tokens)
+
+
+def _try_heads(model: LlamaModel, tokens: TokenArray) -> None:
+    """Draft a token with the prediction heads."""
+    model.forward(ForwardRequest(TARGET, tokens))
+    with PredictionHeads(model) as heads:
+        request = ForwardRequest(MTP, tokens)
+        (n_cached,) = heads.prepare([(-1, request, 0)])
+        if isinstance(n_cached, int):
+            heads.evaluate([(-1, request)])
 
 
 def _data_bytes() -> int:

@@ -33,7 +33,7 @@ class Weights:
     path : Path
         A GGUF file.
     options : ModelOptions
-        `gpu_layers` and `repack` count here, the rest for contexts.
+        `gpu_layers`, `repack` and `heads` count here, the rest for contexts.
     on_load : callable, optional
         Told the fraction that is loaded.
 
@@ -60,6 +60,7 @@ class Weights:
         self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
         self.is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
         self.keeps_states = self.is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer))  # some do
+        self.hidden_size: int = lib.llama_model_n_embd_out(self.pointer)  # E
         self.window: int | None = int(lib.llama_model_n_swa(self.pointer)) or None
 
     @property
@@ -81,6 +82,11 @@ class Weights:
         buffer = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
+
+    @property
+    def architecture(self) -> str:
+        """How llama.cpp names it."""
+        return self.metadata("general.architecture") or "unknown"
 
     def metadata(self, key: str) -> str | None:
         """One metadata entry of the file as text, whole; None where there is none."""
@@ -134,6 +140,7 @@ def _load(path: Path, options: ModelOptions, on_load: LoadProgress | None) -> An
         return True
 
     parameters.progress_callback = callback = lib.llama_progress_callback(report)
+    parameters.load_mtp = options.heads
     runtime.clear_errors()
     with runtime.raising_callbacks():
         model = lib.llama_model_load_from_file(os.fsencode(path), parameters)

@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.nextn import heads_in_file
+from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.threads import usage
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
@@ -50,7 +53,11 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
     machine = look_at_machine()
     yield from machine_findings(machine)
     yield from busy_finding(machine)
-    wanted = [("target", files.target)] + ([("draft", files.draft)] if files.draft is not None else [])
+    draft = files.draft
+    if draft is not None and is_shared_head(draft.path):  # without its target it is nothing
+        yield Finding(OK, "draft", f"{draft.path.name} is a prediction head that reads the target's KV cache")
+        files, draft = replace(files, draft=None, heads=True), None
+    wanted = [("target", files.target)] + ([("draft", draft)] if draft is not None else [])
     examined: dict[str, Examined] = {}
     vocabularies: dict[str, LlamaVocabulary] = {}
     with ExitStack() as stack:
@@ -67,8 +74,9 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             yield from model_findings(machine, examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
+        yield from heads_findings(files)
         if files.draft is None:
-            yield _no_draft_finding(files)
+            yield from _no_draft_findings(files)
         elif len(examined) == len(wanted):
             yield from vocabulary_findings(vocabularies["target"], vocabularies["draft"])
             yield from pace_findings(examined["target"], examined["draft"])
@@ -132,10 +140,29 @@ def step_seconds(model: LlamaModel, clock: Clock) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def _no_draft_finding(files: PairFiles) -> Finding:
+def heads_findings(files: PairFiles) -> Iterator[Finding]:
+    """What is to say of prediction heads in the target's file."""
+    try:
+        found = heads_in_file(files.target.path)
+    except LlamaspecError:
+        return  # said before
+    if not found.n_heads:
+        return
+    if found.fault is not None:
+        yield Finding(OK, "target heads", f"the file {found.fault}")
+    elif files.heads:
+        yield Finding(OK, "target heads", f"{found.n_heads} in the file; they draft")
+    else:
+        yield Finding(OK, "target heads", f"{found.n_heads} in the file; they can draft", settings=("heads",))
+
+
+def _no_draft_findings(files: PairFiles) -> Iterator[Finding]:
+    if files.heads:
+        return
     if files.ngram:
-        return Finding(OK, "draft", "none: draft tokens are looked up in earlier text")
-    return Finding(
+        yield Finding(OK, "draft", "none: draft tokens are looked up in earlier text")
+        return
+    yield Finding(
         WARNING,
         "draft",
         "none given: plain decoding, one token at a time",

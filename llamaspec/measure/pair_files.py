@@ -23,3 +23,9 @@ class PairFiles:
     target: ModelFile
     draft: ModelFile | None
     ngram: bool = False  # draft tokens are looked up in earlier text
+    heads: bool = False  # the target's own prediction heads draft
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything drafts."""
+        return self.draft is not None or self.ngram or self.heads

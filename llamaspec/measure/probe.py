@@ -23,7 +23,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, ForwardRequest, TokenArray
+from llamaspec.values import DRAFT, MTP, TARGET, ForwardRequest, Source, TokenArray
 
 Clock = Callable[[], float]  # seconds
 Report = Callable[[float], None]  # the finished fraction, 0 to 1
@@ -204,7 +204,7 @@ class _Part:
             lambda done: report(COMPARING * done),
         )
         jobs = [("target", width) for width in self.differences]
-        if with_draft and self._pair.draft is not None:
+        if with_draft and self._pair.sources & {Source.MODEL, Source.MTP}:
             jobs += [("step", 1), *(("catch-up", n) for n in CATCH_UPS)]
         shuffled = random.Random(0)
         for turn in range(effort.most_turns + 1):  # the first one warms up
@@ -227,8 +227,14 @@ class _Part:
     def _time(self, what: str, width: int) -> Measurement[float]:
         if what == "step":
             return (yield from self._time_steps())
-        name, model = (TARGET, self._pair.target) if what == "target" else (DRAFT, self._pair.draft)
-        assert model is not None
+        name, model = TARGET, self._pair.draft or self._pair.target
+        if what == "target":
+            model = self._pair.target
+        elif self._pair.heads is None:
+            name = DRAFT
+        else:  # which need the hidden rows of what they read
+            name = MTP
+            yield ForwardRequest(TARGET, self._tokens[: self.depth + width], n_logits=0)
         # A draft may lack some of the target's tokens.
         tokens = np.where(self._tokens < model.vocabulary_size, self._tokens, np.int32(0))
         # Another token first, so that nothing of what is timed is cached.

@@ -54,6 +54,10 @@ class PairOnDisk(Protocol):
     def draft(self) -> ModelOnDisk | None:
         """The draft, if there is one."""
 
+    @property
+    def heads(self) -> object:
+        """False or None where the target's prediction heads do not draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[T]):
@@ -151,7 +155,8 @@ def _prior_path(pair: PairOnDisk) -> Path:
 
 def _probe_path(pair: PairOnDisk) -> Path:
     models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
-    key = json.dumps([*models, runtime.backend_description(), platform.node()])
+    heads = ["heads"] if pair.heads else []
+    key = json.dumps([*models, *heads, runtime.backend_description(), platform.node()])
     return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -23,7 +23,7 @@ from llamaspec.serve.logs import RequestLog, Write
 from llamaspec.serve.messages import CountRequest, MessagesRequest, count_tokens, messages
 from llamaspec.serve.openapi import Endpoint, Handler, description
 from llamaspec.serve.responses import ResponsesRequest, responses
-from llamaspec.serve.security import Guard
+from llamaspec.serve.security import PAGE_FILES, Guard
 from llamaspec.serve.service import CLIENT_LEFT, Service
 
 ENDPOINTS = (
@@ -43,10 +43,12 @@ ENDPOINTS = (
     Endpoint("/slots", status.slots),
 )
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
 }
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def make_app(service: Service, write: Write) -> ASGIApp:
@@ -58,7 +60,7 @@ def make_app(service: Service, write: Write) -> ASGIApp:
     about = description(ENDPOINTS, version("llamaspec"))
     routes += [
         Route("/openapi.json", lambda _: JSONResponse(about)),
-        Route("/", lambda _: HTMLResponse(page(), headers=_PAGE_HEADERS)),
+        *(Route(path, page_file(name)) for path, name in PAGE_FILES.items()),
     ]
     guards = [
         Middleware(RequestLog, write=write, log_format=settings.log_format),
@@ -77,9 +79,15 @@ def make_app(service: Service, write: Write) -> ASGIApp:
     return app
 
 
-def page() -> str:
-    """The page at /."""
-    return (files("llamaspec") / "serve" / "page.html").read_text(encoding="utf-8")
+def page_file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that answers with one of the page's files."""
+    content = (files("llamaspec") / "serve" / "page" / name).read_bytes()
+    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
+
+    async def answer(_: Request) -> Response:
+        return Response(content, headers=_PAGE_HEADERS, media_type=media_type)
+
+    return answer
 
 
 def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -16,7 +16,10 @@ from llamaspec.serve.faults import RequestError, fault_response
 from llamaspec.serve.settings import Limits, ServeSettings
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
-OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
+PAGE_FILES = {"/": "index.html"} | {
+    f"/{name}": name for name in ("page.css", "page.js", "markdown.js", "timeline.js")
+}
+OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/v1/health"})  # nothing of a person's is in them
 
 
 class Guard:

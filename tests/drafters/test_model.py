@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest
+from llamaspec.values import DRAFT, MTP, TARGET, Draft, Forward, ForwardRequest, Source
 from texts import PLAIN, draft, stream, target
 
 GREEDY = Sampling(temperature=0)
@@ -47,6 +49,16 @@ def test_one_evaluation_for_each_draft_token() -> None:
     for token in made.tokens.tolist():
         assert token == int(np.argmax(model.after(tokens(*path))))
         path.append(token)
+
+
+def test_heads_may_draft_no_further_than_there_are_heads() -> None:
+    model = FakeModel(vocabulary_size=5, context_size=100)
+    heads = replace(drafter(), model=MTP, source=Source.MTP, longest=2)
+    requests, made = asked(heads.propose(tokens(1, 2), Length(4)), model)
+    assert (len(made), made.source) == (2, Source.MTP)
+    assert [request.model for request in requests] == [MTP, MTP]
+    _, nothing = asked(heads.propose(tokens(1, 2), Length(0)), model)
+    assert (len(nothing), nothing.source) == (0, Source.MTP)
 
 
 def test_nothing_is_read_twice() -> None:

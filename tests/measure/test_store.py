@@ -52,6 +52,7 @@ class Models:
 
     target: OnDisk
     draft: OnDisk | None = None
+    heads: bool = False
 
 
 @pytest.fixture

@@ -193,11 +193,12 @@ function figures(made) {
   const speed = `${timings.predicted_per_second.toFixed(1)} tokens/s`;
   const estimate = timings.speedup_estimate;
   const gain = made.drafting && estimate ? `, ${estimate.toFixed(2)} times as fast as without a draft` : "";
-  $("speed").textContent = `${speed}${gain}${made.drafting ? "" : " without the draft"}`;
-  made.article.append(element("p", "figures", $("speed").textContent));
+  const told = `${speed}${gain}${made.drafting ? "" : " without the draft"}`;
+  made.article.append(element("p", "figures", told));
+  $("speed").textContent = "";
   draw($("timeline"), made.rounds);
   $("conclusion").textContent = conclude(made.rounds, timings);
-  $("last").hidden = false;
+  $("last").hidden = !made.rounds.length;
 }
 
 async function send(text) {
@@ -262,7 +263,8 @@ async function look() {
     $("model").textContent = props.model_alias;
     const lengths = Object.entries(props.speculative?.draft_length_by_rows ?? {});
     const told = lengths.map(([rows, k]) => `${k.toFixed(1)} for ${rows}`).join(", ");
-    const count = `${props.rows.running} of ${props.total_slots} running${props.rows.waiting ? `, ${props.rows.waiting} waiting` : ""}`;
+    const { running: nRunning, waiting } = props.rows ?? { running: 0, waiting: 0 };
+    const count = `${nRunning} of ${props.total_slots} running${waiting ? `, ${waiting} waiting` : ""}`;
     $("load").textContent = told ? `${count}; draft tokens by texts at once: ${told}` : count;
   } catch (error) {
     $("load").textContent = error.message;

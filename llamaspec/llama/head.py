@@ -1,0 +1,172 @@
+"""One prediction head: a context that reads tokens together with hidden rows, and what it has read.
+
+Its KV cache tells text, whose hidden rows are the target's, from draft tokens, whose hidden rows are a
+head's own: text counts as it is, draft tokens as their complement (`~token`). So a draft token that has
+become text is read again, with the right row, and the cache finds out by itself. Tokens whose hidden rows
+nobody knows any more, because the target had cached them, are left out: a gap. tests/llama/test_heads.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaspec.errors import ContextFullError
+from llamaspec.llama.batch import Stretch
+from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.context import Context
+from llamaspec.llama.hidden_rows import HiddenRows, Rows
+from llamaspec.values import MTP, NO_TOKENS, ForwardRequest, Logits, TokenArray
+
+_OWN = -(1 << 30)  # keys from here down belong to one row: no other text may share what follows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a row wants read, and the hidden rows for it: that of a position goes with the token behind it."""
+
+    row: int
+    tokens: TokenArray  # [n] text, and draft tokens behind it
+    n_text: int  # at least 1; the target has evaluated all of them, perhaps not the last
+    n_scored: int  # 1 = logits and the hidden row of the last token are wanted; else 0
+    hidden_size: int  # E
+    hidden: HiddenRows  # the target's
+    own_first: int  # position of the first of the heads' own rows
+    own: Sequence[Rows]  # [E] each
+
+    def can_start(self, start: int) -> bool:
+        """Whether the hidden rows are known that go with the tokens from `start` on."""
+        first, end = max(start, 1) - 1, self.n_text - 1
+        own_first, own_end = max(start, self.n_text) - 1, len(self.tokens) - 1
+        return (first >= end or self.hidden.first <= first < end <= self.hidden.end) and (
+            own_first >= own_end or self.own_first <= own_first < own_end <= self.own_first + len(self.own)
+        )
+
+    def rows(self, start: int) -> Rows:
+        """These hidden rows: [n - start, E]; zeros for the first token of a text."""
+        rows = np.zeros((len(self.tokens) - start, self.hidden_size), dtype=np.float32)
+        first, end = max(start, 1), min(self.n_text, len(self.tokens))
+        if first < end:
+            rows[first - start : end - start] = self.hidden.rows(first - 1, end - 1)
+        for position in range(max(start, self.n_text), len(self.tokens)):
+            rows[position - start] = self.own[position - 1 - self.own_first]
+        return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gap:
+    """Tokens that a head has not read; what it has read before and behind them stands side by side."""
+
+    keys: TokenArray  # of what it read before
+    text: TokenArray  # up to the first token behind the gap, with that one
+
+    @property
+    def n_left_out(self) -> int:
+        """Tokens in the gap."""
+        return max(0, len(self.text) - 1 - len(self.keys))
+
+
+_NO_GAP = _Gap(NO_TOKENS, NO_TOKENS)
+
+
+class Head:
+    """A head over a context of its own.
+
+    Parameters
+    ----------
+    context : Context
+        For heads, with a KV cache.
+    scored_only : bool
+        It has hidden rows only of scored positions.
+    """
+
+    def __init__(self, context: Context, *, scored_only: bool) -> None:
+        self.context = context
+        self._scored_only = scored_only
+        self._gaps: dict[int, _Gap] = {}  # by row
+
+    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
+        """Make room: for each how many of its tokens are read or left out, or why it cannot be read."""
+        while True:
+            wanted = [(r.row, ForwardRequest(MTP, self._keys(r), r.n_scored), 0) for r in batch]
+            prepared = self.context.prepare(wanted)
+            answers = [self._start(*pair) for pair in zip(batch, prepared, strict=True)]
+            if None not in answers:  # else tokens must be left out
+                return [answer for answer in answers if answer is not None]
+
+    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
+        """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
+        stretches: list[Stretch] = []
+        keys: list[tuple[int, TokenArray]] = []
+        for reading in batch:
+            held = self.context.cache.sequence(reading.row)
+            start = held.n + self._gap(reading).n_left_out
+            new = reading.tokens[start:]
+            stretches.append(Stretch(held.number, held.n, new, reading.n_scored, reading.rows(start)))
+            keys.append((reading.row, self._keys(reading)[held.n :]))
+        self.context.decode(stretches)
+        self.context.cache.commit(keys)
+        return self._answers(stretches)
+
+    def is_ready(self, reading: Reading) -> bool:
+        """Whether what was prepared can still be read: not if the target has forgotten it since."""
+        start = self.context.cache.sequence(reading.row).n + self._gap(reading).n_left_out
+        return reading.can_start(start)
+
+    def lacks(self, reading: Reading) -> bool:
+        """Whether something of what has been prepared is still to be read."""
+        return self.context.cache.sequence(reading.row).n < len(self._keys(reading))
+
+    def release(self, row: int) -> None:
+        """The row has ended."""
+        self.context.release(row)
+        self._gaps.pop(row, None)
+
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        self._gaps.clear()
+        self.context.forget()
+
+    def _start(self, reading: Reading, prepared: int | ContextFullError) -> int | ContextFullError | None:
+        """Where reading goes on; None where it must be asked again, because a gap has been opened."""
+        if isinstance(prepared, ContextFullError):
+            return prepared
+        gap, resume = self._gap(reading), reading.hidden.first + 1
+        if prepared < len(gap.keys):  # what was read before the gap has been given up
+            del self._gaps[reading.row]
+            return None
+        start = prepared + gap.n_left_out
+        if reading.can_start(start):
+            return start
+        if not start < resume < reading.n_text or not reading.can_start(resume):
+            return ContextFullError("the hidden rows of this text are not known")
+        self._gaps[reading.row] = _Gap(self._keys(reading)[:prepared], reading.tokens[: resume + 1])
+        return None
+
+    def _gap(self, reading: Reading) -> _Gap:
+        gap = self._gaps.get(reading.row, _NO_GAP)
+        fits = shared(gap.text, reading.tokens[: reading.n_text]) == len(gap.text)
+        return gap if fits and len(gap.text) else _NO_GAP
+
+    def _keys(self, reading: Reading) -> TokenArray:
+        """What stands for the tokens in the KV cache."""
+        gap, tokens, n_text = self._gap(reading), reading.tokens, reading.n_text
+        behind = max(0, len(gap.text) - 1)
+        keys = np.concatenate([gap.keys, tokens[behind:n_text], ~tokens[n_text:]])
+        if behind:
+            keys[len(gap.keys)] = _OWN - reading.row % -_OWN
+        return keys
+
+    def _answers(self, stretches: Sequence[Stretch]) -> list[tuple[Logits, Rows]]:
+        n_scored = sum(stretch.n_scored for stretch in stretches)
+        n_rows = n_scored if self._scored_only else sum(len(stretch.tokens) for stretch in stretches)
+        logits, rows = self.context.logits(n_scored), self.context.hidden_rows(n_rows)
+        answers, scored, end = [], 0, 0
+        for stretch in stretches:
+            scored, end = scored + stretch.n_scored, end + len(stretch.tokens)
+            last = scored if self._scored_only else end
+            first = last - stretch.n_scored
+            answers.append((logits[scored - stretch.n_scored : scored], rows[first:last]))
+        return answers

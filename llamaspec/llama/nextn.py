@@ -1,0 +1,127 @@
+"""Prediction heads (MTP, NextN) in llama.cpp: which files have them, and the functions that they need.
+
+llama.cpp exports the functions, but does not promise them: a build may lack them. What it cannot compute it
+meets with an abort of the process, so files are looked at before. Evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.gguf_tensors import read_tensors
+
+# Architectures whose graph runs one head, which feeds itself.
+ONE_HEAD = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
+    "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
+})  # fmt: skip
+SEVERAL_HEADS = frozenset({"hy_v3", "mimo2", "step35"})  # and those that run any number, one for each token
+# Where the graph has a hidden row only for the positions that are scored; elsewhere for all of them.
+SCORED_ROWS_ONLY = frozenset({"deepseek4", "gemma4-assistant", "mimo2", "qwen3next", "step35"})
+try:
+    _ext: Any = importlib.import_module("llama_cpp.llama_cpp_ext")
+except (ImportError, AttributeError):  # AttributeError: the library lacks one of the functions
+    _ext = None
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsInFile:
+    """The prediction heads that a file holds."""
+
+    architecture: str
+    n_heads: int  # 0 = none
+
+    @property
+    def fault(self) -> str | None:
+        """Why they cannot be used, in a few words; None where they can."""
+        if not self.n_heads:
+            return "has no prediction heads"
+        if not can_compute_heads():
+            return "has prediction heads, but this build of llama.cpp cannot compute them"
+        if self.architecture in SEVERAL_HEADS or (self.architecture in ONE_HEAD and self.n_heads == 1):
+            return None
+        heads = "a prediction head" if self.n_heads == 1 else f"{self.n_heads} prediction heads"
+        return f"has {heads}, which llama.cpp cannot compute for {self.architecture!r}"
+
+
+def can_compute_heads() -> bool:
+    """Whether this build of llama.cpp has the functions that heads need."""
+    return _ext is not None and hasattr(lib.llama_model_params(), "load_mtp")
+
+
+def heads_in_file(path: Path) -> HeadsInFile:
+    """Look at a file and its other parts, without loading it.
+
+    Raises
+    ------
+    ModelFileError
+        The file is no model.
+    """
+    check_gguf(path)
+    try:
+        found = read_tensors(path)
+        architecture = found.texts.get("general.architecture", "unknown")
+        n_heads, n_layers = (
+            found.numbers.get(f"{architecture}.{key}", 0) for key in ("nextn_predict_layers", "block_count")
+        )
+        tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # heads may have been left out
+        if n_heads and not any(tensor in names for names in _names(path, found.names)):
+            n_heads = 0
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelFileError(f"cannot read {path}: {reason}; name a readable file") from error
+    return HeadsInFile(architecture, n_heads)
+
+
+def check_heads(path: Path) -> HeadsInFile:
+    """The heads of a file, which can be used.
+
+    Raises
+    ------
+    PairError
+        They cannot, or there are none.
+    ModelFileError
+        The file is no model.
+    """
+    found = heads_in_file(path)
+    if found.fault is not None:
+        raise PairError(f"{path} {found.fault}; name a draft model, or look draft tokens up in earlier text")
+    return found
+
+
+def show_hidden_rows(context: Any, *, scored_only: bool) -> None:
+    """Let a context hand out its hidden rows: of all positions, or of the scored ones only."""
+    _ext.llama_set_embeddings_nextn(context, True, scored_only)
+
+
+def choose_head(context: Any, head: int) -> None:
+    """Let a context for heads compute this one, counted from 0."""
+    _ext.llama_set_nextn_layer_offset(context, head)
+
+
+def hidden_rows(context: Any) -> Any:
+    """Pointer to the hidden rows of the last evaluation."""
+    return _ext.llama_get_embeddings_nextn(context)
+
+
+def _names(path: Path, names: set[str]) -> Iterator[set[str]]:
+    """The names of the tensors in a file, then in its other parts."""
+    yield names
+    found = _PART.search(path.name)
+    if found is None:
+        return
+    stem, n = path.name[: found.start()], int(found[1])
+    for i in range(1, n + 1):
+        part = path.with_name(f"{stem}-{i:05d}-of-{n:05d}.gguf")
+        if part != path and part.is_file():
+            yield read_tensors(part).names

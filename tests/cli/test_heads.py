@@ -1,0 +1,81 @@
+"""`--draft mtp`: a target whose own prediction heads draft, in the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import PROMPT, invoke, said
+from model_store import ModelStore
+from tiny_models import Recipe
+
+
+@pytest.fixture
+def target(store: ModelStore) -> Path:
+    return store.path("step35-one", Recipe(dtype="q8_0"))
+
+
+def options(target: Path, draft: str) -> list[str | Path]:
+    return ["--target", target, "--draft", draft, "--threads", "1"]
+
+
+@pytest.mark.parametrize("draft", ["mtp", "auto"])
+@pytest.mark.usefixtures("own_cache")
+def test_the_text_is_the_targets_own(target: Path, draft: str) -> None:
+    wanted = ("-n", "30", "--seed", "5", "--json")
+    plain = invoke("generate", *options(target, draft), *wanted, "--no-draft", PROMPT).json
+    found = invoke("generate", *options(target, draft), *wanted, "--draft-length", "3", PROMPT).json
+    assert found["tokens"] == plain["tokens"]
+    assert found["statistics"]["accepted"] > 0
+    assert (found["draft"], plain["draft"]) == ("mtp", None)
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "doctor", "probe"])
+@pytest.mark.usefixtures("own_cache")
+def test_a_file_without_heads(target_file: Path, command: str) -> None:
+    says = said(invoke(command, *options(target_file, "mtp"), *(["x"] if command == "generate" else [])))
+    assert f"{target_file} has no prediction heads; name a draft model" in says
+    assert says.endswith("(--draft)")
+
+
+def test_a_hint_where_there_are_heads(target: Path) -> None:
+    answer = invoke("generate", "--target", target, "--threads", "1", "-n", "2", "x")
+    assert answer.stderr.startswith("llamaspec: no --draft given, decoding plainly; try --draft auto")
+
+
+def test_compare_and_audit(target: Path, own_cache: None) -> None:
+    measured = ("-n", "24", "--draft-length", "2", "-t", "0", "-p", PROMPT)
+    compared = invoke("compare", *options(target, "mtp"), *measured, "-r", "1", "--json").json
+    assert [arm["method"] for arm in compared["arms"]] == ["target alone", "speculative"]
+    assert compared["same_text"]
+    assert compared["drafted"] > 0
+    audited = invoke("audit", *options(target, "mtp"), *measured, "--json").json
+    assert audited["first_difference"] is None
+
+
+def test_a_probe_of_heads_is_kept_apart(target: Path, own_cache: None) -> None:
+    answer = invoke("probe", *options(target, "mtp"), "--quick", "--json")
+    assert answer.json["draft_step"] is not None
+    assert "--show" not in answer.stderr
+    shown = invoke("probe", *options(target, "mtp"), "--show", "--json")
+    assert shown.json["draft_step"] == answer.json["draft_step"]
+    assert invoke("probe", "--target", target, "--threads", "1", "--show").code == 1
+
+
+@pytest.mark.parametrize(("draft", "says"), [("mtp", "they draft"), ("ngram", "they can draft")])
+def test_doctor_counts_heads(target: Path, draft: str, says: str) -> None:
+    found = {f["topic"]: f for f in invoke("doctor", *options(target, draft), "--json").json["findings"]}
+    assert found["target heads"]["text"].startswith(f"1 in the file; {says}")
+    assert ("--draft mtp" in found["target heads"]["text"]) == (draft == "ngram")
+
+
+def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -> None:
+    invoke("models", "add", "own", target)
+    invoke("models", "add", "none", target_file)
+    rows = {row.split()[0]: row for row in invoke("models", "list").stdout.splitlines()}
+    assert "mtp" in rows["own"]
+    assert "mtp" not in rows["none"]
+    listed = {entry["name"]: entry for entry in json.loads(invoke("models", "list", "--json").stdout)}
+    assert (listed["own"]["has_heads"], listed["none"]["has_heads"]) == (True, False)

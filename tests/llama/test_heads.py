@@ -1,0 +1,345 @@
+"""Prediction heads over the real llama.cpp: what a used KV cache answers is what a fresh one answers.
+
+Tiny models of each kind: one head over a hybrid (qwen35), one over keys and values, three in turn (step35).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny_models as tiny
+from forward_requests import EXACT, Count, assert_same, text, tokens
+from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
+from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
+from llamaspec.llama import nextn
+from llamaspec.llama.batch import Stretch
+from llamaspec.llama.context import Context
+from llamaspec.llama.head import Head
+from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.model import LlamaModel
+from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, TokenArray
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe
+
+KINDS = ("qwen35", "step35-one", "step35")
+LONGEST = {"qwen35": 4, "step35-one": 4, "step35": 3}  # draft tokens
+TOLERANCE = 2e-3  # the head's scores react to the last bits of a hidden row; another row shifts them by 0.5
+LONG = 2048
+
+Asking = Generator[ForwardRequest, Forward, list[Logits]]
+
+
+@contextmanager
+def opened_pair(store: ModelStore, kind: str, **options: object) -> Iterator[Pair]:
+    wanted = ModelOptions(**{"threads": 1, **EXACT, **options})  # type: ignore[arg-type]
+    path = store.path(kind, Recipe(n_context=LONG))
+    with open_pair(path, "mtp", target_options=wanted) as pair:
+        yield pair
+
+
+def drafting(read: TokenArray, draft: TokenArray) -> Asking:
+    """The heads' logits behind a text that the target has evaluated, and behind each draft token."""
+    answers = []
+    for n in range(len(draft) + 1):
+        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
+        answers.append(forward.logits.copy())
+    return answers
+
+
+def reading(read: TokenArray, draft: TokenArray) -> Asking:
+    """The same, where nothing has been evaluated yet."""
+    yield ForwardRequest(TARGET, read[:-1], n_logits=0)
+    return (yield from drafting(read, draft))
+
+
+def assert_fresh(other: Pair, read: TokenArray, draft: TokenArray, answers: Sequence[Logits]) -> None:
+    other.forget()
+    for answer, expected in zip(answers, other.run(reading(read, draft)), strict=True):
+        assert_same(answer, expected, TOLERANCE)
+
+
+class Rounds:
+    """A text that is drafted and verified, with an outcome that chance decides."""
+
+    def __init__(self, rng: np.random.Generator, begin: TokenArray, longest: int) -> None:
+        self.rng, self.text, self.longest = rng, begin, longest
+        self.seen: list[tuple[TokenArray, TokenArray, list[Logits]]] = []
+
+    def some(self, n: int) -> TokenArray:
+        return self.rng.integers(2, 288, n).astype(np.int32)
+
+    def play(self, n_rounds: int) -> Generator[ForwardRequest, Forward, None]:
+        yield ForwardRequest(TARGET, self.text[:-1], n_logits=0)
+        for _ in range(n_rounds):
+            draft = self.some(int(self.rng.integers(1, self.longest + 1)))
+            if self.rng.random() < 0.8:  # else nobody asks the heads
+                answers = yield from drafting(self.text, draft[:-1])
+                self.seen.append((self.text, draft[:-1], answers))
+            yield ForwardRequest(TARGET, self.text, draft=draft)
+            n_accepted = int(self.rng.integers(len(draft) + 1))
+            self.text = np.concatenate([self.text, draft[:n_accepted], self.some(1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_answers_are_fresh_answers(store: ModelStore, kind: str) -> None:
+    """Draft tokens that became text are read again with the target's hidden rows; rejected ones are gone."""
+    rng = np.random.default_rng(3)
+    with opened_pair(store, kind, n_ctx=512) as pair, opened_pair(store, kind, n_ctx=512) as other:
+        for _ in range(3):
+            rounds = Rounds(
+                rng, rng.integers(2, 288, int(rng.integers(2, 40))).astype(np.int32), LONGEST[kind]
+            )
+            pair.run(rounds.play(12))
+            for read, draft, answers in rounds.seen:
+                assert_fresh(other, read, draft, answers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hidden_rows_matter(store: ModelStore, kind: str) -> None:
+    """Else the comparisons here would see nothing: another text before makes other scores."""
+    with opened_pair(store, kind) as pair:
+        read = text(30)
+        answers = pair.run(reading(read, tokens(5)))
+        changed = read.copy()
+        changed[-2] += 1  # within the window of every layer, not the token that the head embeds
+        others = pair.run(reading(changed, tokens(5)))
+        assert all(np.abs(a - b).max() > 0.1 for a, b in zip(answers, others, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_goes_on_from_another_is_read_from_there(
+    store: ModelStore, evaluated: Count, kind: str
+) -> None:
+    """As the next turn of a conversation does: the rows of the last round are still known."""
+    n_heads = 3 if kind == "step35" else 1
+
+    def accepting() -> Asking:
+        answers = yield from reading(text(60), tokens(5))
+        yield ForwardRequest(TARGET, text(60), draft=text(70)[60:])  # all of them accepted
+        return answers
+
+    with opened_pair(store, kind) as pair, opened_pair(store, kind) as other:
+        pair.run(accepting())
+        evaluated.taken()
+        longer = text(76)  # near enough for a window of 16
+        answers = pair.run(reading(longer, tokens(7)))
+        n_read = evaluated.taken()
+        assert_fresh(other, longer, tokens(7), answers)
+    assert n_read <= 7 + n_heads * 18  # by the target, and by each head, with its draft tokens
+
+
+NO_DRAFT = tokens()
+
+
+@pytest.mark.parametrize("kind", ["step35-one", "step35"])
+def test_a_text_that_begins_like_another_leaves_out_what_is_not_known(
+    store: ModelStore, evaluated: Count, kind: str
+) -> None:
+    """The target has cached the beginning, so one hidden row is missing; the heads' beginning is shared."""
+    begin = text(200)
+    other_end = np.concatenate([begin[:100], text(30, seed=9)])
+    with opened_pair(store, kind) as pair:
+        pair.run(reading(begin, NO_DRAFT))
+        evaluated.taken()
+        answers = pair.run(reading(other_end, tokens(7)))
+        assert evaluated.taken() < 110
+        assert all(np.isfinite(answer).all() for answer in answers)
+        # The tokens that were read, side by side, are another text: it must not share what is behind the gap.
+        side_by_side = np.concatenate([begin[:100], other_end[101:]])
+        pair.run(reading(side_by_side, NO_DRAFT))
+        assert evaluated.taken() >= 27 + 27  # by the target and by a head
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_read_a_long_prompt_as_it_is_read(
+    store: ModelStore, evaluated: Count, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """More than the hidden rows that are kept: none are missing at the end."""
+    gaps = count_gaps(monkeypatch)
+    with opened_pair(store, kind, n_ctx=2048) as pair:
+        pair.stream(text(1800), max_tokens=8, policy=FixedLength(2), seed=0).run()
+    assert not gaps
+    assert evaluated.n >= 2 * 1790
+
+
+def count_gaps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows whose texts were not read whole."""
+    rows: list[int] = []
+    start = Head._start
+
+    def counted(self: Head, wanted: object, prepared: object) -> object:
+        answer = start(self, wanted, prepared)  # type: ignore[arg-type]
+        if answer is None or isinstance(answer, ContextFullError):
+            rows.append(wanted.row)  # type: ignore[attr-defined]
+        return answer
+
+    monkeypatch.setattr(Head, "_start", counted)
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_hidden_rows_there_is_no_draft(store: ModelStore, kind: str) -> None:
+    """What the target has never evaluated, or what was forgotten meanwhile: one error for this row alone."""
+
+    def asking(pair: Pair) -> Generator[ForwardRequest, Forward, list[bool]]:
+        outcomes = []
+        for begins in (False, True):
+            if begins:
+                yield ForwardRequest(TARGET, text(20), n_logits=0)
+                pair.target.forget()
+            try:
+                yield ForwardRequest(MTP, text(20))
+            except ContextFullError:
+                outcomes.append(False)
+            else:
+                outcomes.append(True)
+        return outcomes
+
+    with opened_pair(store, kind) as pair:
+        assert pair.run(asking(pair)) == [False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: ModelStore, kind: str) -> None:
+    """Another row may have needed the room: the scheduler prepares models in any order."""
+    with opened_pair(store, kind) as pair:
+        assert pair.heads is not None
+        pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
+        wanted = ForwardRequest(MTP, text(20))
+        assert pair.heads.prepare([(-1, wanted, 0)]) == [0]
+        pair.target.forget()
+        with pytest.raises(EvaluationAbortedError):
+            pair.heads.evaluate([(-1, wanted)])
+        (answer,) = pair.heads.prepare([(-1, wanted, 0)])
+        assert isinstance(answer, ContextFullError)
+
+
+def test_several_heads_draft_no_further_than_there_are(store: ModelStore) -> None:
+    with opened_pair(store, "step35") as pair:
+        assert pair.heads is not None
+        assert pair.heads.longest == 3
+        completion = pair.stream("the end", max_tokens=40, policy=FixedLength(6), seed=1).run()
+        assert max(len(round_.draft) for round_ in completion.rounds) == 3
+        with pytest.raises(ContextFullError, match="so far ahead"):
+            pair.run(reading(text(20), tokens(5, 6, 7)))
+
+
+def test_each_head_computes_its_own_layer(store: ModelStore, opened: OpenModel) -> None:
+    target = opened("step35", heads=True)
+    hidden = np.ones((5, target.weights.hidden_size), dtype=np.float32)
+    logits = []
+    for head in range(3):
+        context = Context(target.weights, target.options, head)
+        context.decode([Stretch(0, 0, text(5), 1, hidden)])
+        logits.append(context.logits(1)[0].copy())
+        context.close()
+    assert all(np.abs(a - b).max() > 0.1 for a, b in itertools.combinations(logits, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_targets_logits_are_the_same_bits_without_heads(
+    store: ModelStore, opened: OpenModel, kind: str
+) -> None:
+    recipe = Recipe(n_context=LONG)
+    with_rows, without = opened(kind, recipe, heads=True), opened(kind, recipe)
+    for width in (1, 2, 5, 9):
+        for model in (with_rows, without):
+            model.forget()
+            model.forward(ForwardRequest(TARGET, text(30), n_logits=0))
+        wanted = ForwardRequest(TARGET, text(31), draft=text(width, seed=4))
+        assert (with_rows.forward(wanted) == without.forward(wanted)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_ends_where_the_context_ends(store: ModelStore, kind: str) -> None:
+    with opened_pair(store, kind, n_ctx=64) as pair:
+        sampling = Sampling(temperature=0)
+        plain = pair.stream(text(40), drafter=NoDrafter(), sampling=sampling).run()
+        pair.forget()
+        found = pair.stream(text(40), policy=FixedLength(4), sampling=sampling).run()
+    assert found.stop_reason is plain.stop_reason
+    assert len(found.tokens) == len(plain.tokens) == 24
+    assert found.tokens[:-4] == plain.tokens[:-4]
+    assert found.summary.n_verified > 0
+
+
+def test_requests_that_are_not_possible(store: ModelStore) -> None:
+    with opened_pair(store, "step35-one", n_ctx=64) as pair:
+        assert pair.heads is not None
+        for wanted in (
+            ForwardRequest(MTP, text(20), n_logits=2),
+            ForwardRequest(MTP, text(20), draft=tokens(3)),
+            ForwardRequest(MTP, text(65)),
+            ForwardRequest(MTP, tokens(3, -5)),
+            ForwardRequest(MTP, tokens(3, 99_999)),
+        ):
+            with pytest.raises(ValueError, match=r"scores the last|do not fit|must be from"):
+                pair.heads.prepare([(0, wanted, 0)])
+
+
+def test_close_may_come_twice_and_leaves_nothing_usable(store: ModelStore) -> None:
+    with LlamaModel(store.path("qwen35"), ModelOptions(threads=1, heads=True)) as target:
+        with PredictionHeads(target) as heads:
+            pass
+        heads.close()
+
+
+# Files
+
+
+def test_a_damaged_file_has_no_heads(store: ModelStore, tmp_path: Path) -> None:
+    """Cut in the middle of its metadata: the list of models is shown all the same."""
+    path = tiny.truncated(store.path("qwen35"), tmp_path / "cut.gguf", 700)
+    assert nextn.heads_in_file(path).n_heads == 0
+
+
+def test_a_file_without_heads(target_file: Path) -> None:
+    with pytest.raises(PairError, match="has no prediction heads"):
+        open_pair(target_file, "mtp")
+
+
+def test_a_file_whose_heads_were_left_out(tmp_path: Path) -> None:
+    """llama.cpp loads it, and would end the process when its heads are asked."""
+    path = tiny.write_step35(tmp_path / "whole.gguf")
+    without = tiny.without_tensors(path, tmp_path / "trunk.gguf", "nextn.eh_proj")
+    assert nextn.heads_in_file(path).n_heads == 3
+    assert nextn.heads_in_file(without).n_heads == 0
+    with pytest.raises(PairError, match="has no prediction heads"):
+        open_pair(without, "mtp")
+
+
+def test_more_heads_than_the_architecture_computes(tmp_path: Path) -> None:
+    path = tiny.write_qwen35(tmp_path / "model.gguf", n_predictors=2)
+    with pytest.raises(
+        PairError, match=r"has 2 prediction heads, which llama.cpp cannot compute for 'qwen35'"
+    ):
+        open_pair(path, "mtp")
+
+
+def test_heads_in_another_part_of_the_file(tmp_path: Path) -> None:
+    path = tiny.write_step35(tmp_path / "model.gguf", Recipe(tensors_per_file=6))
+    assert path.name.startswith("model-00001-of-")
+    assert nextn.heads_in_file(path).n_heads == 3
+    with open_pair(path, "mtp", target_options=ModelOptions(threads=1)) as pair:
+        assert pair.stream("the", max_tokens=12, policy=FixedLength(2)).run().summary.n_verified > 0
+
+
+def test_a_build_that_cannot_compute_heads(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nextn, "_ext", None)
+    with pytest.raises(PairError, match=r"this build of llama.cpp cannot compute them"):
+        open_pair(store.path("qwen35"), "mtp")
+
+
+def test_auto_takes_the_heads_where_no_draft_is_known(store: ModelStore) -> None:
+    options = ModelOptions(threads=1)
+    with open_pair(store.path("step35-one"), "auto", target_options=options) as pair:
+        assert pair.heads is not None
+        assert pair.draft is None
+    with pytest.raises(PairError, match="no draft is known"):
+        open_pair(store.path("llama"), "auto", target_options=options)

@@ -1,0 +1,142 @@
+"""A head that reads the target's KV cache (Gemma 4's assistant), over the real llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from command import invoke
+from forward_requests import EXACT, TOLERANCE, assert_same, text, tokens
+from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
+from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
+from llamaspec.llama import nextn
+from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
+from model_store import ModelStore
+from tiny_models import Recipe
+
+Asking = Generator[ForwardRequest, Forward, list[Logits]]
+CLOSE = TOLERANCE["gemma3"]
+
+
+@contextmanager
+def opened_pair(store: ModelStore, **options: object) -> Iterator[Pair]:
+    wanted = ModelOptions(**{"threads": 1, **EXACT, **options})  # type: ignore[arg-type]
+    files = store.path("gemma4"), store.path("gemma4-assistant")
+    with open_pair(*files, target_options=wanted) as pair:
+        yield pair
+
+
+def drafting(read: TokenArray, draft: TokenArray) -> Asking:
+    answers = []
+    for n in range(len(draft) + 1):
+        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
+        answers.append(forward.logits.copy())
+    return answers
+
+
+def reading(read: TokenArray, draft: TokenArray) -> Asking:
+    yield ForwardRequest(TARGET, read[:-1], n_logits=0)
+    return (yield from drafting(read, draft))
+
+
+def test_rejected_draft_tokens_are_not_seen(store: ModelStore) -> None:
+    """They lie in the target's cache until it is asked again, and the head is asked before."""
+    begin = text(30)
+
+    def verifying(n_accepted: int) -> Asking:
+        draft = tokens(5, 6, 7)
+        yield from reading(begin, draft[:2])
+        yield ForwardRequest(TARGET, begin, draft=draft)
+        return (yield from drafting(np.concatenate([begin, draft[:n_accepted], tokens(9)]), tokens(4, 8)))
+
+    with opened_pair(store) as pair, opened_pair(store) as other:
+        for n_accepted in range(4):
+            pair.forget()
+            other.forget()
+            after = np.concatenate([begin, tokens(5, 6, 7)[:n_accepted], tokens(9)])
+            expected = other.run(reading(after, tokens(4, 8)))
+            for answer, right in zip(pair.run(verifying(n_accepted)), expected, strict=True):
+                assert_same(answer, right, CLOSE)
+
+
+def test_its_own_hidden_row_is_all_that_it_keeps_of_a_draft_token(store: ModelStore) -> None:
+    with opened_pair(store) as pair:
+        one, other = (pair.run(reading(text(30), tokens(first, 8)))[2] for first in (5, 6))
+        assert np.abs(one - other).max() > 5 * CLOSE
+
+
+def test_the_cache_and_the_hidden_row_matter(store: ModelStore) -> None:
+    with opened_pair(store) as pair:
+        read = text(30)
+        right = pair.run(reading(read, tokens(5)))
+        changed = read.copy()
+        changed[5] += 1
+        for other in pair.run(reading(changed, tokens(5))), pair.run(reading(read[1:], tokens(5))):
+            assert all(np.abs(a - b).max() > 5 * CLOSE for a, b in zip(right, other, strict=True))
+
+
+def test_the_text_is_the_targets_own_among_others(store: ModelStore) -> None:
+    prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (25, 0), (3, 2))]
+    with opened_pair(store, n_ctx=256, n_cells=512) as pair:
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature)
+            plain = []
+            for seed, prompt in enumerate(prompts):
+                pair.forget()
+                stream = pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, drafter=NoDrafter())
+                plain.append(stream.run().tokens)
+            pair.forget()
+            streams = [
+                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, policy=FixedLength(3))
+                for seed, prompt in enumerate(prompts)
+            ]
+            while [stream for stream in streams if next(stream, None) is not None]:
+                pass
+            found = [stream.completion for stream in streams]
+            assert [completion.tokens for completion in found] == plain
+            assert max(round_.n_rows for completion in found for round_ in completion.rounds) > 1
+            assert all(completion.summary.n_verified > 20 for completion in found)
+            assert {round_.source for completion in found for round_ in completion.rounds} == {Source.MTP}
+
+
+def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: ModelStore) -> None:
+    with opened_pair(store) as pair:
+        assert pair.heads is not None
+        pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
+        wanted = ForwardRequest(MTP, text(20))
+        assert pair.heads.prepare([(-1, wanted, 0)]) == [19]
+        pair.target.forget()
+        with pytest.raises(EvaluationAbortedError):
+            pair.heads.evaluate([(-1, wanted)])
+
+
+def test_another_target(store: ModelStore) -> None:
+    files = store.path("llama"), store.path("gemma4-assistant")
+    with pytest.raises(PairError, match="drafts for another target"):
+        open_pair(*files, target_options=ModelOptions(threads=1))
+    wider = store.path("gemma4", Recipe(width=128))
+    with pytest.raises(PairError, match="drafts for another target"):
+        open_pair(wider, files[1], target_options=ModelOptions(threads=1))
+
+
+def test_a_build_that_cannot_compute_it(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nextn, "_ext", None)
+    with pytest.raises(PairError, match="this build of llama"):
+        open_pair(store.path("gemma4"), store.path("gemma4-assistant"))
+
+
+def test_alone_it_is_no_model(store: ModelStore) -> None:
+    path = store.path("gemma4-assistant")
+    with pytest.raises(ModelFileError, match="no whole model but a part of one"):
+        open_pair(path, target_options=ModelOptions(threads=1))
+
+
+def test_doctor_knows_it(store: ModelStore) -> None:
+    files = "--target", store.path("gemma4"), "--draft", store.path("gemma4-assistant")
+    answer = invoke("doctor", *files, "--threads", "1", "--json")
+    found = {finding["topic"]: finding for finding in answer.json["findings"]}
+    assert "reads the target's KV cache" in found["draft"]["text"]
+    assert answer.json["problems"] == 0

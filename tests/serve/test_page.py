@@ -1,0 +1,247 @@
+"""The page in a real browser: Debian's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from llamaspec import Pair
+from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served, until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-proxy-server",
+]  # fmt: skip
+
+if CHROMIUM is None and not os.environ.get("CI"):
+    pytest.skip("there is no Chromium on this machine", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Served) -> Iterator[Page]:
+    """The page, with nothing kept from earlier; anything that it complains of fails the test."""
+    context = browser.new_context()
+    context.set_default_timeout(1000 * PATIENCE_SECONDS)
+    expect.set_options(timeout=1000 * PATIENCE_SECONDS)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    page.goto(server.url)
+    yield page
+    context.close()
+    assert [said for said in complaints if "429" not in said] == []  # of one test, which wants to be refused
+
+
+def ask(page: Page, text: str, n: int = 24) -> str:
+    """Send a message and wait for the whole answer."""
+    settle(page, "Longest answer, tokens", str(n))
+    before = page.locator("article.assistant").count()
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator("article.assistant")).to_have_count(before + 1)
+    expect(page.locator("article.assistant").last.locator(".figures")).to_have_count(1)
+    return answer(page)
+
+
+def answer(page: Page) -> str:
+    return str(page.locator("article.assistant .text").last.text_content())
+
+
+def settle(page: Page, label: str, value: str) -> None:
+    if page.locator("#settings").is_hidden():
+        page.get_by_role("button", name="Settings").click()
+    page.get_by_label(label).fill(value)
+    page.get_by_label(label).blur()
+
+
+def test_a_message_is_answered(page: Page, server: Served) -> None:
+    settle(page, "Seed", "7")
+    said = ask(page, "def add(a, b):")
+    body = {
+        "messages": [{"role": "user", "content": "def add(a, b):"}],
+        "seed": 7,
+        "temperature": 0.8,
+        "max_tokens": 24,
+    }
+    assert said == server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    expect(page.locator("#model")).to_have_text(server.service.model_name)
+    expect(page.get_by_label("Message")).to_have_value("")
+
+
+def test_accepted_draft_tokens_are_tinted(page: Page) -> None:
+    ask(page, "import os\nimport sys\n", 48)
+    drafted = page.locator("article.assistant .drafted").first
+    tinted = drafted.evaluate("e => getComputedStyle(e).backgroundColor")
+    page.get_by_label("Tint accepted draft tokens").uncheck()
+    assert drafted.evaluate("e => getComputedStyle(e).backgroundColor") != tinted
+
+
+def test_text_comes_while_it_is_written_and_stops(
+    browser: Browser, demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(demo) as running:
+        gate = Gate(demo, monkeypatch)
+        page = browser.new_context().new_page()
+        page.goto(running.url)
+        settle(page, "Longest answer, tokens", "400")
+        page.get_by_label("Message").fill("import os")
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_role("button", name="Stop (Esc)")).to_be_visible()
+        expect(page.get_by_role("button", name="Send")).to_be_disabled()
+        until(lambda: running.n_running() == 1)
+        page.keyboard.press("Escape")
+        gate.open()
+        expect(page.get_by_role("button", name="Stop (Esc)")).to_be_hidden()
+        until(lambda: running.n_running() == 0)
+        expect(page.get_by_label("Message")).to_have_value("import os")  # nothing was said, nothing is lost
+        page.context.close()
+
+
+def test_the_same_text_without_the_draft(page: Page) -> None:
+    with_draft = ask(page, "class Stack:", 40)
+    page.get_by_role("button", name="Again without the draft").click()
+    expect(page.locator("article.assistant")).to_have_count(2)
+    verdict = page.locator("article.assistant").last.locator(".figures").last
+    expect(verdict).to_contain_text("The same text")
+    assert answer(page) == with_draft
+    expect(page.locator("article.assistant").last.locator(".drafted")).to_have_count(0)
+
+
+def test_the_next_answer_without_a_draft(page: Page) -> None:
+    page.get_by_label("Draft the next answer").uncheck()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "x = 1")
+    assert json.loads(asked.value.post_data or "")["speculative"]["enabled"] is False
+    expect(page.get_by_label("Draft the next answer")).to_be_checked()
+
+
+def test_a_reload_keeps_the_conversation(page: Page) -> None:
+    settle(page, "Seed", "3")
+    said = ask(page, "# a comment")
+    page.reload()
+    assert answer(page) == said
+    expect(page.locator("article.user .text")).to_have_text("# a comment")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Seed")).to_have_value("3")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("article")).to_have_count(0)
+    page.reload()
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_a_second_turn_knows_the_first(page: Page) -> None:
+    said = ask(page, "one = 1", 12)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "two = 2", 12)
+    messages = json.loads(asked.value.post_data or "")["messages"]
+    assert [m["content"] for m in messages] == ["one = 1", said, "two = 2"]
+
+
+def test_the_timeline(page: Page) -> None:
+    ask(page, "for i in range(10):", 32)
+    expect(page.locator("#timeline rect.verify").first).to_be_attached()
+    expect(page.locator("#timeline text").first).to_contain_text("ms")
+    expect(page.locator("#conclusion")).to_contain_text("evaluations of the target")
+    step = page.evaluate("async () => (await import('/timeline.js')).axisStep(1234)")
+    assert step == 200
+    rounds = [
+        {"draft_ms": 100, "verify_ms": 300, "overhead_ms": 100, "drafted": 4, "accepted": 3},
+        {"draft_ms": 0, "verify_ms": 500, "overhead_ms": 0, "drafted": 0, "accepted": 0},
+    ]
+    conclusion = page.evaluate(
+        "async (rounds) => (await import('/timeline.js')).conclude(rounds, {speedup_estimate: 1.5})", rounds
+    )
+    assert conclusion == (
+        "5 tokens in 2 evaluations of the target and 1.00 s: 3 of 4 draft tokens were accepted."
+        " Without a draft it would take about 1.50 s."
+    )
+
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)> **bold <b>x</b>** `<i>`\n```\n<script>alert(2)</script>\n```\n- <a href=x>"
+)
+
+
+def test_nothing_is_read_as_html(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Format answers").check()
+    ask(page, HOSTILE, 8)
+    expect(page.locator("article.user .text")).to_have_text(HOSTILE)
+    tags = page.evaluate(
+        """async (text) => {
+            const place = document.createElement("div");
+            place.append(...(await import("/markdown.js")).format(text));
+            return [[...place.querySelectorAll("*")].map((e) => e.localName), place.textContent];
+        }""",
+        HOSTILE,
+    )
+    assert set(tags[0]) == {"p", "strong", "code", "pre", "ul", "li"}
+    assert "<script>alert(2)</script>" in tags[1]
+    assert page.locator("article img, article script, article a").count() == 0
+
+
+def test_what_goes_wrong_is_said(page: Page) -> None:
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": {"message": "full"}})
+    )
+    page.get_by_label("Message").fill("hello")
+    page.get_by_label("Message").press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("full")
+    expect(page.get_by_label("Message")).to_have_value("hello")
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_with_a_key(browser: Browser, demo: Pair) -> None:
+    with served(demo, keys=("secret",), template=TEMPLATE) as running:
+        page = browser.new_context().new_page()
+        page.goto(running.url)
+        expect(page.locator("#load")).to_contain_text("key")
+        settle(page, "API key", "secret")
+        ask(page, "x = 1", 8)
+        stored = page.evaluate("JSON.stringify(localStorage)")
+        assert "secret" not in stored
+        page.context.close()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_fits(page: Page, width: int, theme: str, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": width, "height": 720})
+    ask(page, "a_very_long_word_" * 20, 40)
+    page.get_by_label("Colours").select_option(theme)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    red, green, blue = page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    )
+    assert (red + green + blue > 3 * 128) == (theme == "light")
+    page.get_by_role("button", name="Settings").click()
+    folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    page.screenshot(path=folder / f"page-{width}-{theme}.png")
+
+
+def test_every_control_has_a_name(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, input, select, textarea")]
+            .filter((e) => !(e.labels?.length || e.textContent.trim())).map((e) => e.id)"""
+    )
+    assert nameless == []
+    page.get_by_label("Message").focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "drafting"
