@@ -65,5 +65,5 @@ class AutoLength:
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
-        usual, own = self.shared.usual[Source.MODEL], self.shared.calibrations[Source.MODEL]
+        usual, own = (each[self.shared.drafting] for each in (self.shared.usual, self.shared.calibrations))
         return self.shared.costs.learned((usual.level, own.level, own.slope))

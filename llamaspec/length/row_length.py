@@ -68,7 +68,6 @@ class AutoRow:
             )
             for source, usual in shared.usual.items()
         }
-        self._n_models = len(shared.sources - FREE)
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
@@ -132,38 +131,38 @@ class AutoRow:
         n_rows = allocator.n_rows
         self._rate = plain_rate = allocator.plain_rate(n_rows)
         left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
-        if Source.MODEL in shared.sources:
+        if shared.drafting in shared.sources:
             plan = self._plan_model(plain_rate, left)
-            self._plans[Source.MODEL], self._rate = plan, max(plan.rate, plain_rate)
-            patience = CHECK_AFTER + (self._rate / plain_rate - 1.0) / CHECK_SHARE
-            shared.wants_plain = plan.limit > 0 and shared.n_since_plain >= patience
-        if shared.wants_plain:
-            self._plans, self._rate = {}, 0.0
-        elif Source.NGRAM in shared.sources:
-            self._plans[Source.NGRAM] = self._plan_free(plain_rate, left / (1 + self._n_models))
+            self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
+        if Source.NGRAM in shared.sources:
+            self._plans[Source.NGRAM] = self._plan_free(plain_rate, left)
+        steady = next(iter(self._plans.values()), NOTHING)  # copies beside a draft model are not
+        patience = CHECK_AFTER + max(steady.rate / plain_rate - 1.0, 0.0) / CHECK_SHARE
+        if steady.limit and shared.n_since_plain >= patience:
+            shared.wants_plain, self._plans, self._rate = True, {}, 0.0
 
     def _plan_model(self, rate: float, left: float) -> Plan:
-        shared, costs, view = self._shared, self._shared.costs, self._views[Source.MODEL]
+        shared, costs, view = self._shared, self._shared.costs, self._views[self._shared.drafting]
         if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
             return Plan(1, True)  # nothing is known but what one token shows
         left -= rate * costs.drafting_seconds(0, self.n_unread)
-        limit = self._limit(Source.MODEL, rate, left)
+        limit = self._limit(shared.drafting, rate, left)
         if not limit:
             return NOTHING
-        gains, prices = self._outlook(Source.MODEL)
+        gains, prices = self._outlook(shared.drafting)
         faster = speed_up(prices, gains[: limit + 1], rate)
         if faster > 1.0:
             return Plan(limit, rate=rate * faster)
         is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
         if is_due:
-            gains, prices = self._outlook(Source.MODEL, LUCK)
+            gains, prices = self._outlook(shared.drafting, LUCK)
             if speed_up(prices, gains, rate) > 1.0:
                 return Plan(limit, True)
         return NOTHING
 
     def _plan_free(self, plain_rate: float, left: float) -> Plan:
         """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
-        has_model = self._plans.get(Source.MODEL, NOTHING).limit > 0
+        has_model = self._plans.get(self._shared.drafting, NOTHING).limit > 0
         limit, view = self._limit(Source.NGRAM, plain_rate, left), self._views[Source.NGRAM]
         if not limit:
             return NOTHING
@@ -172,7 +171,8 @@ class AutoRow:
         ahead = expected_accepted(self._shared.calibrations[Source.NGRAM].probability(0.9), len(prices) - 2)
         faster = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
         explores = plain_rate * faster <= self._rate
-        return NOTHING if explores and view.n_since < view.wait else Plan(limit, explores)
+        is_refused = explores and view.n_since < view.wait
+        return NOTHING if is_refused else Plan(limit, explores, plain_rate * faster)
 
     def _limit(self, source: Source, rate: float, left: float) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""

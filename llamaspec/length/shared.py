@@ -30,6 +30,7 @@ class Shared:
         log_odds: tuple[float, float, float],
     ) -> None:
         self.costs, self.sources = costs, frozenset(sources)
+        self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
         self.allocator, self.budget = Allocator(costs, longest), RegretBudget()
         self.usual, self.calibrations = dict[Source, Acceptance](), dict[Source, Acceptance]()
         for source in Source:

@@ -144,7 +144,7 @@ def explain(policy: AutoLength, rounds: Iterable[Round]) -> Reasons:
 
 def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
     shared, costs = policy.shared, policy.shared.costs
-    calibration, plain_seconds = shared.calibrations[Source.MODEL], 1 / shared.allocator.plain_rate(1)
+    calibration, plain_seconds = shared.calibrations[shared.drafting], 1 / shared.allocator.plain_rate(1)
     needed, *bounds = (break_even(_round_seconds(shared, z)) for z in (0.0, -SURE, SURE))
     return Reasons(
         lengths=tuple(LengthCount(n, count) for n, count in sorted(tally.lengths.items())),
@@ -158,7 +158,7 @@ def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
             ConfidenceBin(a, b, tally.verified[i], tally.accepted[i], calibration.probability((a + b) / 2))
             for i, (a, b) in enumerate(pairwise(EDGES))
         ),
-        acceptance=shared.usual[Source.MODEL].probability() if shared.sources - FREE else None,
+        acceptance=shared.usual[shared.drafting].probability() if shared.sources - FREE else None,
         n_ngram_verified=tally.verified[-1],
         n_ngram_accepted=tally.accepted[-1],
         break_even_acceptance=needed,
