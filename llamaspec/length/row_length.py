@@ -130,6 +130,8 @@ class AutoRow:
             return
         n_rows = allocator.n_rows
         self._rate = plain_rate = allocator.plain_rate(n_rows)
+        if not plain_rate:  # as many positions may not be evaluated
+            return
         left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
         if shared.drafting in shared.sources:
             plan = self._plan_model(plain_rate, left)

@@ -19,6 +19,7 @@ from llamaspec.measure.saturation import break_even
 from llamaspec.values import Round, Source
 
 SURE = 1.64  # standard deviations of cost within which a verdict must hold
+APART = {Source.NGRAM: -1, Source.GRAMMAR: -2}  # whose confidences are not a draft model's
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 
 
@@ -93,7 +94,7 @@ class _Tally:
     """Counts rounds as they are played again."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; -1 = n-gram drafts
+    verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; or one of APART
     accepted: Counter[int] = field(default_factory=Counter)
     n_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -113,8 +114,8 @@ class _Tally:
         """Count the draft and what came of it."""
         self.lengths[len(round_.draft)] += 1
         for confidence, is_accepted in verified_tokens(round_):
-            is_ngram = round_.source is Source.NGRAM
-            i = -1 if is_ngram else sum(confidence > edge for edge in EDGES[1:-1])
+            bin_ = sum(confidence > edge for edge in EDGES[1:-1])
+            i = APART.get(round_.source, bin_)
             self.verified[i] += 1
             self.accepted[i] += is_accepted
 

@@ -144,3 +144,13 @@ def test_positions_go_to_the_rows_where_they_buy_most() -> None:
                       draft_seconds=0.0006 * n, verify_seconds=float(on.verify_seconds[width - 1]))
             )  # fmt: skip
     assert drafted["good"] > 4 * drafted["bad"]
+
+
+def test_rows_that_no_allowed_width_holds_do_not_draft() -> None:
+    policy = AutoLength(widths={1})
+    rows = [policy.start_row() for _ in range(2)]
+    for evaluation in (1, 2):
+        for row in rows:
+            assert not row.wants_more(Draft())
+        for row in rows:
+            row.observe(Round(Draft(), (), 0, width=2, n_rows=2, evaluation=evaluation, verify_seconds=0.02))
