@@ -24,6 +24,7 @@ NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet ma
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
 DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
 POWER, BEND, OWN = 0.5, 0.3, 0.18  # of the width, where nothing is known; standard deviations of both
+DENSE, CLOSE = 17, OWN**2 + (BEND * 0.1) ** 2  # widths up to here are known each; wider ones, 10 % apart
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
@@ -85,8 +86,7 @@ class CostModel:
         seconds = self._seconds
         if not z or not widths[0]:
             return [seconds[w] for w in widths]
-        factors = self._factors(widths[0], z)
-        return [seconds[w] * factors[w] for w in widths]
+        return [seconds[w] * dearer for w, dearer in zip(widths, self._factors(widths, z), strict=True)]
 
     def cheapest_width(self, n: int) -> int | None:
         """The allowed width, n or wider, that costs least; None where none is."""
@@ -113,12 +113,12 @@ class CostModel:
         if seconds <= 0:
             return
         self._cover(width)
-        if width > 1 and width not in self._place:
+        if width not in self._place and self._bend[width] > (0.0 if width <= DENSE else CLOSE):
             self._add(width)
         surprise = log(seconds / self.seconds(width))
         self._covariance += self._drift
         n_before = self.n_timed.get(width, 0)
-        self._learn(self._weights[width], PLAIN, n_before, surprise, NOISE**2)
+        self._learn(self._weights[width], PLAIN, n_before, surprise, NOISE**2 + float(self._bend[width]))
         self.n_timed[width] = n_before + 1
         if self.looks_foreign(2):
             plain = self._mean[PLAIN], self._covariance[PLAIN, PLAIN]
@@ -198,11 +198,11 @@ class CostModel:
             self._bend[width] = OWN**2 + (BEND * far) ** 2 if far else 0.0
         self._seconds = []
 
-    def _factors(self, base: int, z: float) -> list[float]:
-        """[w] how much dearer each width may be next to width `base`, in `z` standard deviations."""
-        apart = self._weights - self._weights[base]
-        variances = ((apart @ self._covariance) * apart).sum(axis=1) + self._bend + self._bend[base]
-        variances[base] = 0.0
+    def _factors(self, widths: list[int], z: float) -> list[float]:
+        """How much dearer each width may be next to the first, in `z` standard deviations."""
+        apart, bend = self._weights[widths] - self._weights[widths[0]], self._bend[widths]
+        variances = ((apart @ self._covariance) * apart).sum(axis=1) + bend + bend[0]
+        variances[np.array(widths) == widths[0]] = 0.0
         factors: list[float] = np.exp(z * np.sqrt(np.maximum(variances, 0.0))).tolist()
         return factors
 

@@ -150,3 +150,14 @@ def test_guesses_that_cost_nothing_leave_the_prior_of_the_target_alone() -> None
         model.observe_draft(3, 0, 20e-6)
     assert believed(model)[:8] == pytest.approx(list(Q4_0.values()), rel=0.02)
     assert model.draft_step_seconds() < 1e-4
+
+
+def test_wide_batches_know_few_widths() -> None:
+    """Else each of hundreds of widths would be a row of the covariance, and a question take milliseconds."""
+    model, rng = CostModel(LearnedPrior()), np.random.default_rng(0)
+    for width in [1, *rng.integers(1, 400, 600).tolist()]:
+        model.observe_verify(width, 0.010 * width**0.6)
+    assert len(model.learned((0.0, 0.0, 0.0)).widths) < 50
+    assert [model.seconds(w) for w in (16, 36, 300)] == pytest.approx(
+        [0.010 * w**0.6 for w in (16, 36, 300)], rel=0.02
+    )
