@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -220,6 +220,28 @@ def test_texts_among_others_with_prediction_heads(
             assert outcome.most_rows > 2
             assert max(compactions, default=0) > 1
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_pauses_change_no_text(store: ModelStore, kind: str) -> None:
+    """Rows that are paused at random, with another text in the room that they left."""
+    rng = np.random.default_rng(6)
+    texts = [replace(wanted, n_read=None) for wanted in some_texts(rng, 6, longest_prompt=60, longest=40)]
+    with tiny_pair(store, kind, n_ctx=160, n_cells=1024, **EXACT) as pair:
+        expected = alone(pair, texts)
+        streams = {wanted.number: wanted.stream(pair) for wanted in texts}
+        n_pauses = 0
+        while running := [stream for stream in streams.values() if not stream.is_over]:
+            for stream in running:
+                stream.ready()
+                if stream.is_paused:
+                    stream.go_on()
+                elif rng.random() < 0.1:
+                    stream.pause()
+                    n_pauses += 1
+            pair.step()
+        assert {n: stream.completion.tokens for n, stream in streams.items()} == expected.tokens
+        assert n_pauses > 5
 
 
 def test_rows_without_room_end_alone(store: ModelStore) -> None:

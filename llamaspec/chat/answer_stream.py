@@ -7,7 +7,7 @@ like one stream from outside. Knows neither the pair nor how it draws: it is han
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import TokenArray
+from llamaspec.values import Round, TokenArray
 
 OpenStream = Callable[[TokenArray, int], TextStream]  # of a prompt, with at most so many tokens
 
@@ -76,7 +76,7 @@ class AnswerStream:
         self._parser = parser
         self._vocabulary = vocabulary
         self._limit = limit
-        self._n_thought = 0
+        self.n_thought = 0  # tokens of reasoning
         self._is_over = False
         self._before: Completion | None = None  # until thinking was ended, with what ended it
         self._stream = open_stream(prompt, max_tokens)
@@ -87,17 +87,20 @@ class AnswerStream:
     def __next__(self) -> AnswerPart:
         if self._is_over:
             raise StopIteration
-        limit = self._limit
-        if limit is not None and self._parser.is_thinking and self._n_thought >= limit.n_tokens:
-            self._limit = None
-            if self._end_thinking(limit.reasoning.cut):
-                return AnswerPart(tuple(self._parser.feed(limit.reasoning.cut)), None)
-        piece = next(self._stream, None)
-        if piece is None:
-            self._is_over = True
-            return AnswerPart(tuple(self._parser.finish()), None)
-        self._n_thought += self._parser.is_thinking
-        return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
+        return self._cut() or self._part(next(self._stream, None))
+
+    def ready(self) -> list[AnswerPart]:
+        """The parts that exist by now; begins the answer, and evaluates nothing: `Pair.step` does."""
+        parts: list[AnswerPart] = []
+        while not self._is_over:
+            part = self._cut()
+            if part is None:
+                piece = self._stream.next_ready()
+                if piece is None and not self._stream.is_over:
+                    break
+                part = self._part(piece)
+            parts.append(part)
+        return parts
 
     def __aiter__(self) -> AsyncIterator[AnswerPart]:
         return self
@@ -117,6 +120,34 @@ class AnswerStream:
         self._is_over = True
         self._stream.close()
 
+    def pause(self) -> None:
+        """As `TextStream.pause`."""
+        self._stream.pause()
+
+    def go_on(self) -> None:
+        """As `TextStream.go_on`."""
+        self._stream.go_on()
+
+    @property
+    def is_paused(self) -> bool:
+        """As `TextStream.is_paused`."""
+        return self._stream.is_paused
+
+    @property
+    def n_cells(self) -> int:
+        """As `TextStream.n_cells`."""
+        return self._stream.n_cells
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows what exists by now."""
+        return self._is_over
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds up to now."""
+        return self._stream.rounds if self._before is None else (*self._before.rounds, *self._stream.rounds)
+
     @property
     def completion(self) -> Completion:
         """What has been generated up to now, reasoning and marks included."""
@@ -134,8 +165,27 @@ class AnswerStream:
             rounds=rounds,
             summary=summarize(rounds, n_tokens),
             prefill_seconds=before.prefill_seconds + last.prefill_seconds,
-            n_cached=before.n_cached,
+            # Thinking that was ended before it began has evaluated nothing.
+            n_cached=before.n_cached if before.rounds else min(last.n_cached, before.n_prompt_tokens),
         )
+
+    def _part(self, piece: Piece | None) -> AnswerPart:
+        """What a piece makes certain; None: there are no more."""
+        if piece is None:
+            self._is_over = True
+            return AnswerPart(tuple(self._parser.finish()), None)
+        self.n_thought += self._parser.is_thinking
+        return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
+
+    def _cut(self) -> AnswerPart | None:
+        """The end of thinking, where it has gone on for too long and there is room."""
+        limit = self._limit
+        if limit is None or not self._parser.is_thinking or self.n_thought < limit.n_tokens:
+            return None
+        self._limit = None
+        if not self._end_thinking(limit.reasoning.cut):
+            return None
+        return AnswerPart(tuple(self._parser.feed(limit.reasoning.cut)), None)
 
     def _end_thinking(self, cut: str) -> bool:
         """Go on behind the closing mark; whether there is room."""

@@ -77,6 +77,33 @@ def tool_grammar(
     return grammar.write(chosen, is_forced=tool_choice != "auto", is_parallel=parallel)
 
 
+def answer_grammar(
+    answer_format: AnswerFormat,
+    schema: Mapping[str, Json],
+    *,
+    thinking: bool = False,
+    controls: Mapping[str, int] | None = None,
+) -> str:
+    """The grammar of an answer that is JSON, behind what the model thinks.
+
+    Parameters
+    ----------
+    answer_format : AnswerFormat
+    schema : dict
+        Of the JSON.
+    thinking, controls
+        As `tool_grammar` takes them.
+
+    Examples
+    --------
+    >>> print(answer_grammar(AnswerFormat(), {"type": "integer"}))
+    start: answer
+    answer: %json {"type": "integer"}
+    """
+    grammar = _Grammar(answer_format, dict(controls or {}), thinking)
+    return grammar.write_answer(schema)
+
+
 class _Grammar:
     """Rules, and how marks are written in them."""
 
@@ -97,6 +124,18 @@ class _Grammar:
             schema = schema if "type" in schema else {"type": "object", **schema}
             self._call(i, str(function["name"]), schema)
         return "\n".join([f"start: {start}", *self._rules])
+
+    def write_answer(self, schema: Mapping[str, Json]) -> str:
+        mark = self._mark
+        start = f"{self._think()}answer"
+        if self._format.calls is CallFormat.HARMONY:
+            self._rules = [
+                f"TEXT: {_ANYTHING}",
+                f'again: {mark("<|end|>")} {mark("<|start|>")} "assistant"',
+                f'analysis: {mark("<|channel|>")} "analysis" {mark("<|message|>")} TEXT again',
+            ]
+            start = f'analysis? {mark("<|channel|>")} "final" {mark("<|message|>")} answer'
+        return "\n".join([f"start: {start}", *self._rules, f"answer: %json {json.dumps(schema)}"])
 
     def _usual(self, is_forced: bool, is_parallel: bool) -> str:
         """What an answer consists of, but in harmony."""

@@ -41,6 +41,7 @@ class Row(Generic[Event]):
     is_done: bool = False
     is_cancelled: bool = False
     is_started: bool = False
+    is_paused: bool = False  # nothing is evaluated for it
     has_rounds: bool = False  # what came before the first round is not part of it
     seconds: float = 0.0  # of the request's parts that are evaluated
     draft_seconds: float = 0.0  # since the last round, as the next three

@@ -112,6 +112,21 @@ class Scheduler:
             if not self._is_stepping:  # else called from within a step, which ends the row
                 self._rows.end(row)
 
+    def pause(self, row: Row[Any]) -> None:
+        """Evaluate nothing for a row until `go_on`, which reads its text again: others may have its room.
+
+        For who steps; `next_event` of a paused row would wait for ever.
+        """
+        with self._lock:
+            if not row.is_paused and not row.is_done:
+                row.is_paused = True
+                for model in self._models.values():
+                    model.release(row.number)
+
+    def go_on(self, row: Row[Any]) -> None:
+        """Let a paused row take part in the next step."""
+        row.is_paused = False
+
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that is no text, such as a measurement, to its end; returns its result."""
         row = self.start(_with_result(measurement))
@@ -178,7 +193,7 @@ class Scheduler:
             waiting: list[Row[Any]] = []
             asking: dict[str, list[tuple[Row[Any], ForwardRequest]]] = {}
             for row in self._rows.started:
-                if row.request is not None and len(row.events) < AHEAD:
+                if row.request is not None and not row.is_paused and len(row.events) < AHEAD:
                     waiting.append(row)
                     asking.setdefault(row.request.model, []).append((row, row.request))
             n_prepared = 0

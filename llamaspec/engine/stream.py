@@ -82,15 +82,42 @@ class TextStream:
         Exception
             Whatever ended the text.
         """
-        row, pieces = self._begun(), list[Piece]()
+        pieces: list[Piece] = []
+        while (piece := self.next_ready()) is not None:
+            pieces.append(piece)
+        return pieces
+
+    def next_ready(self) -> Piece | None:
+        """The next of them, or None. What follows it counts as not generated until it is asked for, too."""
+        row = self._begun()
         while not self._is_closed:
             if self._pieces:
-                pieces.append(next(self))
-            elif not self._is_over and (row.events or row.is_done):
-                self._take_in(self._next_event())
-            else:
+                return next(self)
+            if self._is_over or not (row.events or row.is_done):
                 break
-        return pieces
+            self._take_in(self._next_event())
+        return None
+
+    def pause(self) -> None:
+        """Leave the room in the KV cache to others; for who steps (`Pair.step`) and nobody else."""
+        if self._row is not None:
+            self._scheduler.pause(self._row)
+
+    def go_on(self) -> None:
+        """After a pause: the text is read again, and stays the same."""
+        if self._row is not None:
+            self._scheduler.go_on(self._row)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it leaves its room to others."""
+        return self._row is not None and self._row.is_paused
+
+    @property
+    def n_cells(self) -> int:
+        """Tokens that the KV cache must hold for what is to be evaluated next, and for the prompt."""
+        request = None if self._row is None else self._row.request
+        return max(len(self._plan.prompt), 0 if request is None else request.n_tokens)
 
     def run(self) -> Completion:
         """Generate to the end."""

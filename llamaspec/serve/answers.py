@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from llamaspec.engine.events import Completion, Piece
-from llamaspec.engine.stream import TextStream
+from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
+from llamaspec.engine.events import Completion
 from llamaspec.serve.jobs import Job
 
 UNREAD = 64  # events of a row that may wait for the client
@@ -28,9 +28,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """Text has become certain."""
+    """Some of the answer has become certain."""
 
-    pieces: tuple[Piece, ...]
+    parts: tuple[AnswerPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Done:
 
     completion: Completion
     speedup: float | None  # estimated, against plain decoding
+    n_thought: int = 0  # tokens of reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Run:
     asked_at: float  # seconds, as the next two
     started_at: float | None = None
     first_at: float | None = None  # the first text
-    stream: TextStream | None = None  # once it runs
+    stream: AnswerStream | None = None  # once it runs
     made: list[Event] = field(default_factory=list)  # on their way to the event loop
     n_unread: int = 0
     n_rounds_counted: int = 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.completions import OpenAIFields, finish_reason
-from llamaspec.serve.conversations import MAX_MESSAGES, MessageFields, conversation
+from llamaspec.serve.conversations import MAX_MESSAGES, MessageFields, conversation, function_tool
 from llamaspec.serve.deltas import (
     Content,
     Deltas,
@@ -21,52 +21,99 @@ from llamaspec.serve.deltas import (
     Reasoning,
     Said,
     Silence,
+    TokenLogprobs,
     ToolArguments,
     ToolStart,
     Whole,
 )
-from llamaspec.serve.faults import fault_of, openai_error
-from llamaspec.serve.fields import Count, Fields, refuse_unsupported
-from llamaspec.serve.figures import openai_usage, timings
+from llamaspec.serve.faults import RequestError, fault_of, openai_error
+from llamaspec.serve.fields import Count, Fields
+from llamaspec.serve.figures import figures, openai_usage
+from llamaspec.serve.probabilities import token_list
+from llamaspec.serve.questions import MAX_TOOLS, Effort, Question, ThinkingFields, ToolName, ToolUse
 from llamaspec.serve.service import Service, body_of
 from llamaspec.serve.sse import DONE, comment, event
 
 
-class ResponseFormat(Fields):
-    """What the answer must be."""
+class Function(Fields):
+    """A function that the model may want called."""
 
-    type: str
-    json_schema: dict[str, Any] | None = None
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class ChatRequest(OpenAIFields):
+class Tool(Fields):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """Names a tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(OpenAIFields, ThinkingFields):
     """A conversation to answer."""
 
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    def question(self, *, takes_tools: bool) -> Question:
+        """What the model is asked."""
+        functions = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice or "auto"
+        use = ToolUse(
+            tools=[function_tool(one.name, one.description, one.parameters) for one in functions],
+            choice=choice if isinstance(choice, str) else choice.function.name,
+            is_named=not isinstance(choice, str),
+            is_parallel=self.parallel_tool_calls is not False,
+            is_strict=any(one.strict for one in functions),
+        )
+        messages = conversation(self.messages, takes_tools=takes_tools)
+        return Question(
+            messages, tool_use=use, thinking=self.thinking(self.reasoning_effort), shape=self.shape()
+        )
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many tokens are told with each token; None: nothing is.
+
+        Raises
+        ------
+        RequestError
+            A number without the switch.
+        """
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise RequestError(400, "top_logprobs: needs logprobs to be true", field="top_logprobs")
+        return None
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await body_of(request, ChatRequest)
-    refuse_unsupported(
-        logprobs=body.logprobs,
-        top_logprobs=body.top_logprobs,
-        response_format=body.response_format is not None and body.response_format.type != "text",
-        tools=body.tools,
-        tool_choice=body.tool_choice not in (None, "auto", "none"),
-        chat_template_kwargs=body.chat_template_kwargs,
-        grammar=body.grammar,
-        json_schema=body.json_schema,
-    )
-    prompt = await run_in_threadpool(service.prompts.of_messages, conversation(body.messages))
+    n_logprobs = body.n_logprobs
+    prompt, manner = await service.asked(body.question(takes_tools=service.prompts.takes_tools))
     seed, n = body.seed_or_random(), body.n or 1
     jobs = service.jobs(
         [prompt],
@@ -75,23 +122,29 @@ async def chat_completions(request: Request) -> Response:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stops=body.stops,
         seed=seed,
+        manner=manner,
+        n_logprobs=n_logprobs,
     )
-    form = _Form(service.model_name, seed, n, body.include_usage)
+    form = _Form(service.model_name, seed, body, service.pair.target.vocabulary)
     return await service.respond(request, jobs, stream=bool(body.stream), events=form.events, form=form.whole)
 
 
 class _Form:
     """OpenAI's objects for one request."""
 
-    def __init__(self, model: str, seed: int, n: int, include_usage: bool) -> None:
-        self._n, self._include_usage = n, include_usage
+    def __init__(
+        self, model: str, seed: int, body: ChatRequest, vocabulary: LlamaVocabulary | None = None
+    ) -> None:
+        self._n, self._include_usage = body.n or 1, body.include_usage
+        self._with_rounds, self._with_spans = body.wants_rounds, body.wants_spans
+        self._vocabulary = vocabulary if body.logprobs else None
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
             "seed": seed,
         }
-        self._n_tools = [0] * n
+        self._n_tools = [0] * self._n
 
     def whole(self, rows: Sequence[Whole]) -> dict[str, Any]:
         """The answer as one object."""
@@ -100,11 +153,16 @@ class _Form:
             **self._head,
             "object": "chat.completion",
             "choices": [
-                {"index": i, "message": _message(row), "logprobs": None, "finish_reason": _reason(row)}
+                {
+                    "index": i,
+                    "message": _message(row),
+                    "logprobs": self._logprobs(row.logprobs),
+                    "finish_reason": _reason(row.ended, has_tools=bool(row.tools)),
+                }
                 for i, row in enumerate(rows)
             ],
             "usage": openai_usage(ends, self._n),
-            "timings": timings(ends[0]),
+            **figures(ends[0], self._with_rounds),
         }
 
     async def events(self, of: Deltas) -> AsyncIterator[bytes]:
@@ -118,10 +176,10 @@ class _Form:
                     yield comment(delta)
                 elif isinstance(delta, End):
                     ends[i] = delta
-                    reason = "tool_calls" if self._n_tools[i] else finish_reason(delta)
-                    yield self._chunk(i, {}, reason, timings=timings(delta))
+                    reason = _reason(delta, has_tools=self._n_tools[i] > 0)
+                    yield self._chunk(i, {}, reason, **figures(delta, self._with_rounds))
                 else:
-                    yield self._chunk(i, self._delta(i, delta))
+                    yield self._said(i, delta)
         except Exception as error:  # noqa: BLE001  # the client is told
             yield event(openai_error(fault_of(error)))
             return
@@ -130,8 +188,29 @@ class _Form:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
         yield DONE
 
-    def _chunk(self, i: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _said(self, i: int, said: Said) -> bytes:
+        if not isinstance(said, Content):
+            return self._chunk(i, self._delta(i, said))
+        more: dict[str, Any] = {}
+        if self._with_spans:
+            more["spans"] = [{"text": span.text, "drafted": span.drafted} for span in said.spans]
+        return self._chunk(i, self._delta(i, said), tokens=said.logprobs, **more)
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._vocabulary is None:
+            return None
+        return {"content": token_list(tokens, self._vocabulary), "refusal": None}
+
+    def _chunk(
+        self,
+        i: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        tokens: Sequence[TokenLogprobs] = (),
+        **more: Any,
+    ) -> bytes:
+        told = self._logprobs(tokens) if tokens else None
+        choice = {"index": i, "delta": delta, "logprobs": told, "finish_reason": reason}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **more})
 
     def _delta(self, i: int, said: Said) -> dict[str, Any]:
@@ -149,8 +228,8 @@ class _Form:
         return {"tool_calls": [{"index": self._n_tools[i] - 1, **call}]}
 
 
-def _reason(row: Whole) -> str:
-    return "tool_calls" if row.tools else finish_reason(row.ended)
+def _reason(end: End, *, has_tools: bool) -> str:
+    return "tool_calls" if has_tools and not end.is_cut else finish_reason(end)
 
 
 def _message(row: Whole) -> dict[str, Any]:

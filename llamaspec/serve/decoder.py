@@ -1,8 +1,9 @@
 """One thread steps all running rows; requests wait for their turn, first come, first served.
 
-Only this thread evaluates. A row runs when there is a place for it, and when the KV cache has room for the
-longest text that it may become: so no row is cut short because of others, and its text is the one that it
-would be alone. A fault of one row ends that row. tests/serve/test_decoder.py.
+Only this thread evaluates. A row begins when there is a place for it, and room in the KV cache for its
+prompt and some text. Where the cache runs full, the rows that came last pause and leave their room to the
+others; later they read their own text again. So no row is cut short because of others, and its text is the
+one that it would be alone. A fault of one row ends that row. tests/serve/test_load.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from llamaspec.serve.settings import PADDING
 from llamaspec.values import Round
 
 LONGEST_RETRY_SECONDS = 60
+SOME_TEXT = 256  # tokens for which there must be room before a row begins or goes on
 
 
 class Decoder:
@@ -144,6 +146,7 @@ class Decoder:
         """One evaluation and what belongs to it; whether anything happened."""
         self._end_unwanted()
         self._admit()
+        self._make_room()
         is_busy = bool(self._running) and self._pair.step()
         for run in list(self._running):
             is_busy |= self._hand_out(run)
@@ -174,8 +177,8 @@ class Decoder:
                 if not self._waiting or len(self._running) >= self._parallel:
                     return
                 run = self._waiting[0]
-                taken = sum(self._room(other) for other in self._running)
-                if self._running and taken + self._room(run) > self._n_cells:
+                taken = sum(map(_n_cells, self._running))
+                if self._running and taken + _n_cells(run) + self._some_text(run) > self._n_cells:
                     return
                 self._waiting.popleft()
                 self._running.append(run)
@@ -186,10 +189,27 @@ class Decoder:
             except Exception as error:  # noqa: BLE001  # the request is told
                 self._end(run, Failed(error))
 
-    def _room(self, run: Run) -> int:
-        """Tokens that a row may come to need."""
+    def _make_room(self) -> None:
+        """Let rows pause for which the KV cache has no room, and go on where it has room again.
+
+        Who came first goes first, but who does not read what is there comes after all others.
+        """
+        taken, is_full = 0, False
+        for run in sorted(self._running, key=lambda run: run.is_clogged):
+            if run.stream is None:
+                continue
+            more = self._some_text(run) if run.stream.is_paused else 0
+            is_full |= taken > 0 and taken + _n_cells(run) + more > self._n_cells
+            if is_full:
+                run.stream.pause()
+            else:
+                run.stream.go_on()
+            taken += _n_cells(run)
+
+    def _some_text(self, run: Run) -> int:
+        """Tokens that a row should be able to add, so that it does not pause at once."""
         longest = min(len(run.job.prompt) + run.job.max_tokens, self._pair.target.context_size)
-        return longest + PADDING
+        return max(0, min(SOME_TEXT, longest + PADDING - _n_cells(run)))
 
     def _hand_out(self, run: Run) -> bool:
         """Pass on what a row has made; whether that was anything."""
@@ -197,19 +217,20 @@ class Decoder:
         if stream is None or run.is_clogged:
             return False
         try:
-            pieces = tuple(stream.ready())
+            parts = tuple(stream.ready())
         except Exception as error:  # noqa: BLE001  # the request is told
             self._end(run, Failed(error))
             return True
         new = stream.rounds[run.n_rounds_counted :]
         run.n_rounds_counted += len(new)
         self._metrics.rounds(new)
-        if pieces:
+        if parts:
             run.first_at = self._clock() if run.first_at is None else run.first_at
-            run.made.append(Wrote(pieces))
+            run.made.append(Wrote(parts))
         if stream.is_over:
             completion = stream.completion
-            self._end(run, Done(completion, speedup(completion.rounds, self._policy)))
+            faster = speedup(completion.rounds, self._policy)
+            self._end(run, Done(completion, faster, stream.n_thought))
             return True
         made, run.made = run.made, []
         if made:
@@ -245,6 +266,11 @@ def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
     seconds = sum(round_.seconds for round_ in rounds)
     plain = sum((round_.n_accepted + 1) * each for round_, each in zip(rounds, believed, strict=True) if each)
     return plain / seconds if seconds > 0 and None not in believed else None
+
+
+def _n_cells(run: Run) -> int:
+    """Tokens that the KV cache must hold for the next evaluation of a row, with its draft and padding."""
+    return PADDING + (len(run.job.prompt) if run.stream is None else run.stream.n_cells)
 
 
 def _read(run: Run, n_read: int, n_to_read: int) -> None:

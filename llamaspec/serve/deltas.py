@@ -1,7 +1,7 @@
 """What an answer is made of, whatever the API: the one stream that all APIs put into their own form.
 
-Rows hand out text. A parser turns it into deltas: content, reasoning, tool calls. Without one everything is
-content.
+Rows hand out parts that are already taken apart (`chat/answers.py`). Here content gets what belongs to it:
+how probable its tokens were, and which of it was drafted.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from llamaspec.chat.answer_stream import AnswerPart
+from llamaspec.chat.answers import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.text import Span
 from llamaspec.serve.answers import Answer, Done, Failed, Reading, Wrote
 from llamaspec.serve.faults import RequestError
+from llamaspec.values import Logprobs
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable a token of a text was."""
+
+    token: int
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,8 @@ class Content:
     """Text for the person."""
 
     text: str
+    spans: tuple[Span, ...] = ()  # the same text, split by whether it was drafted
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of its tokens, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +72,12 @@ class End:
 
     completion: Completion
     speedup: float | None  # estimated, against plain decoding
+    n_thought: int = 0  # tokens of reasoning
 
     @property
     def is_cut(self) -> bool:
-        """Whether there was no room for more."""
-        return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT)
+        """Whether the text is not complete: no room for more, or no way on within its constraint."""
+        return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
 Said: TypeAlias = "Content | Reasoning | ToolStart | ToolArguments"
@@ -71,33 +85,10 @@ Delta: TypeAlias = "Said | Silence | End"
 Deltas: TypeAlias = AsyncIterator[tuple[int, Delta]]  # with the number of the row
 
 
-class AnswerParser(Protocol):
-    """Finds reasoning and tool calls in the text of one row."""
-
-    def feed(self, text: str) -> Iterable[Said]:
-        """What more text says for certain."""
-
-    def finish(self) -> Iterable[Said]:
-        """What was held back, at the end of the text."""
-
-
-class PlainParser:
-    """All text is content."""
-
-    def feed(self, text: str) -> Iterable[Said]:
-        """The text."""
-        return (Content(text),) if text else ()
-
-    def finish(self) -> Iterable[Said]:
-        """Nothing is held back."""
-        return ()
-
-
 async def deltas(
     answer: Answer,
     deadline: float | None,
     patience: float,
-    make_parser: Callable[[], AnswerParser] = PlainParser,
     clock: Callable[[], float] = monotonic,
 ) -> Deltas:
     """The deltas of all rows of an answer.
@@ -109,8 +100,6 @@ async def deltas(
         By the clock, when the request has taken too long.
     patience : float
         Seconds of silence after which that is said.
-    make_parser : callable
-        A parser for each row.
 
     Raises
     ------
@@ -119,7 +108,7 @@ async def deltas(
     Exception
         Whatever ended a row.
     """
-    parsers = [make_parser() for _ in answer.runs]
+    tellers = [Teller() for _ in answer.runs]
     while not answer.is_over:
         left = patience if deadline is None else min(patience, deadline - clock())
         if left <= 0:
@@ -134,12 +123,77 @@ async def deltas(
         if isinstance(event, Reading):
             yield index, Silence(event.n_read, event.n_to_read)
         elif isinstance(event, Wrote):
-            for said in parsers[index].feed("".join(piece.text for piece in event.pieces)):
+            for said in tellers[index].tell(event.parts):
                 yield index, said
         elif isinstance(event, Done):
-            for said in parsers[index].finish():
-                yield index, said
-            yield index, End(event.completion, event.speedup)
+            yield index, End(event.completion, event.speedup, event.n_thought)
+
+
+class Teller:
+    """Turns the parts of one row's answer into what is said."""
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenLogprobs] = []  # whose text is not out yet
+        self._spans: list[Span] = []  # text that is not out yet
+
+    def tell(self, parts: Iterable[AnswerPart]) -> list[Said]:
+        """What some parts say; content that follows content is joined."""
+        told: list[Said] = []
+        for part in parts:
+            if part.piece is not None:
+                self._spans += part.piece.spans
+                if part.piece.logprobs is not None:
+                    self._tokens.append(TokenLogprobs(part.piece.token, part.piece.logprobs))
+            for delta in part.deltas:
+                if isinstance(delta, ContentDelta):
+                    content = self._content(delta.text)
+                    if told and isinstance(told[-1], Content):
+                        content = _joined(told.pop(), content)  # type: ignore[arg-type]
+                    said: Said = content
+                elif isinstance(delta, ReasoningDelta):
+                    said = Reasoning(delta.text)
+                elif isinstance(delta, CallDelta):
+                    said = ToolStart(delta.id, delta.name)
+                else:
+                    said = ToolArguments(delta.text)
+                if not isinstance(said, Content):
+                    self._tokens, self._spans = [], []  # they were of this
+                told.append(said)
+        return told
+
+    def _content(self, text: str) -> Content:
+        tokens, self._tokens = tuple(self._tokens), []
+        raw = "".join(span.text for span in self._spans)
+        begin = raw.rfind(text)
+        if begin < 0:  # not as the model wrote it
+            return Content(text, (Span(text, False),), tokens)
+        end, at = begin + len(text), 0
+        spans, rest = list[Span](), list[Span]()
+        for span in self._spans:
+            inside = span.text[max(0, begin - at) : max(0, end - at)]
+            behind = span.text[max(0, end - at) :]
+            spans += [Span(inside, span.drafted)] if inside else []
+            rest += [Span(behind, span.drafted)] if behind else []
+            at += len(span.text)
+        self._spans = rest
+        return Content(text, _merged(spans), tokens)
+
+
+def _joined(first: Content, second: Content) -> Content:
+    return Content(
+        first.text + second.text, _merged((*first.spans, *second.spans)), first.logprobs + second.logprobs
+    )
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same with neighbours of one kind joined."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].drafted == span.drafted:
+            merged[-1] = Span(merged[-1].text + span.text, span.drafted)
+        else:
+            merged.append(span)
+    return tuple(merged)
 
 
 @dataclass(slots=True)
@@ -156,6 +210,7 @@ class Whole:
     """All that one row said."""
 
     content: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the content
     reasoning: str = ""
     tools: list[ToolCall] = field(default_factory=list)
     end: End | None = None
@@ -164,6 +219,7 @@ class Whole:
         """Take in what comes next."""
         if isinstance(delta, Content):
             self.content += delta.text
+            self.logprobs += delta.logprobs
         elif isinstance(delta, Reasoning):
             self.reasoning += delta.text
         elif isinstance(delta, ToolStart):

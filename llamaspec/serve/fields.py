@@ -6,20 +6,21 @@ What is unknown is ignored, as llama-server does. What is known and wrong is ref
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.serve.faults import not_supported
+from llamaspec.serve.faults import RequestError, not_supported
 from llamaspec.serve.jobs import Drafting
 
 MAX_STOPS = 32
 _TINY = 1e-9  # a top-p of 0: only the best token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -36,6 +37,8 @@ class SpeculativeFields(Fields):
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] = DEFAULT_RULE  # type: ignore[assignment]
     ngram: bool | None = None
+    spans: bool = False  # tell which text was drafted
+    rounds: bool = False  # tell each evaluation
 
     def drafting(self) -> Drafting:
         """The same for the decoder."""
@@ -55,12 +58,12 @@ class SamplingFields(Fields):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     speculative: SpeculativeFields | None = None
 
     def sampling(self) -> Sampling:
@@ -77,8 +80,16 @@ class SamplingFields(Fields):
             repeat_penalty=None if self.repeat_penalty == 1 else self.repeat_penalty,
             presence_penalty=self.presence_penalty or None,
             frequency_penalty=self.frequency_penalty or None,
-            penalty_window=self.repeat_last_n or usual.penalty_window,
+            penalty_window=self._penalty_window,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
         )
+
+    @property
+    def _penalty_window(self) -> int | None:
+        """OpenAI's two penalties alone are over what was generated, llama.cpp's over the last tokens."""
+        if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
+            return None
+        return self.repeat_last_n or Sampling().penalty_window
 
     def seed_or_random(self) -> int:
         """The seed; -1 and none mean any."""
@@ -88,11 +99,27 @@ class SamplingFields(Fields):
         """How to draft."""
         return Drafting() if self.speculative is None else self.speculative.drafting()
 
-    def extras(self) -> dict[str, Any]:
-        """More arguments of `Pair.stream`: the place of constraints, log-probabilities and biases."""
-        if self.logit_bias:
-            raise not_supported("logit_bias")
-        return {}
+    def check_tokens(self, n_vocabulary: int) -> None:
+        """Check token ids against the vocabulary.
+
+        Raises
+        ------
+        RequestError
+            One is not of it.
+        """
+        if self.logit_bias and max(map(int, self.logit_bias)) >= n_vocabulary:
+            message = f"logit_bias: token ids must be from 0 to {n_vocabulary - 1}"
+            raise RequestError(400, message, field="logit_bias")
+
+    @property
+    def wants_spans(self) -> bool:
+        """Whether a stream tells which text was drafted."""
+        return self.speculative is not None and self.speculative.spans
+
+    @property
+    def wants_rounds(self) -> bool:
+        """Whether the answer tells each evaluation."""
+        return self.speculative is not None and self.speculative.rounds
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

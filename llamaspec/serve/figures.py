@@ -18,7 +18,29 @@ def openai_usage(ends: Sequence[End], n: int = 1) -> dict[str, Any]:
         "completion_tokens": n_written,
         "total_tokens": n_prompt + n_written,
         "prompt_tokens_details": {"cached_tokens": n_cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.n_thought for end in ends)},
     }
+
+
+def figures(end: End, with_rounds: bool) -> dict[str, Any]:
+    """What an answer tells of how it was made."""
+    return {"timings": timings(end), **({"rounds": rounds(end)} if with_rounds else {})}
+
+
+def rounds(end: End) -> list[dict[str, Any]]:
+    """Each evaluation of the target for a text, in order."""
+    return [
+        {
+            "draft_ms": 1e3 * round_.draft_seconds,
+            "verify_ms": 1e3 * round_.verify_seconds,
+            "overhead_ms": 1e3 * round_.overhead_seconds,
+            "drafted": round_.n_verified,
+            "accepted": round_.n_accepted,
+            "source": round_.source.value,
+            "rows": round_.n_rows,
+        }
+        for round_ in end.completion.rounds
+    ]
 
 
 def timings(end: End) -> dict[str, Any]:

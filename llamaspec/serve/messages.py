@@ -1,49 +1,111 @@
-"""`POST /v1/messages`: Anthropic's API, which coding agents speak. Texts only up to now."""
+"""`POST /v1/messages`: Anthropic's API, which coding agents speak."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.message import Message
 from llamaspec.engine.events import Completion, StopReason
-from llamaspec.serve.conversations import MAX_MESSAGES, Content, MessageFields, conversation, text_of
+from llamaspec.serve.completions import schema_shape
+from llamaspec.serve.constraints import Shape
+from llamaspec.serve.conversations import (
+    MAX_MESSAGES,
+    Content,
+    MessageFields,
+    conversation,
+    function_tool,
+    text_of,
+)
 from llamaspec.serve.deltas import Content as ContentDelta
 from llamaspec.serve.deltas import Deltas, End, Reasoning, Said, Silence, ToolStart, Whole
-from llamaspec.serve.faults import anthropic_error, fault_of
-from llamaspec.serve.fields import MAX_STOPS, Count, Fields, SamplingFields, StopText, refuse_unsupported
-from llamaspec.serve.figures import timings
+from llamaspec.serve.faults import RequestError, anthropic_error, fault_of, not_supported
+from llamaspec.serve.fields import MAX_STOPS, Count, Fields, SamplingFields, StopText
+from llamaspec.serve.figures import figures
+from llamaspec.serve.questions import MAX_TOOLS, Question, ThinkingFields, ToolName, ToolUse, prompted
 from llamaspec.serve.service import Service, body_of
 from llamaspec.serve.sse import event
 
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
-class Thinking(Fields):
+
+class ThinkingSwitch(Fields):
     """Whether the model thinks before it answers."""
 
-    type: str
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 
 
-class CountRequest(Fields):
+class Tool(Fields):
+    """A function that the model may want called."""
+
+    type: str | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Fields):
+    """Which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Fields):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Fields):
+    """How the answer is written."""
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(ThinkingFields):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = None
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
     system: Content | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking_: Annotated[ThinkingSwitch | None, Field(alias="thinking")] = None
 
-    def conversation(self) -> list[Message]:
-        """Its messages, the system prompt first."""
-        refuse_unsupported(tools=self.tools)
-        messages = conversation(self.messages)
-        system = text_of(self.system, "system")
-        return [Message("system", system), *messages] if system else messages
+    def question(self, shape: Shape | None = None, *, takes_tools: bool) -> Question:
+        """What the model is asked."""
+        messages = conversation(self.messages, takes_tools=takes_tools)
+        if system := text_of(self.system, "system"):
+            messages = [Message("system", system), *messages]
+        switch = self.thinking_ or ThinkingSwitch(type="adaptive")
+        thinking = self.thinking(budget=switch.budget_tokens, off=switch.type == "disabled")
+        return Question(messages, tool_use=self._tool_use(), thinking=thinking, shape=shape)
+
+    def _tool_use(self) -> ToolUse:
+        tools, choice = self.tools or [], self.tool_choice or ToolChoice(type="auto")
+        for i, tool in enumerate(tools):
+            if tool.type not in (None, "custom"):
+                raise not_supported(f"tools.{i}.type", "this server has no tools of its own")
+        if choice.type == "tool" and choice.name is None:
+            raise RequestError(400, "tool_choice.name: is missing", field="tool_choice.name")
+        return ToolUse(
+            tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
+            choice=choice.name or "" if choice.type == "tool" else _CHOICES[choice.type],
+            is_named=choice.type == "tool",
+            is_parallel=not choice.disable_parallel_tool_use,
+            is_strict=any(tool.strict for tool in tools),
+        )
 
 
 class MessagesRequest(SamplingFields, CountRequest):
@@ -52,23 +114,28 @@ class MessagesRequest(SamplingFields, CountRequest):
     max_tokens: Count
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    thinking: Thinking | None = None
-    tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def shape(self) -> Shape | None:
+        """What the answer must look like."""
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        return schema_shape(self.output_config.format.schema_, "output_config.format")
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await body_of(request, MessagesRequest)
-    refuse_unsupported(
-        thinking=body.thinking is not None and body.thinking.type != "disabled",
-        tool_choice=body.tool_choice is not None and body.tool_choice.get("type") not in ("auto", "none"),
-    )
-    prompt = await run_in_threadpool(service.prompts.of_messages, body.conversation())
+    question = body.question(body.shape, takes_tools=service.prompts.takes_tools)
+    prompt, manner = await service.asked(question)
     stops = tuple(body.stop_sequences or ())
     seed = body.seed_or_random()
-    jobs = service.jobs([prompt], body, max_tokens=body.max_tokens, stops=stops, seed=seed)
-    form = _Form(service.model_name, len(prompt), lambda done: service.stop_string(done, stops))
+    jobs = service.jobs([prompt], body, max_tokens=body.max_tokens, stops=stops, seed=seed, manner=manner)
+    form = _Form(
+        service.model_name, len(prompt), lambda done: service.stop_string(done, stops), body.wants_rounds
+    )
     return await service.respond(request, jobs, stream=bool(body.stream), events=form.events, form=form.whole)
 
 
@@ -76,15 +143,22 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation."""
     service: Service = request.app.state.service
     body = await body_of(request, CountRequest)
-    tokens = await run_in_threadpool(service.prompts.of_messages, body.conversation(), fits=False)
+    question = body.question(takes_tools=service.prompts.takes_tools)
+    tokens, _ = await prompted(question, service.prompts, fits=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 
 class _Form:
     """Anthropic's objects for one request."""
 
-    def __init__(self, model: str, n_prompt: int, stop_string: Callable[[Completion], str | None]) -> None:
-        self._n_prompt, self._stop_string = n_prompt, stop_string
+    def __init__(
+        self,
+        model: str,
+        n_prompt: int,
+        stop_string: Callable[[Completion], str | None],
+        with_rounds: bool = False,
+    ) -> None:
+        self._n_prompt, self._stop_string, self._with_rounds = n_prompt, stop_string, with_rounds
         self._head = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -104,8 +178,8 @@ class _Form:
         if row.content or not (content or row.tools):
             content.append({"type": "text", "text": row.content})
         for tool in row.tools:
-            arguments = json.loads(tool.arguments or "{}")
-            content.append({"type": "tool_use", "id": tool.id, "name": tool.name, "input": arguments})
+            called = {"type": "tool_use", "id": tool.id, "name": tool.name}
+            content.append({**called, "input": _input(tool.arguments)})
         self._has_tools = bool(row.tools)
         end = row.ended
         return {
@@ -113,7 +187,7 @@ class _Form:
             "content": content,
             **self._stop(end),
             "usage": self._usage(end),
-            "timings": timings(end),
+            **figures(end, self._with_rounds),
         }
 
     async def events(self, of: Deltas) -> AsyncIterator[bytes]:
@@ -154,7 +228,8 @@ class _Form:
 
     def _last(self, end: End) -> list[bytes]:
         begun = [] if self._n_blocks else [self._open({"type": "text", "text": ""})]
-        stop = _event("message_delta", delta=self._stop(end), usage=self._usage(end), timings=timings(end))
+        told = figures(end, self._with_rounds)
+        stop = _event("message_delta", delta=self._stop(end), usage=self._usage(end), **told)
         return [*begun, *self._close(), stop, _event("message_stop")]
 
     def _open(self, block: dict[str, Any]) -> bytes:
@@ -176,14 +251,24 @@ class _Form:
             "stop_sequence": self._stop_string(end.completion) if is_stop else None,
         }
 
-    def _usage(self, end: End) -> dict[str, int]:
+    def _usage(self, end: End) -> dict[str, Any]:
         done = end.completion
         return {
             "input_tokens": done.n_prompt_tokens - done.n_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": done.n_cached,
             "output_tokens": done.summary.n_tokens,
+            "output_tokens_details": {"thinking_tokens": end.n_thought},
         }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments as an object; as much as there is where the answer was cut, as Anthropic's client has it."""
+    try:
+        found = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **data: Any) -> bytes:

@@ -68,6 +68,16 @@ class Metrics:
         with self._lock:
             self._add("requests_refused_total", 1)
 
+    def draft_length_by_rows(self) -> dict[str, float]:
+        """The mean number of draft tokens in a round, by the rows that shared the evaluation."""
+        with self._lock:
+            counts = dict(self._counts)
+        return {
+            label.removeprefix('rows="').removesuffix('"'): counts["draft_tokens_by_rows_total", label] / n
+            for (name, label), n in sorted(counts.items())
+            if name == "rounds_by_rows_total"
+        }
+
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """Everything in Prometheus' format; `gauges` are name -> (help, value) as they are now."""
         with self._lock:

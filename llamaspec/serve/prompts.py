@@ -5,10 +5,13 @@ Text of a client never becomes a control token. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from llamaspec.chat.covering import conversation, texts_in
+from llamaspec.chat.formats import AnswerFormat
 from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.chat.transcript import Transcript
@@ -29,6 +32,9 @@ class Prompts:
 
     def __init__(self, target: LlamaModel, template: ChatTemplate | None) -> None:
         self.template = template
+        self.answer_format = AnswerFormat() if template is None else AnswerFormat.of(template.source)
+        self.takes_tools = template is not None and template.takes_tools
+        self.controls = target.vocabulary.controls
         self._vocabulary, self._target = target.vocabulary, target
         self._context_size = target.context_size
         spellings = (len(self._vocabulary.text(token)) for token in range(self._vocabulary.size))
@@ -64,9 +70,15 @@ class Prompts:
         return self.checked(np.array(tokens, dtype=np.int32), field)
 
     def of_messages(
-        self, messages: Sequence[Message], *, field: str = "messages", fits: bool = True
-    ) -> TokenArray:
-        """Tokens of a conversation, up to where the answer begins.
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        field: str = "messages",
+        fits: bool = True,
+    ) -> tuple[TokenArray, bool]:
+        """Tokens of a conversation, up to where the answer begins, and whether it begins with reasoning.
 
         Raises
         ------
@@ -77,9 +89,12 @@ class Prompts:
         """
         if self.template is None:
             raise NoTemplateError("the model has no chat template")
-        self._check_bytes("".join(message.text for message in messages), field)
-        tokens = Transcript(self._vocabulary).read(self.template.render(messages))
-        return self.checked(tokens, field) if fits else tokens
+        texts = texts_in([conversation(messages), tools])
+        self._check_bytes("".join(texts), field)
+        rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
+        tokens = Transcript(self._vocabulary).read(rendered)
+        begins_thinking = self.answer_format.begins_thinking(rendered.text)
+        return self.checked(tokens, field) if fits else tokens, begins_thinking
 
     def tokenize(self, text: str, *, add_special: bool) -> TokenArray:
         """Tokens of any text; [0] for none."""
@@ -98,6 +113,12 @@ class Prompts:
                 400, f"tokens: token ids must be from 0 to {self._vocabulary.size - 1}", field="tokens"
             )
         return b"".join(map(self._vocabulary.piece, tokens)).decode(errors="replace")
+
+    def written(self, tokens: Sequence[int]) -> str:
+        """The text of an answer's tokens, with the marks of its format."""
+        spelled = self.answer_format.spelled(self.controls)
+        pieces = (spelled.get(token) or self._vocabulary.piece(token) for token in tokens)
+        return b"".join(pieces).decode(errors="replace")
 
     def room(self, prompt: TokenArray) -> int:
         """Tokens that fit behind a prompt."""

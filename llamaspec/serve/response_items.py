@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.deltas import Content, Reasoning, Said, ToolArguments, ToolStart, Whole
+from llamaspec.serve.probabilities import token_list
 
 Data = dict[str, Any]
 
@@ -17,10 +20,18 @@ _PARTS = {
 
 
 class Items:
-    """Builds the items of one answer: each is opened, grows, and is closed before the next."""
+    """Builds the items of one answer: each is opened, grows, and is closed before the next.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    vocabulary : LlamaVocabulary, optional
+        Where it is to be told how probable tokens were.
+    """
+
+    def __init__(self, vocabulary: LlamaVocabulary | None = None) -> None:
         self.done: list[Data] = []  # complete items
+        self._vocabulary = vocabulary
+        self._logprobs: list[Data] = []  # of the open item
         self._item: Data | None = None
         self._text = ""
 
@@ -38,7 +49,8 @@ class Items:
         name = "function_call_arguments" if isinstance(said, ToolArguments) else _name(said)
         delta = {"type": f"response.{name}.delta", "delta": said.text, **self._place()}
         if isinstance(said, Content):
-            delta["logprobs"] = []
+            delta["logprobs"] = self._told(said)
+            self._logprobs += delta["logprobs"]
         return [*begun, delta]
 
     def finish(self, status: str) -> list[Data]:
@@ -54,16 +66,16 @@ class Items:
             events.append({"type": "response.function_call_arguments.done", "arguments": text,
                            "name": item["name"], **place})  # fmt: skip
         else:
-            part = _part(item["type"], text)
+            part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
             done: Data = {"type": f"response.{_PARTS[item['type']][1]}.done", "text": text, **place}
             if item["type"] == "message":
-                done["logprobs"] = []
+                done["logprobs"] = self._logprobs
             events += [done, {"type": "response.content_part.done", "part": part, **place}]
         index = {"output_index": len(self.done), "item": item}
         events.append({"type": "response.output_item.done", **index})
         self.done.append(item)
-        self._item, self._text = None, ""
+        self._item, self._text, self._logprobs = None, "", []
         return events
 
     def _change(self, item: Data) -> list[Data]:
@@ -78,18 +90,21 @@ class Items:
             events.append({"type": "response.content_part.added", "part": part, **self._place()})
         return events
 
+    def _told(self, said: Content) -> list[Data]:
+        return [] if self._vocabulary is None else token_list(said.logprobs, self._vocabulary)
+
     def _place(self) -> Data:
         assert self._item is not None
         place = {"item_id": self._item["id"], "output_index": len(self.done)}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
 
 
-def whole_items(row: Whole, status: str) -> list[Data]:
+def whole_items(row: Whole, status: str, vocabulary: LlamaVocabulary | None = None) -> list[Data]:
     """The items of a complete answer."""
-    items = Items()
+    items = Items(vocabulary)
     said: list[Said] = [Reasoning(row.reasoning)] if row.reasoning else []
     if row.content or not (row.reasoning or row.tools):
-        said.append(Content(row.content))
+        said.append(Content(row.content, logprobs=row.logprobs))
     for tool in row.tools:
         said += [ToolStart(tool.id, tool.name), ToolArguments(tool.arguments)]
     for one in said:
@@ -107,9 +122,9 @@ def _text_item(kind: str) -> Data:
     return {**item, "role": "assistant"} if kind == "message" else {**item, "summary": []}
 
 
-def _part(kind: str, text: str) -> Data:
+def _part(kind: str, text: str, logprobs: Sequence[Data] = ()) -> Data:
     part: Data = {"type": _PARTS[kind][0], "text": text}
-    return {**part, "annotations": [], "logprobs": []} if kind == "message" else part
+    return {**part, "annotations": [], "logprobs": list(logprobs)} if kind == "message" else part
 
 
 def _new_id(prefix: str) -> str:

@@ -16,13 +16,15 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.serve.answers import Answer
+from llamaspec.serve.constraints import Constraints, Shape
 from llamaspec.serve.decoder import Decoder
-from llamaspec.serve.deltas import AnswerParser, Deltas, PlainParser, Whole, deltas, wholes
+from llamaspec.serve.deltas import Deltas, Whole, deltas, wholes
 from llamaspec.serve.faults import RequestError
 from llamaspec.serve.fields import Fields, SamplingFields
-from llamaspec.serve.jobs import Job
+from llamaspec.serve.jobs import Job, Manner
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prompts import Prompts
+from llamaspec.serve.questions import Question, answerable
 from llamaspec.serve.settings import ServeSettings
 from llamaspec.serve.sse import EventStream, gone
 from llamaspec.values import TokenArray
@@ -49,6 +51,19 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     @cached_property
+    def constraints(self) -> Constraints:
+        """Compiled constraints."""
+        return Constraints(self.pair)
+
+    async def manner(self, shape: Shape | None) -> Manner:
+        """The manner of a text that is only continued."""
+        return Manner(constraint=None if shape is None else await self.constraints.compiled(shape))
+
+    async def asked(self, question: Question) -> tuple[TokenArray, Manner]:
+        """The prompt of a question to a chat model, and the manner of the answer."""
+        return await answerable(question, self.prompts, self.constraints)
+
+    @cached_property
     def model_name(self) -> str:
         """How answers name the model."""
         return self.settings.alias or self.pair.target.path.stem
@@ -62,13 +77,15 @@ class Service:
         max_tokens: int | None = None,
         stops: tuple[str, ...] = (),
         seed: int,
+        manner: Manner,
+        n_logprobs: int | None = None,
     ) -> list[Job]:
         """A row for each prompt and choice; choice i of a prompt has the seed + i.
 
         Raises
         ------
         RequestError
-            These are more rows than can run at once.
+            These are more rows than can run at once, or a token id is not of the vocabulary.
         """
         if len(prompts) * n > self.settings.parallel:
             raise RequestError(
@@ -76,7 +93,8 @@ class Service:
                 f"n: {len(prompts) * n} texts at once, this server runs {self.settings.parallel}",
                 field="n",
             )
-        sampling, drafting, extras = fields.sampling(), fields.drafting(), fields.extras()
+        fields.check_tokens(self.pair.target.vocabulary_size)
+        sampling, drafting = fields.sampling(), fields.drafting()
         return [
             Job(
                 prompt=prompt,
@@ -85,7 +103,8 @@ class Service:
                 max_tokens=min(max_tokens or self.prompts.room(prompt), self.prompts.room(prompt)),
                 stops=stops,
                 drafting=drafting,
-                extras=extras,
+                manner=manner,
+                n_logprobs=n_logprobs,
             )
             for prompt in prompts
             for i in range(n)
@@ -99,7 +118,6 @@ class Service:
         stream: bool,
         events: Events,
         form: Form,
-        make_parser: Callable[[], AnswerParser] = PlainParser,
     ) -> Response:
         """The answer to a request: whole, or as it is made.
 
@@ -112,13 +130,11 @@ class Service:
             Puts deltas into the API's events; what goes wrong is raised into it.
         form : callable
             Puts whole rows into the API's object.
-        make_parser : callable
-            Finds reasoning and tool calls.
         """
         answer = self.decoder.submit(jobs)
         timeout = self.settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        of = deltas(answer, deadline, self.settings.keep_alive_seconds, make_parser)
+        of = deltas(answer, deadline, self.settings.keep_alive_seconds)
         if stream:
             return EventStream(events(of), answer.close, deadline)
         return await self._whole(request, answer, wholes(of, len(jobs)), form)
@@ -141,7 +157,7 @@ class Service:
 
     def stop_string(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """The stop string that ended a text, if one did."""
-        written = self.prompts.detokenize(completion.tokens)
+        written = self.prompts.written(completion.tokens)
         at = len(completion.text)
         return next((stop for stop in stops if written.startswith(stop, at)), None)
 

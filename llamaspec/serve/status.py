@@ -72,6 +72,7 @@ async def props(request: Request) -> Response:
     """What the server is made of."""
     service = _service(request)
     pair, vocabulary = service.pair, service.pair.target.vocabulary
+    running, n_waiting = service.decoder.rows()
     return JSONResponse(
         {
             "model_alias": service.model_name,
@@ -86,7 +87,9 @@ async def props(request: Request) -> Response:
             "speculative": {
                 "sources": sorted(source.value for source in pair.sources),
                 "rule": DEFAULT_RULE,
+                "draft_length_by_rows": service.metrics.draft_length_by_rows(),
             },
+            "rows": {"running": len(running), "waiting": n_waiting},
             "modalities": {"vision": False, "audio": False},
         }
     )
@@ -153,6 +156,7 @@ def _slots(running: Sequence[Run], service: Service) -> list[dict[str, Any]]:
                 "n_draft": sum(round_.n_verified for round_ in rounds),
                 "n_draft_accepted": sum(round_.n_accepted for round_ in rounds),
                 "speculative": run.job.drafting.enabled,
+                "is_paused": run.stream is not None and run.stream.is_paused,
             }
         rows.append(row)
     return rows

@@ -9,7 +9,7 @@ import pytest
 
 from llamaspec.chat.answers import AnswerParser, message_of
 from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
-from llamaspec.chat.tool_grammar import tool_grammar
+from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.errors import PromptError
 
 llguidance = pytest.importorskip("llguidance")
@@ -61,6 +61,10 @@ def accepts(
     words = Bytes(marks)
     grammar = tool_grammar(answer_format, TOOLS, choice, controls=words.controls, **options)
     assert grammar is not None
+    return matches(grammar, words, text)
+
+
+def matches(grammar: str, words: Bytes, text: str) -> bool:
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
@@ -244,3 +248,37 @@ def test_names_and_schemas_of_all_kinds() -> None:
         if grammar is not None:
             matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
             assert not matcher.is_error(), (calls, matcher.get_error())
+
+
+FINAL = "<|channel|>final<|message|>"
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("marks", [[], ["<think>", "</think>", *MARKS]])
+@pytest.mark.parametrize(
+    ("answer_format", "thinking", "right", "wrong"),
+    [
+        (AnswerFormat(), False, ["5"], ["", "a", "5 5"]),
+        (AnswerFormat(None, THINK), False, ["5", "<think>Hm: 1</think>\n\n5"], ["<think>Hm", "Hm</think>5"]),
+        (
+            AnswerFormat(None, THINK),
+            True,
+            ["Hm</think>\n\n5", "</think>5"],
+            ["5", "Hm</think>", "a</think>b"],
+        ),
+        (
+            AnswerFormat(CallFormat.HARMONY, HARMONY),
+            False,
+            [f"{FINAL}5", f"{ANALYSIS}{FINAL}5"],
+            ["5", ANALYSIS, f"{FINAL}a", f"{ANALYSIS}5"],
+        ),
+    ],
+)
+def test_json_behind_reasoning(
+    answer_format: AnswerFormat, thinking: bool, right: list[str], wrong: list[str], marks: list[str]
+) -> None:
+    words = Bytes(marks if answer_format.calls is None else MARKS)  # harmony's are always tokens
+    schema = {"type": "integer"}
+    grammar = answer_grammar(answer_format, schema, thinking=thinking, controls=words.controls)
+    assert all(matches(grammar, words, text) for text in right)
+    assert not any(matches(grammar, words, text) for text in wrong)

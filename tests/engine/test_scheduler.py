@@ -76,6 +76,30 @@ def test_rows_join_and_leave_between_evaluations() -> None:
     assert {len(evaluated.rows) for evaluated in models[TARGET].evaluated[n_alone:]} == {1}
 
 
+@pytest.mark.parametrize("when", [0, 1, 5])
+def test_a_paused_row_leaves_its_room_and_goes_on_with_the_same_text(when: int) -> None:
+    models = both()
+    scheduler = Scheduler(models)
+    first, second = (stream(scheduler, models, seed=i, length=Length(2)) for i in range(2))
+    assert first.ready() == second.ready() == []
+    for _ in range(when):
+        scheduler.step()
+    second.pause()
+    n_cells = second.n_cells
+    assert second.is_paused
+    assert models[TARGET].released == models[DRAFT].released == [1]
+    while scheduler.step():
+        first.ready()
+    assert first.is_over
+    assert not second.is_over
+    assert second.n_cells == n_cells
+    second.go_on()
+    n_before = len(models[TARGET].evaluated)
+    assert second.run().tokens == alone(seed=1)
+    assert first.completion.tokens == alone(seed=0)
+    assert len(models[TARGET].evaluated) > n_before
+
+
 def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
     models = {TARGET: target(context_size=900, batch_size=8)}
     scheduler = Scheduler(models)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamaspec import Pair
+from serve_soak import TEMPLATE as TALKER
 from serving import Served, open_demo, served
 
 
@@ -36,4 +37,11 @@ def alone(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def server(demo: Pair) -> Iterator[Served]:
     with served(demo) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def talker(demo: Pair) -> Iterator[Served]:
+    """A server whose chat template knows tools and reasoning."""
+    with served(demo, template=TALKER) as running:
         yield running

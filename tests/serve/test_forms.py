@@ -1,6 +1,6 @@
 """Every API puts the same deltas into its own form, and its stream says what its object says.
 
-The deltas are made by hand, with reasoning and calls of tools, which no parser finds yet.
+The deltas are made by hand, with reasoning and calls of tools.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from llamaspec.serve.deltas import (
 from serving import parse_events
 
 USUAL = StopReason.END
+CHAT = chat.ChatRequest.model_validate({"messages": [], "stream_options": {"include_usage": True}})
 
 
 def end(reason: StopReason = USUAL) -> End:
-    return End(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None)
+    return End(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None, 2)
 
 
 SAID: dict[str, list[Delta]] = {
@@ -49,6 +50,8 @@ SAID: dict[str, list[Delta]] = {
     "nothing": [end()],
     "cut": [Content("Hel"), end(StopReason.LIMIT)],
     "stop": [Content("Hel"), end(StopReason.STOP)],
+    "stuck": [Content("{"), end(StopReason.CONSTRAINT)],
+    "cut call": [ToolStart("call_1", "find"), ToolArguments('{"a": "b'), end(StopReason.LIMIT)],
     "reasoning": [Reasoning("hm"), Reasoning("m"), Content("so"), end()],
     "tools": [
         Reasoning("look"),
@@ -62,6 +65,9 @@ SAID: dict[str, list[Delta]] = {
     ],
     "only a tool": [ToolStart("call_1", "find"), ToolArguments("{}"), end()],
 }
+
+
+CUT = ("cut", "stuck", "cut call")
 
 
 def of(name: str) -> Deltas:
@@ -110,7 +116,7 @@ def forms(form: Any, name: str) -> tuple[dict[str, Any], list[tuple[str | None, 
 
 @pytest.mark.parametrize("name", SAID)
 def test_chat(name: str) -> None:
-    whole, events = forms(chat._Form("m", 1, 1, True), name)
+    whole, events = forms(chat._Form("m", 1, CHAT), name)
     message = ChatCompletion.model_validate(whole).choices[0].message
     *chunks, (_, done) = events
     assert done == "[DONE]"
@@ -136,22 +142,30 @@ def test_chat(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("text", "stop"), ("stop", "stop"), ("cut", "length"), ("tools", "tool_calls"), ("nothing", "stop")],
+    [
+        ("text", "stop"),
+        ("stop", "stop"),
+        ("cut", "length"),
+        ("tools", "tool_calls"),
+        ("nothing", "stop"),
+        ("stuck", "length"),
+        ("cut call", "length"),
+    ],
 )
 def test_why_a_chat_ends(name: str, reason: str) -> None:
-    assert forms(chat._Form("m", 1, 1, True), name)[0]["choices"][0]["finish_reason"] == reason
+    assert forms(chat._Form("m", 1, CHAT), name)[0]["choices"][0]["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("name", ["text", "nothing", "cut"])
 def test_completions(name: str) -> None:
-    whole, events = forms(completions._Form("m", 1, 1, False), name)
+    whole, events = forms(completions._Form("m", 1, completions.CompletionRequest(prompt="a")), name)
     *chunks, (_, done) = events
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for _, chunk in chunks) == whole["choices"][0]["text"]
     assert chunks[-1][1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
     assert whole["usage"] == {
         "prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12,
-        "prompt_tokens_details": {"cached_tokens": 4},
+        "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 2},
     }  # fmt: skip
 
 
@@ -200,7 +214,7 @@ def test_responses(name: str) -> None:
         assert kind == data["type"]
         kinds.validate_python(data)
     last = events[-1][1]["response"]
-    assert events[-1][0] == ("response.incomplete" if name == "cut" else "response.completed")
+    assert events[-1][0] == ("response.incomplete" if name in CUT else "response.completed")
     assert nameless(last["output"]) == nameless(whole["output"])
     texts = {kind: "".join(data["delta"] for other, data in events if other == f"response.{kind}.delta")
              for kind in ("output_text", "reasoning_text")}  # fmt: skip
@@ -231,8 +245,8 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
     made = [
         asyncio.run(events(form))
         for form in (
-            chat._Form("m", 1, 1, True),
-            completions._Form("m", 1, 1, True),
+            chat._Form("m", 1, CHAT),
+            completions._Form("m", 1, completions.CompletionRequest(prompt="a")),
             messages._Form("m", 9, lambda done: None),
             responses._Form("m", responses.ResponsesRequest(input="a"), 1),
         )

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.answers import message_of
 from llamaspec.engine.scheduler import AHEAD
 from llamaspec.errors import PromptError
 from llamaspec.serve.answers import UNREAD, Answer, Done, Failed, Wrote
@@ -60,7 +62,7 @@ async def read(answer: Answer) -> list[str]:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Wrote):
-            texts[index] += "".join(piece.text for piece in event.pieces)
+            texts[index] += message_of(delta for part in event.parts for delta in part.deltas).text
         if isinstance(event, Done):
             assert event.completion.text == texts[index]
     return texts
@@ -93,15 +95,52 @@ def test_texts_share_evaluations(demo: Pair) -> None:
     assert 'rounds_by_rows_total{rows="4"}' in text
 
 
-def test_a_row_waits_for_room_instead_of_being_cut(demo_files: tuple[Path, Path], alone: Pair) -> None:
-    """Two of these texts may need more than the KV cache has: they go one by one."""
+def test_rows_pause_instead_of_being_cut(
+    demo_files: tuple[Path, Path], alone: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These texts need more than the KV cache has: all begin, the latest pause, none changes."""
+    pauses: list[AnswerStream] = []
+    pause = AnswerStream.pause
+
+    def noted(stream: AnswerStream) -> None:
+        pauses.extend([] if stream.is_paused else [stream])
+        pause(stream)
+
+    monkeypatch.setattr(AnswerStream, "pause", noted)
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
 
         async def ask() -> list[list[str]]:
-            answers = [decoder.submit([job(pair, "def f(", seed, 200)]) for seed in range(3)]
+            answers = [decoder.submit([job(pair, "def f(", seed, 300)]) for seed in range(3)]
             return await asyncio.gather(*map(read, answers))
 
-        assert run(ask()) == [[said(alone, "def f(", seed, 200)] for seed in range(3)]
+        assert run(ask()) == [[said(alone, "def f(", seed, 300)] for seed in range(3)]
+    assert len(set(map(id, pauses))) >= 1
+
+
+def test_texts_without_a_limit_share_the_room(
+    demo_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None reserves what it will not use: two texts that may fill the KV cache begin at once."""
+    with open_demo(demo_files, n_cells=CONTEXT) as pair:
+        gate = Gate(pair, monkeypatch)
+        with served(pair) as server, ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(server.post, "/v1/completions", {"prompt": "import", "n": 2, "seed": 1})
+            until(lambda: server.n_running() == 2)
+            gate.open()
+            assert asked.result().status_code == 200
+
+
+def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
+    """Else nobody could go on before it reads."""
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
+
+        async def ask() -> tuple[list[str], list[str]]:
+            slow = decoder.submit([job(pair, "def f(", 1, 300, drafting=Drafting(enabled=False))])
+            await reached(lambda: slow.runs[0].is_clogged)
+            other = await read(decoder.submit([job(pair, "import os", 2, 400)]))
+            return other, await read(slow)
+
+        assert run(ask()) == ([said(alone, "import os", 2, 400)], [said(alone, "def f(", 1, 300)])
 
 
 def test_a_client_that_vanishes_frees_its_row_within_one_evaluation(

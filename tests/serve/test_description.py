@@ -1,0 +1,69 @@
+"""schemathesis, over the description that the server publishes: right requests and wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from llamaspec import FixedLength, ModelOptions, open_pair
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.serve.app import ENDPOINTS
+from llamaspec.serve.server import serving
+from llamaspec.serve.settings import ServeSettings
+from serve_soak import TEMPLATE
+
+NAMED = "/v1/models/{name}"  # no name that is made up is there
+N_TOKENS = 96  # answers are short
+N_EXAMPLES = 15  # of each operation and mode
+
+
+@pytest.fixture(scope="module")
+def described(demo_files: tuple[Path, Path]) -> Iterator[Any]:
+    """The description, and behind it the application itself: no socket is opened."""
+    options = ModelOptions(n_ctx=N_TOKENS, n_cells=4 * N_TOKENS, threads=1)
+    with open_pair(*demo_files, target_options=options, draft_options=options) as pair:
+        template = ChatTemplate.of(pair.target, TEMPLATE)
+        config = ServeSettings(host="0.0.0.0", no_auth=True, request_timeout=None)
+        with serving(pair, FixedLength(2), template, config, lambda _: None) as (app, _):
+            yield schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+CASES = [
+    *((endpoint.path, GenerationMode.POSITIVE) for endpoint in ENDPOINTS),
+    *((endpoint.path, GenerationMode.NEGATIVE) for endpoint in ENDPOINTS if endpoint.body is not None),
+]
+
+
+@pytest.mark.parametrize(("path", "mode"), CASES)
+def test_no_request_breaks_the_server(described: Any, path: str, mode: GenerationMode) -> None:
+    """Never a fault of the server, and whatever is wrong is said."""
+    (operation,) = described[path].values()
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=N_EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        response = case.call()
+        statuses.add(response.status_code)
+        assert response.status_code < 500, response.text
+        if response.status_code >= 400 and response.headers["content-type"] == "application/json":
+            assert response.json()["error"]["message"]
+
+    check()
+    if mode is GenerationMode.NEGATIVE:
+        assert max(statuses) >= 400
+    elif not operation.body and path != NAMED:
+        assert statuses == {200}

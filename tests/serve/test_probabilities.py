@@ -1,0 +1,126 @@
+"""Log-probabilities, biases and penalties: the numbers of the Python interface, in each API's form."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from llamaspec import FixedLength, Pair, Sampling
+from llamaspec.engine.events import Piece
+from serving import Served, said
+
+N, SEED = 20, 4
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PROMPT = "# user: def f(x):\n# assistant:"
+HI = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": N, "seed": SEED}
+
+
+@pytest.fixture(scope="module")
+def pieces(alone: Pair) -> list[Piece]:
+    """The answer, with the two most probable tokens at each place."""
+    return list(alone.stream(PROMPT, seed=SEED, max_tokens=N, logprobs=2, policy=FixedLength(0)))
+
+
+def check(told: list[dict[str, Any]], text: str, pieces: list[Piece], pair: Pair) -> None:
+    """The tokens are the text, and their numbers those of plain decoding."""
+    assert b"".join(bytes(token["bytes"]) for token in told) == text.encode()
+    assert len(told) == len(pieces)
+    for token, piece in zip(told, pieces, strict=True):
+        assert piece.logprobs is not None
+        assert token["token"] == pair.target.vocabulary.piece(piece.token).decode()
+        assert token["logprob"] == pytest.approx(piece.logprobs.logprob, abs=1e-5)
+        tops = [top["logprob"] for top in token["top_logprobs"]]
+        assert tops == pytest.approx([logprob for _, logprob in piece.logprobs.top], abs=1e-5)
+
+
+def test_chat(server: Served, alone: Pair, pieces: list[Piece]) -> None:
+    body = {**HI, "logprobs": True, "top_logprobs": 2}
+    choice = server.post(CHAT, body).json()["choices"][0]
+    check(choice["logprobs"]["content"], choice["message"]["content"], pieces, alone)
+    chunks = [data["choices"][0] for _, data in server.events(CHAT, body)[:-1]]
+    told = [chunk["logprobs"]["content"] for chunk in chunks if chunk["logprobs"]]
+    assert list(chain(*told)) == choice["logprobs"]["content"]
+    assert server.post(CHAT, HI).json()["choices"][0]["logprobs"] is None
+    for chunk in chunks:  # each chunk has the tokens of its own text
+        tokens = chunk["logprobs"]["content"] if chunk["logprobs"] else []
+        assert "".join(token["token"] for token in tokens) == chunk["delta"].get("content", "")
+
+
+def test_completions(server: Served, alone: Pair, pieces: list[Piece]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": N, "seed": SEED, "logprobs": 2}
+    choice = server.post(TEXT, body).json()["choices"][0]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert choice["text"].startswith(token, offset)
+    numbers = [piece.logprobs.logprob for piece in pieces if piece.logprobs]
+    assert told["token_logprobs"] == pytest.approx(numbers, abs=1e-5)
+    assert all(len(top) == 2 for top in told["top_logprobs"])
+    events = [data["choices"][0]["logprobs"] for _, data in server.events(TEXT, body)[:-1]]
+    for column in told:
+        assert list(chain(*(event[column] for event in events))) == told[column]
+    none = server.post(TEXT, {**body, "logprobs": 0}).json()["choices"][0]["logprobs"]
+    assert none["token_logprobs"] == told["token_logprobs"]
+    assert not any(none["top_logprobs"])
+
+
+def test_responses(server: Served, alone: Pair, pieces: list[Piece]) -> None:
+    body = {"input": "def f(x):", "max_output_tokens": N, "seed": SEED, "top_logprobs": 2}
+    part = server.post(RESPONSES, body).json()["output"][0]["content"][0]
+    check(part["logprobs"], part["text"], pieces, alone)
+    events = server.events(RESPONSES, body)
+    deltas = [data["logprobs"] for kind, data in events if kind == "response.output_text.delta"]
+    assert list(chain(*deltas)) == part["logprobs"]
+    (done,) = [data["logprobs"] for kind, data in events if kind == "response.output_text.done"]
+    assert done == part["logprobs"]
+
+
+def test_only_what_is_said_is_told(talker: Served, demo: Pair) -> None:
+    """Not what the model thinks, nor the marks between."""
+    body = {**HI, "logprobs": True, "enable_thinking": True, "thinking_budget_tokens": 4}
+    choice = talker.post(CHAT, body).json()["choices"][0]
+    assert choice["message"]["reasoning_content"]
+    told = b"".join(bytes(token["bytes"]) for token in choice["logprobs"]["content"])
+    assert told.decode().lstrip("\n") == choice["message"]["content"]
+
+
+def test_the_end_of_the_text_is_not_told(server: Served) -> None:
+    """Also where the text is held back until then, because a stop string might have come."""
+    body = {**HI, "logprobs": True, "grammar": 'root ::= "yes"', "stop": "yesterday"}
+    choice = server.post(CHAT, body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "yes"
+
+
+def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair) -> None:
+    usual = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+    first = alone.stream("def f(", sampling=Sampling(temperature=0), max_tokens=1).run().tokens[0]
+    banned = server.post(TEXT, {**usual, "logit_bias": {str(first): -100}}).json()["choices"][0]["text"]
+    expected = alone.stream(
+        "def f(", sampling=Sampling(temperature=0, logit_bias={first: -100.0}), max_tokens=8
+    ).run()
+    assert banned == expected.text
+    assert first not in expected.tokens
+    forced = server.post(TEXT, {**usual, "logit_bias": {str(first): 100}}).json()["choices"][0]["text"]
+    assert forced == alone.target.vocabulary.piece(first).decode() * 8
+
+
+def test_penalties_are_openais_or_llama_cpps(server: Served, alone: Pair) -> None:
+    prompt = "a b c d e f g " * 6
+
+    def expected(window: int | None) -> str:
+        sampling = Sampling(presence_penalty=1.5, frequency_penalty=0.5, penalty_window=window)
+        return alone.stream(prompt, sampling=sampling, seed=1, max_tokens=30).run().text
+
+    body = {"prompt": prompt, "max_tokens": 30, "seed": 1, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+
+    def text(**more: object) -> str:
+        found: str = server.post(TEXT, {**body, **more}).json()["choices"][0]["text"]
+        return found
+
+    assert expected(None) != expected(64)
+    assert text() == text(repeat_penalty=1) == expected(None)
+    assert text(repeat_last_n=64) == expected(64)
+    assert text() != said(alone, prompt, 1, 30)

@@ -1,0 +1,39 @@
+"""A short soak: honest, broken and malicious clients at once; nothing is lost, and every answer is right."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+
+from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
+from serving import CONTEXT, open_demo, said, served
+
+N_CLIENTS, N_REQUESTS = 4, 25  # of each client
+
+
+def test_nothing_is_lost_and_nothing_changes(demo_files: tuple[Path, Path]) -> None:
+    """In a KV cache that is too small for all rows at once."""
+    process, tally = psutil.Process(os.getpid()), Tally()
+    with open_demo(demo_files, n_cells=2 * CONTEXT) as pair:
+        expected = said(pair, str(CANARY["prompt"]), 7, 24)
+        with served(pair, template=TEMPLATE) as server:
+            server.client.get("/health")
+            n_files = process.num_fds()
+            drive(server.url, tally, N_CLIENTS, 1, lambda n: n < N_REQUESTS)
+            assert rows_left(server.url) == 0
+        assert tally.wrong == []
+        assert sum(tally.kinds.values()) == N_CLIENTS * N_REQUESTS
+        assert tally.canaries == {expected}
+    assert process.num_fds() <= n_files
+    assert not [thread for thread in threading.enumerate() if thread.name == "llamaspec-decode"]
+
+
+def test_growth_is_seen() -> None:
+    """Else the script could never fail."""
+    steady = [(100.0 + i % 3, 20, 8) for i in range(50)]
+    assert growth(steady)["grew"] == []
+    leaking = [(100.0 + i, 20 + i, 8 + i) for i in range(50)]
+    assert growth(leaking)["grew"] == ["rss_mib", "descriptors", "threads"]

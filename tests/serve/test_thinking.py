@@ -1,0 +1,156 @@
+"""Reasoning: apart from the answer in every API, limited as in `chat`, and switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llamaspec import Pair
+from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
+from llamaspec.chat.answers import AnswerParser, message_of
+from llamaspec.chat.formats import AnswerFormat
+from llamaspec.chat.message import Message
+from llamaspec.chat.template import ChatTemplate
+from serve_soak import TEMPLATE
+from serving import Served
+
+N, SEED, BUDGET = 40, 5, 9
+HM = "Hm, that is odd."
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = [{"role": "user", "content": "Why?"}]
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        CHAT,
+        {
+            "messages": USER,
+            "max_tokens": N,
+            "thinking_budget_tokens": BUDGET,
+            "chat_template_kwargs": {"enable_thinking": True},
+        },
+    ),
+    "responses": (
+        RESPONSES,
+        {
+            "input": "Why?",
+            "max_output_tokens": N,
+            "enable_thinking": True,
+            "thinking_budget_tokens": BUDGET,
+        },
+    ),
+    "messages": (
+        MESSAGES,
+        {
+            "messages": USER,
+            "max_tokens": N,
+            "enable_thinking": True,
+            "thinking": {"type": "enabled", "budget_tokens": BUDGET},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Pair) -> tuple[str, str]:
+    """Reasoning and answer by the function that `chat` uses."""
+    template = ChatTemplate.of(alone.target, TEMPLATE)
+    answer_format = AnswerFormat.of(template.source)
+    rendered = template.render([Message("user", "Why?")], template_kwargs={"enable_thinking": True})
+    assert answer_format.begins_thinking(rendered.text)
+    assert answer_format.reasoning is not None
+    vocabulary = alone.target.vocabulary
+    stream = AnswerStream(
+        vocabulary.tokenize(rendered.text),
+        N,
+        lambda prompt, n: alone.stream(prompt, max_tokens=n, seed=SEED),
+        AnswerParser(answer_format, thinking=True),
+        vocabulary,
+        ReasoningLimit(answer_format.reasoning, BUDGET),
+    )
+    message = message_of(delta for part in stream for delta in part.deltas)
+    assert message.reasoning
+    assert message.text
+    return message.reasoning, message.text
+
+
+def told(name: str, answer: dict[str, Any]) -> tuple[str, str, int]:
+    """Reasoning, text, tokens of reasoning."""
+    usage = answer["usage"]
+    if name == "chat":
+        message = answer["choices"][0]["message"]
+        thought = usage["completion_tokens_details"]["reasoning_tokens"]
+        return message.get("reasoning_content", ""), message["content"], thought
+    if name == "responses":
+        parts = {item["type"]: item["content"][0]["text"] for item in answer["output"]}
+        thought = usage["output_tokens_details"]["reasoning_tokens"]
+        return parts.get("reasoning", ""), parts["message"], thought
+    parts = {block["type"]: block.get("thinking") or block.get("text") for block in answer["content"]}
+    return parts.get("thinking", ""), parts["text"], usage["output_tokens_details"]["thinking_tokens"]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_it_is_told_apart_and_ended_as_in_chat(talker: Served, expected: tuple[str, str], name: str) -> None:
+    path, body = ASKED[name]
+    answer = talker.post(path, {**body, "seed": SEED}).json()
+    assert told(name, answer) == (*expected, BUDGET)
+
+
+def test_streamed(talker: Served, expected: tuple[str, str]) -> None:
+    _, body = ASKED["chat"]
+    events = talker.events(CHAT, {**body, "seed": SEED})
+    deltas = [data["choices"][0]["delta"] for _, data in events[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == expected[0]
+    assert "".join(delta.get("content", "") for delta in deltas) == expected[1]
+    _, body = ASKED["messages"]
+    blocks = [data["delta"] for kind, data in talker.events(MESSAGES, {**body, "seed": SEED})
+              if kind == "content_block_delta"]  # fmt: skip
+    assert "".join(block.get("thinking", "") for block in blocks) == expected[0]
+    assert "".join(block.get("text", "") for block in blocks) == expected[1]
+
+
+def test_a_row_that_thinks_keeps_its_place(talker: Served, demo: Pair) -> None:
+    """Ending thought is a new stream for the same row: others that share its evaluations do not matter."""
+    _, body = ASKED["chat"]
+    answer = talker.post(CHAT, {**body, "seed": SEED, "n": 3}).json()
+    single = [talker.post(CHAT, {**body, "seed": SEED + i}).json()["choices"][0]["message"] for i in range(3)]
+    assert [choice["message"] for choice in answer["choices"]] == single
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("chat", {"chat_template_kwargs": None, "enable_thinking": False}),
+        ("chat", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("chat", {"reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none"}}),
+        ("messages", {"thinking": {"type": "disabled"}}),
+    ],
+)
+def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
+    path, body = ASKED[name]
+    body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
+    reasoning, text, thought = told(name, talker.post(path, {**body, **off, "seed": SEED}).json())
+    assert (reasoning, thought, bool(text)) == ("", 0, True)
+
+
+def test_earlier_thoughts_are_shown_to_the_template(talker: Served) -> None:
+    """In each API's form they make the same prompt."""
+    counts = []
+    question, more = {"role": "user", "content": "Why?"}, {"role": "user", "content": "And?"}
+    for answer in (
+        {"role": "assistant", "content": "So.", "reasoning_content": HM},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": HM, "signature": ""},
+                                          {"type": "text", "text": "So."}]},
+    ):  # fmt: skip
+        body = {"messages": [question, answer, more]}
+        counts.append(talker.post("/v1/messages/count_tokens", body).json()["input_tokens"])
+    items = [
+        question,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": HM}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+        more,
+    ]  # fmt: skip
+    usage = talker.post(RESPONSES, {"input": items, "max_output_tokens": 1}).json()["usage"]
+    assert counts == [usage["input_tokens"]] * 2
+    without = {"messages": [question, {"role": "assistant", "content": "So."}, more]}
+    assert talker.post("/v1/messages/count_tokens", without).json()["input_tokens"] < counts[0]

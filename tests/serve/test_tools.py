@@ -1,0 +1,283 @@
+"""Tools in every API: what is called is called rightly, and its result comes back to the template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from llamaspec import Pair
+from llamaspec.chat.formats import AnswerFormat, Reasoning
+from llamaspec.chat.message import Message, ToolCall
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.statistics import summarize
+from llamaspec.serve.chat import ChatRequest
+from llamaspec.serve.messages import MessagesRequest
+from llamaspec.serve.responses import ResponsesRequest
+from serve_soak import SCHEMA
+from serving import PATIENCE_SECONDS, Served, served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER: Any = [{"role": "user", "content": "Which one?"}]
+NAP: Any = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "nap", "parameters": NAP}},
+]
+CLAUDES: Any = [
+    {"name": "find", "description": "Finds.", "input_schema": SCHEMA},
+    {"name": "nap", "input_schema": NAP},
+]
+FLAT: Any = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
+SCHEMAS = {"find": SCHEMA, "nap": NAP}
+FORCED = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
+          "max_tokens": 200, "reasoning_effort": "none"}  # fmt: skip
+
+
+@pytest.fixture
+def client(talker: Served) -> Any:
+    with openai.OpenAI(
+        base_url=f"{talker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(talker: Served) -> Any:
+    with anthropic.Anthropic(
+        base_url=talker.url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+    ) as client:
+        yield client
+
+
+def check(name: str, arguments: Any) -> None:
+    jsonschema.validate(json.loads(arguments) if isinstance(arguments, str) else arguments, SCHEMAS[name])
+
+
+def test_openai(client: Any) -> None:
+    """Called, answered, asked again; whole and streamed."""
+    for seed in range(4):
+        choice = client.chat.completions.create(model="any", seed=seed, **FORCED).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        check(call.function.name, call.function.arguments)
+        with client.chat.completions.stream(model="any", seed=seed, **FORCED) as stream:
+            events = list(stream)
+            final = stream.get_final_completion().choices[0]
+        assert final.finish_reason == "tool_calls"
+        (again,) = final.message.tool_calls
+        assert (again.function.name, again.function.arguments) == (
+            call.function.name,
+            call.function.arguments,
+        )
+        parts = [event.arguments_delta for event in events
+                 if event.type == "tool_calls.function.arguments.delta"]  # fmt: skip
+        assert "".join(parts) == call.function.arguments
+        assert len(parts) > 1
+    result = {"role": "tool", "tool_call_id": call.id, "content": "the blue one"}
+    asked = [*USER, choice.message.model_dump(exclude_none=True), result]
+    more = client.chat.completions.create(model="any", messages=asked, tools=TOOLS, max_tokens=4, seed=1)
+    assert more.choices[0].finish_reason == "length"
+
+
+def test_openai_responses(client: Any) -> None:
+    usual = {
+        "model": "any",
+        "tools": FLAT,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 200,
+        "reasoning": {"effort": "none"},
+        "extra_body": {"seed": 2},
+    }
+    answer = client.responses.create(input="Which one?", **usual)
+    (call,) = answer.output
+    assert (answer.status, call.type) == ("completed", "function_call")
+    check(call.name, call.arguments)
+    with client.responses.stream(input="Which one?", **usual) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (again,) = stream.get_final_response().output
+    assert "".join(deltas) == again.arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "the blue one"}
+    asked = [*USER, call.model_dump(exclude_none=True), result]
+    more = client.responses.create(model="any", input=asked, tools=FLAT, max_output_tokens=4)
+    assert more.status == "incomplete"
+
+
+def test_anthropic(claude: Any) -> None:
+    usual = {"model": "any", "max_tokens": 200, "messages": USER, "tools": CLAUDES,
+             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+             "thinking": {"type": "disabled"}, "extra_body": {"seed": 3}}  # fmt: skip
+    answer = claude.messages.create(**usual)
+    (call,) = answer.content
+    assert (answer.stop_reason, call.type) == ("tool_use", "tool_use")
+    check(call.name, call.input)
+    with claude.messages.stream(**usual) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        (again,) = stream.get_final_message().content
+    assert json.loads("".join(parts)) == again.input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "blue"}]}
+    asked = [*USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    more = claude.messages.create(model="any", max_tokens=4, messages=asked, tools=CLAUDES)
+    assert more.stop_reason == "max_tokens"
+
+
+class Thing(BaseModel):
+    name: Literal["cup", "hat"]
+    size: Literal[1, 2, 3]
+
+
+def test_the_clients_parse_what_they_asked_for(client: Any, claude: Any) -> None:
+    """Their own helpers, which send schemas of pydantic's."""
+    shaped = client.chat.completions.parse(
+        model="any", messages=USER, response_format=Thing, seed=1, max_tokens=300, reasoning_effort="none",
+            )  # fmt: skip
+    assert isinstance(shaped.choices[0].message.parsed, Thing)
+    response = client.responses.parse(
+        model="any", input="Hi", text_format=Thing, max_output_tokens=300, reasoning={"effort": "none"},
+        extra_body={"seed": 1},
+    )  # fmt: skip
+    assert isinstance(response.output_parsed, Thing)
+    parsed = claude.messages.parse(
+        model="any", max_tokens=300, messages=USER, output_format=Thing, thinking={"type": "disabled"},
+        extra_body={"seed": 1},
+    )  # fmt: skip
+    assert isinstance(parsed.parsed_output, Thing)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_tool_that_was_named_is_called(talker: Served, name: str) -> None:
+    choice = {"type": "function", "function": {"name": name}}
+    for seed in range(2):
+        answer = talker.post(CHAT, {**FORCED, "tool_choice": choice, "seed": seed}).json()["choices"][0]
+        assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == [name]
+    claudes = {"messages": USER, "tools": CLAUDES, "tool_choice": {"type": "tool", "name": name},
+               "max_tokens": 200, "thinking": {"type": "disabled"}, "seed": 1}  # fmt: skip
+    names = [block["name"] for block in talker.post(MESSAGES, claudes).json()["content"] if "name" in block]
+    assert set(names) == {name}
+
+
+def test_a_tool_that_is_not_there_cannot_be_named(talker: Served) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    error = talker.post(CHAT, {**FORCED, "tool_choice": other}).json()["error"]
+    assert error["param"] == "tool_choice"
+
+
+def test_several_calls_of_one_answer(talker: Served) -> None:
+    for seed in range(8):
+        answer = talker.post(CHAT, {**FORCED, "parallel_tool_calls": True, "seed": seed, "max_tokens": 300})
+        calls = answer.json()["choices"][0]["message"]["tool_calls"]
+        if len(calls) > 1:
+            assert len({call["id"] for call in calls}) == len(calls)
+            for call in calls:
+                check(call["function"]["name"], call["function"]["arguments"])
+            return
+    pytest.fail("the model never called twice")
+
+
+def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
+    more = {"enable_thinking": True, "thinking_budget_tokens": 5, "reasoning_effort": None, "seed": 1}
+    answer = talker.post(CHAT, {**FORCED, **more}).json()
+    message = answer["choices"][0]["message"]
+    free = talker.post(CHAT, {**FORCED, **more, "tool_choice": "auto"}).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == free["reasoning_content"]
+    (call,) = message["tool_calls"]
+    check(call["function"]["name"], call["function"]["arguments"])
+
+
+def test_none_means_that_the_model_does_not_see_them(talker: Served) -> None:
+    def n_prompt(**more: object) -> int:
+        answer = talker.post(CHAT, {"messages": USER, "max_tokens": 1, **more}).json()
+        n: int = answer["usage"]["prompt_tokens"]
+        return n
+
+    assert n_prompt(tools=TOOLS, tool_choice="none") == n_prompt() < n_prompt(tools=TOOLS)
+    counted = talker.post("/v1/messages/count_tokens", {"messages": USER, "tools": CLAUDES}).json()
+    assert counted["input_tokens"] == n_prompt(tools=TOOLS)
+
+
+def test_a_format_that_nobody_knows_is_text(demo: Pair) -> None:
+    with served(demo, template="{{ tools | tojson }}{{ messages[-1].content }}") as server:
+        answer = server.post(CHAT, {"messages": USER, "tools": TOOLS, "max_tokens": 5, "seed": 1})
+        assert answer.json()["choices"][0]["message"]["content"]
+        for choice in ("required", {"type": "function", "function": {"name": "nap"}}):
+            error = server.post(CHAT, {**FORCED, "tool_choice": choice}).json()["error"]
+            assert error["param"] == "tool_choice"
+
+
+def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
+    """Without `strict` they are obeyed as far as possible, with it they are refused."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "not": {"required": ["b"]}}
+    function = {"name": "f", "parameters": {**schema, "required": ["a"], "additionalProperties": False}}
+    body = {**FORCED, "tools": [{"type": "function", "function": function}], "seed": 1}
+    (call,) = talker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"a"}
+    strict = {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
+    assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
+
+
+def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are control tokens that have text in an answer, and only there."""
+    service = talker.service
+    vocabulary = service.pair.target.vocabulary
+    mark = vocabulary.text(vocabulary.eos).decode()
+    monkeypatch.setattr(service.prompts, "answer_format", AnswerFormat(None, Reasoning("<think>", mark)))
+    tokens = (vocabulary.eos, *vocabulary.tokenize(b"a stop b", add_special=False).tolist())
+    text = service.prompts.written(tokens).partition("stop")[0]
+    assert text.startswith(mark)
+    done = Completion(text, tokens, 1, StopReason.STOP, (), summarize([], 3), 0.0)
+    assert service.stop_string(done, ["never", "stop"]) == "stop"
+
+
+def test_all_apis_say_the_same_to_the_template() -> None:
+    expected = [
+        Message("system", "Be brief."),
+        Message("user", "Which?"),
+        Message(
+            "assistant",
+            "Wait.",
+            tool_calls=(ToolCall("a", "find", '{"name": "b"}'), ToolCall("c", "nap", "{}")),
+            reasoning="Hm.",
+        ),
+        Message("tool", "blue", name="find", tool_call_id="a"),
+        Message("tool", "slept", name="nap", tool_call_id="c"),
+        Message("user", "So?"),
+    ]
+    chat = ChatRequest.model_validate({"messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Which?"}]},
+        {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "find", "arguments": '{"name": "b"}'}},
+            {"id": "c", "type": "function", "function": {"name": "nap", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "blue"},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "slept"}]},
+        {"role": "user", "content": "So?"},
+    ]})  # fmt: skip
+    claude = MessagesRequest.model_validate({"max_tokens": 1, "system": "Be brief.", "messages": [
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Wait."},
+            {"type": "tool_use", "id": "a", "name": "find", "input": {"name": "b"}},
+            {"type": "tool_use", "id": "c", "name": "nap", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": "blue"},
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "slept"}]},
+            {"type": "text", "text": "So?"}]},
+    ]})  # fmt: skip
+    response = ResponsesRequest.model_validate({"instructions": "Be brief.", "input": [
+        {"role": "user", "content": "Which?"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
+        {"type": "function_call", "call_id": "a", "name": "find", "arguments": '{"name": "b"}'},
+        {"type": "function_call", "call_id": "c", "name": "nap", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "blue"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "slept"}]},
+        {"role": "user", "content": "So?"},
+    ]})  # fmt: skip
+    for request in (chat, claude, response):
+        assert list(request.question(takes_tools=True).messages) == expected
