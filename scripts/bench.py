@@ -12,6 +12,7 @@ A table goes to stderr; the last line of stdout is one JSON object.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -45,6 +46,7 @@ from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.measure.learned_length import auto_length
+from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import stored_probe
 from llamaspec.protocols import LengthPolicy
 from simple_length import SimpleLength
@@ -171,10 +173,11 @@ def _turn(
     temperature, prompt, turn = case
     shift = (prompt + turn) % len(arms)
     order = [*list(arms)[shift:], *list(arms)[:shift]]
-    done: dict[str, tuple[Completion, LengthPolicy]] = {}
+    done: dict[str, tuple[Completion, LengthPolicy]] = {}  # with the policies as they were before
     for name in order:
         policy = arms[name]()
-        done[name] = (_run(pair, lambda: policy, text, temperature, turn, max_tokens), policy)  # noqa: B023
+        before = copy.deepcopy(policy)
+        done[name] = (_run(pair, lambda: policy, text, temperature, turn, max_tokens), before)  # noqa: B023
     plain = done["plain"][0]
     for name, (completion, policy) in done.items():
         summary = completion.summary
@@ -188,7 +191,7 @@ def _turn(
             completion.tokens == plain.tokens,
             summary.acceptance_rate,
             summary.overhead_seconds / summary.decode_seconds,
-            _prediction(policy),
+            _prediction(policy, completion),
         )
     fixed = {policy.n_draft: run for run, policy in done.values() if isinstance(policy, FixedLength)}
     if len(plain.tokens):
@@ -196,8 +199,8 @@ def _turn(
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
 
 
-def _prediction(policy: LengthPolicy) -> float | None:
-    reasons = policy.explain() if isinstance(policy, AutoLength) else None
+def _prediction(before: LengthPolicy, completion: Completion) -> float | None:
+    reasons = explain(before, completion.rounds) if isinstance(before, AutoLength) else None
     return (
         reasons.predicted_seconds / reasons.measured_seconds if reasons and reasons.measured_seconds else None
     )

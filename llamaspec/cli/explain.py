@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from llamaspec.length.reasons import Reasons
+from llamaspec.measure.reasons import Reasons
 
 
 def verdict(reasons: Reasons) -> str:

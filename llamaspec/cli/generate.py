@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import click
 from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
 from llamaspec.cli.constraint import make_constraint
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
-from llamaspec.cli.explain import explain
+from llamaspec.cli.explain import explain as print_reasons
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
@@ -25,6 +26,7 @@ from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.learned_length import keep_prior
+from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
@@ -110,6 +112,7 @@ def generate(
     seed = decoding.seed_or_random()
     with open_files(find_files(models), models) as pair:
         policy = make_policy(pair, decoding)
+        before = copy.deepcopy(policy) if output.explain else None
         constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(
@@ -126,8 +129,8 @@ def generate(
             interrupted = _consume(stream, output)
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
-        if output.explain:
-            _explain(policy, decoding)
+        if before is not None:
+            _explain(before, stream, decoding)
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -173,8 +176,8 @@ def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: Genera
             click.echo(line, err=True)
 
 
-def _explain(policy: LengthPolicy, decoding: DecodingOptions) -> None:
-    if isinstance(policy, AutoLength):
-        explain(policy.explain(), stderr_console())
+def _explain(before: LengthPolicy, stream: TextStream, decoding: DecodingOptions) -> None:
+    if isinstance(before, AutoLength):
+        print_reasons(explain(before, stream.completion.rounds), stderr_console())
     else:
         say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

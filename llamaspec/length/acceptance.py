@@ -1,123 +1,65 @@
 """How likely a draft token is accepted: from its confidence, and before it is drawn.
 
-Two estimates for each source of drafts. A *calibration*: the log-odds as a curve over the confidence, a
-Gaussian belief on a few knots, shared by all rows. A *running average* of each row, for tokens not drawn
-yet. Tokens behind a rejection are not verified and teach nothing. tests/length/test_acceptance.py.
+Two beliefs for each source of drafts, both in log-odds. A *calibration* of its confidence (Platt scaling: a
+level and a slope), shared by all rows. And each row's acceptance of tokens not drawn yet: a level that
+wanders. Tokens behind a rejection are not verified and teach nothing. tests/length/test_acceptance.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from math import exp, log
-
-import numpy as np
+from math import exp, log, sqrt
 
 from llamaspec.values import Round
 
-KNOTS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.92, 0.985)  # confidences at which the curve is kept
-START, FREE_START = 0.6, 0.4  # acceptance before anything is known: of a draft model, of an n-gram
-START_COUNT, KNOWN_COUNT = 5.0, 8.0  # tokens that it counts for; that an earlier text's average counts for
-LONG_MEMORY = 200.0  # and that of all texts
-SURE = 40.0  # tokens after which a running average does not get surer
+UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope
+COUNT = 8.0  # tokens of a text that all earlier ones count for
+DRIFT, TEXT_DRIFT = 0.02, 0.14  # how far log-odds wander with each token, over all texts and within one
+FREE_DRIFT = 0.25  # copied stretches begin and end at once
+BACK = 0.02  # of the way back to what is usual, with each token of a text
+FLATTEST = 0.02  # slope of a probability over its log-odds, at least
+SUREST = 0.02  # confidences closer than this to 0 or 1 count as this far off
 
 
-def _logit(p: float) -> float:
-    return log(p / (1.0 - p))
+class Acceptance:
+    """The probability that a token is accepted: log-odds of a level and, perhaps, a slope; both Gaussian."""
 
+    def __init__(self, level: float, slope: float = 0.0, drift: float = DRIFT) -> None:
+        self.level, self.slope = level, slope
+        self._level_variance, self._covariance, self._slope_variance = UNKNOWN**2, 0.0, UNKNOWN_SLOPE**2
+        self._widest, self._drift = UNKNOWN**2, drift
+        self._usual, self._back = level, 0.0
 
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + exp(-x)) if x > -30 else 0.0
+    def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
+        """That of a new text, which differs."""
+        text, p = Acceptance(self.level, drift=drift), self.probability()
+        text._level_variance = text._widest = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
+        text._back = BACK
+        return text
 
+    def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
+        """That a token is accepted, `z` standard deviations of the level further up."""
+        log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence)
+        return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0
 
-_KNOT_LOGITS = [_logit(k) for k in KNOTS]
-FREE_LEVELS = tuple(0.9 * x - 0.8 for x in _KNOT_LOGITS)  # of an n-gram: a match of 2 goes on in 46 %
-START_LEVELS = tuple(0.2 + 0.6 * x for x in _KNOT_LOGITS)  # log-odds at the knots, before anything is known
-
-
-def _place(confidence: float) -> tuple[int, float]:
-    """The knot below a confidence, and how far towards the next one: [0, 1]."""
-    x = _logit(min(max(confidence, KNOTS[0]), KNOTS[-1]))
-    i = min(bisect_right(_KNOT_LOGITS, x), len(KNOTS) - 1) - 1
-    return i, (x - _KNOT_LOGITS[i]) / (_KNOT_LOGITS[i + 1] - _KNOT_LOGITS[i])
-
-
-class Calibration:
-    """Acceptance probability of a draft token of a given confidence."""
-
-    def __init__(self, levels: Sequence[float] = START_LEVELS) -> None:
-        x = np.array(_KNOT_LOGITS)
-        self._mean = np.array(levels)
-        self._levels: list[float] = self._mean.tolist()
-        self._covariance = 0.8**2 + 0.25**2 * np.outer(x, x) + 0.3**2 * np.minimum.outer(x - x[0], x - x[0])
-        self._covariance += 0.1**2 * np.eye(len(x))
-        self._drift = 0.02**2 + 0.01**2 * np.eye(len(x))
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """[len(KNOTS)] log-odds."""
-        return tuple(self._levels)
-
-    def probability(self, confidence: float) -> float:
-        """As calibrated by what was verified."""
-        i, part = _place(confidence)
-        return _sigmoid((1 - part) * self._levels[i] + part * self._levels[i + 1])
-
-    def learn(self, confidence: float, is_accepted: bool) -> None:
-        """Learn from one verified token: a step of logistic regression."""
-        p, (i, part) = self.probability(confidence), _place(confidence)
-        covariance = self._covariance + self._drift
-        column = (1 - part) * covariance[:, i] + part * covariance[:, i + 1]
-        variance = (1 - part) * float(column[i]) + part * float(column[i + 1])
-        curvature = max(p * (1 - p), 0.02)
-        gain = 1 / (1 + curvature * variance)
-        self._mean = self._mean + column * (gain * (is_accepted - p))
-        self._covariance = covariance - np.outer(column, column * (curvature * gain))
-        self._levels = self._mean.tolist()
-
-
-class RunningAverage:
-    """Acceptance of tokens not drawn yet: an average that forgets, around what was known at its start."""
-
-    def __init__(self, start: float, count: float, memory: float) -> None:
-        self._start, self._start_count, self._memory = start, count, memory
-        self._hits = self._count = 0.0
-
-    @property
-    def probability(self) -> float:
-        """Of the next token."""
-        return (self._hits + self._start_count * self._start) / (self._count + self._start_count)
-
-    def fresh(self, memory: float) -> RunningAverage:
-        """An average for a new text, around this one."""
-        count = START_COUNT if not self._count else KNOWN_COUNT
-        return RunningAverage(self.probability, count, memory)
-
-    def bound(self, z: float) -> float:
-        """The same, `z` standard deviations of its log-odds further up."""
-        p = min(max(self.probability, 0.01), 0.99)
-        spread = 1 / (min(self._count + self._start_count, SURE) * p * (1 - p)) ** 0.5
-        return _sigmoid(_logit(p) + z * min(spread, 2.0))
-
-    def learn(self, is_accepted: float, count: float = 1.0) -> None:
-        """Learn from one verified token."""
-        keep = 1 - count / self._memory
-        self._hits, self._count = keep * self._hits + count * is_accepted, keep * self._count + count
+    def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
+        """Learn from one verified token, accepted (1) or not (0): a step of logistic regression."""
+        p, x = self.probability(confidence), _logit(confidence)
+        curvature = max(p * (1.0 - p), FLATTEST)
+        of_level = self._level_variance + x * self._covariance
+        of_slope = self._covariance + x * self._slope_variance
+        total = of_level + x * of_slope + 1.0 / (count * curvature)
+        surprise = (outcome - p) / (curvature * total)
+        self.level += of_level * surprise
+        self.slope += of_slope * surprise
+        self._level_variance -= of_level * of_level / total
+        self._covariance -= of_level * of_slope / total
+        self._slope_variance -= of_slope * of_slope / total
 
     def pass_tokens(self, n: int) -> None:
-        """Text went by: what was seen counts for less."""
-        keep = exp(-n / (3 * self._memory))
-        self._hits, self._count = keep * self._hits, keep * self._count
-
-
-class SourceBelief:
-    """What is known of one source over all rows and texts."""
-
-    def __init__(
-        self, acceptance: float = START, levels: Sequence[float] = START_LEVELS, count: float = START_COUNT
-    ) -> None:
-        self.calibration = Calibration(levels)
-        self.usual = RunningAverage(acceptance, count, LONG_MEMORY)
+        """Text went by: it may have changed."""
+        self._level_variance = min(self._level_variance + n * self._drift**2, self._widest)
+        self.level += min(n * self._back, 1.0) * (self._usual - self.level)
+        self._slope_variance += n * (self._drift / 2) ** 2
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
@@ -125,3 +67,10 @@ def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
     found = [(round_.confidences[i], True) for i in round_.path]
     missed = round_.draft.children(round_.path[-1] if round_.path else -1)
     return found + [(round_.confidences[i], False) for i in missed]
+
+
+def _logit(confidence: float) -> float:
+    if confidence == 0.5:
+        return 0.0
+    p = min(max(confidence, SUREST), 1.0 - SUREST)
+    return log(p / (1.0 - p))

@@ -8,7 +8,11 @@ stopping rule of a single text. Knows no beliefs. tests/length/test_allocator.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from math import inf
+from operator import mul
 
 from llamaspec.length.cost_model import CostModel
 
@@ -53,19 +57,52 @@ class Allocator:
         Where the curve has steps, one position alone never pays for the step that all would share.
         `step_seconds`: one draft step, which all rows that are drafting share. `z`: standard deviations.
         """
-        rows = [p for p in self.present() if p is not own]
-        drafting = [p for p in rows if p.is_drafting]
-        n_level = 1 + sum(p.n_draft <= own.n_draft for p in drafting)
-        total = 1 + own.n_draft + sum(1 + p.n_draft for p in rows)
-        step = step_seconds / (1 + len(drafting))
-        wider = [total + m * n_level for m in range(self.longest - own.n_draft + 1)]
-        times, base = self.costs.batch_seconds(wider, z, total), self.costs.batch_seconds([total])[0]
+        n_level, n_drafting, total = 1, 1, 1 + own.n_draft
+        for other in self.present():
+            if other is not own:
+                total += 1 + other.n_draft
+                n_drafting += other.is_drafting
+                n_level += other.is_drafting and other.n_draft <= own.n_draft
+        n_more = max(self.longest - own.n_draft, 0)
+        times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), z)
+        base, step = times[0], step_seconds / n_drafting
         return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]
-
-    def plain_seconds(self, n_rows: int) -> float:
-        """An evaluation with no draft, and all that its rows need besides."""
-        return self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds
 
     def plain_rate(self, n_rows: int) -> float:
         """Tokens per second of rows that do not draft."""
-        return n_rows / self.plain_seconds(n_rows)
+        return n_rows / (self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds)
+
+
+def expected_accepted(acceptance: float, longest: int) -> list[float]:
+    """Draft tokens that are accepted, on average, of 0 .. longest.
+
+    Examples
+    --------
+    >>> expected_accepted(0.5, 3)
+    [0.0, 0.5, 0.75, 0.875]
+    """
+    return [*accumulate(accumulate(repeat(acceptance, longest), mul), initial=0.0)]
+
+
+def stopping_threshold(costs: Sequence[float], gains: Sequence[float], rate: float) -> float:
+    """How likely all draft tokens so far must be accepted for one more to pay.
+
+    One more, or several: at a dip of the curve the next token may not pay by itself, but on the way to a
+    width that is cheaper for each token. `m` more tokens gain s * gains[m], where s is the probability that
+    those before are accepted; their seconds, costs[m], could have given `rate` tokens a second.
+    """
+    least = inf
+    for cost, gain in zip(costs, gains, strict=False):
+        if rate * cost < least * gain:
+            least = rate * cost / gain
+    return least
+
+
+def speed_up(costs: Sequence[float], gains: Sequence[float], plain_rate: float) -> float:
+    """Of the best number of draft tokens, next to none: tokens of a row over its share of the time."""
+    best = 0.0
+    for cost, gain in zip(costs[1:], gains[1:], strict=False):
+        ratio = (1.0 + gain) / (1.0 + plain_rate * cost)
+        if ratio > best:
+            best = ratio
+    return best

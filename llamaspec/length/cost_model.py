@@ -1,58 +1,33 @@
 """What evaluations cost: seconds for every number of positions of the target, and for a draft step.
 
-The one idea: a Gaussian posterior over the *logarithms* of all these times at once. Its covariance says what
-one timing tells about the others: all times share a scale (the machine, the length of the context),
-neighbouring widths share a slope, and every width has a step or a dip of its own. A width is the total over
-all rows of an evaluation. Knows no model and no clock. tests/length/test_cost_model.py feeds it curves.
+Logarithms of seconds: that of width 1 is a number of its own, every other width that was timed and a draft
+step are known next to it. So one timing corrects the scale of all, and steps and dips are kept. Between the
+known widths lie straight lines over the logarithm of the width. A width is the total over all rows of an
+evaluation. Knows no model and no clock. tests/length/test_cost_model.py feeds it curves.
 """
 
 from __future__ import annotations
 
-import functools
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import UNSEEN_VARIANCES, LearnedPrior
 
-Array = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
-GRID = (*range(1, 18), 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 512)  # widths with a belief
-LOGS = np.log(np.array(GRID, dtype=np.float64))
-NOISE = 0.07  # standard deviation of the logarithm of one timing
-OUTLIER = 2.5  # a timing further off than this many standard deviations is clipped
-SCALE = 0.4  # two evaluations that are further off than this, in logarithms, drop the prior
-LASTING, CHANGE = 3, 0.3  # as many outliers in a row mean a change, of this size in logarithms
-FEW = 3  # timings that a shorter one still corrects at once, for a hiccup only makes a timing longer
-UNSEEN_SECONDS = 0.03  # width 1 before anything is known; only ratios matter until the first round
+PLAIN, STEP = 0, 1  # places of width 1 and of a draft step
+NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
+OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
+DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
+POWER, BEND, OWN = 0.5, 0.3, 0.18  # of the width, where nothing is known; standard deviations of both
+DENSE, CLOSE = 17, OWN**2 + (BEND * 0.1) ** 2  # widths up to here are known each; wider ones, 10 % apart
+FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
-EXPONENT, STEP_RATIO = 0.5, 0.12  # where nothing is known: t(w) = t(1) * w^EXPONENT, draft step / t(1)
-FREE_STEP = 1e-6  # seconds of a draft step that costs nothing
-
-
-@dataclass(frozen=True, slots=True)
-class CostBelief:
-    """What a run believes of times: logarithms of seconds of the widths in GRID and, last, of a draft step.
-
-    Raises
-    ------
-    ValueError
-        The parts do not belong together, or are not finite.
-    """
-
-    log_seconds: tuple[float, ...]
-    covariance: tuple[tuple[float, ...], ...]
-    catch_up: tuple[float, ...]  # parts of a draft step for each unread token: for one token, for many
-
-    def __post_init__(self) -> None:
-        n = len(GRID) + 1
-        if len(self.log_seconds) != n or len(self.catch_up) != 2 or np.shape(self.covariance) != (n, n):
-            raise ValueError("the parts of a belief do not belong together")
-        if not all(np.isfinite(part).all() for part in (self.log_seconds, self.covariance, self.catch_up)):
-            raise ValueError("a belief must be finite")
+CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
 
 
 class CostModel:
@@ -60,46 +35,58 @@ class CostModel:
 
     Parameters
     ----------
-    prior : CostCurve or CostBelief, optional
-        What a probe measured, or an earlier run, perhaps on another day or another machine.
+    prior : LearnedPrior
+        From a probe or an earlier run, perhaps on another machine; or nothing but the usual.
     allowed : collection of int, optional
         The only widths that may be evaluated.
     """
 
-    def __init__(
-        self, prior: CostCurve | CostBelief | None = None, allowed: Collection[int] | None = None
-    ) -> None:
+    _mean: FloatArray  # [n] log of: seconds of width 1; a draft step next to it; each known width next to it
+    _covariance: FloatArray  # [n, n]
+    _place: dict[int, int]  # of a known width > 1 in these
+    _seconds: list[float]  # [w] an evaluation of exactly this width; empty: not up to date
+    _width: list[int]  # [w] the cheapest allowed width of at least this one; 0: none
+
+    def __init__(self, prior: LearnedPrior, allowed: Collection[int] | None = None) -> None:
         self._allowed = allowed
-        self._mean, self._covariance = _belief(prior)
-        self._catch_up = list(prior.catch_up) if isinstance(prior, CostBelief) else [0.4, 0.15]
-        self.has_prior = prior is not None  # until the first two evaluations contradict it
-        self._prior_plain = float(self._mean[0])
+        self._n_widths = 17  # with a price; grows on demand
+        self._believe(prior)
+        self._prior_plain = float(self._mean[PLAIN])
         self.overhead_seconds = 0.0  # of a row's round, besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self.n_steps_timed = 0
-        self._range = range(1, GRID[16] + 1)  # widths with a price; grows on demand
-        self._n_far = 0  # outliers in a row
-        self._h = np.empty((0, len(GRID) + 1))  # [len(_range), len(GRID) + 1]
-        self._is_stale = True  # prices are older than the belief
+        self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row
+
+    def spread(self, width: int) -> float:
+        """Standard deviation of the logarithm of the time of a width."""
+        self._cover(width)
+        return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
+
+    @property
+    def knows_step(self) -> bool:
+        """Whether more is known of a draft step than its order of magnitude."""
+        return bool(self._covariance[STEP, STEP] < UNSEEN_VARIANCES[STEP])
+
+    def looks_foreign(self, n_timed: int) -> bool:
+        """Whether after as many evaluations the prior looks like that of another machine."""
+        is_far = bool(self._has_prior) and abs(float(self._mean[PLAIN]) - self._prior_plain) > FOREIGN
+        return is_far and sum(self.n_timed.values()) == n_timed
 
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
-        return exp(float(_weights(width) @ self._mean))
+        self._cover(width)
+        return self._seconds[width]
 
-    def batch_seconds(self, positions: Sequence[int], z: float = 0.0, base: int = 1) -> list[float]:
+    def batch_seconds(self, positions: Sequence[int], z: float = 0.0) -> list[float]:
         """Evaluations of at least so many positions, padded where that is cheaper; inf where not allowed.
 
-        `z`: standard deviations by which each is dearer than believed, next to width `base`.
+        `z`: standard deviations by which each is dearer than believed, next to the first.
         """
-        self._cover(max(positions))
-        if not z:
-            return [self._batch[n] for n in positions]
-        padded = np.array([self._width[n] for n in positions])
-        h = self._h[padded - 1]
-        apart = h - _weights(base)
-        spread = np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(axis=1), 0.0))
-        dear: list[float] = np.where(padded > 0, np.exp(h @ self._mean + z * spread), inf).tolist()
-        return dear
+        self._cover(positions[-1])
+        widths = [self._width[n] for n in positions]
+        seconds = self._seconds
+        if not z or not widths[0]:
+            return [seconds[w] for w in widths]
+        return [seconds[w] * dearer for w, dearer in zip(widths, self._factors(widths, z), strict=True)]
 
     def cheapest_width(self, n: int) -> int | None:
         """The allowed width, n or wider, that costs least; None where none is."""
@@ -108,143 +95,130 @@ class CostModel:
 
     def draft_step_seconds(self, z: float = 0.0) -> float:
         """One evaluation of the draft, `z` standard deviations dearer than believed, next to width 1."""
-        if not z:
-            return exp(float(self._mean[-1]))
-        apart = _UNITS[-1] - _UNITS[0]
-        return exp(float(self._mean[-1]) + z * sqrt(max(float(apart @ self._covariance @ apart), 0.0)))
+        mean = float(self._mean[PLAIN] + self._mean[STEP])
+        return exp(mean + z * sqrt(float(self._covariance[STEP, STEP])))
 
-    def catch_up_seconds(self, n_unread: int) -> float:
-        """What reading tokens that the draft has missed adds to its next step."""
-        return self.draft_step_seconds() * n_unread * self._catch_up[n_unread > 1]
+    def drafting_seconds(self, n_steps: int, n_unread: int) -> float:
+        """Draft steps, the first of which has to read `n_unread` tokens more than one."""
+        return (n_steps + CATCH_UP * n_unread) * self.draft_step_seconds()
 
-    @property
-    def plain_spread(self) -> float:
-        """Standard deviation of the logarithm of the time of width 1."""
-        return sqrt(float(self._covariance[0, 0]))
-
-    def doubts(self, width: int) -> bool:
-        """Whether the only timing of a width looks wrong: a hiccup of plain decoding flatters drafts."""
-        if self._is_off_scale(1):
-            return True
-        wider = [self.seconds(w) for w in self.n_timed if w > width]
-        return self.n_timed.get(width) == 1 and min(wider, default=inf) < PAD * self.seconds(width)
-
-    def belief(self) -> CostBelief:
-        """All that is believed now."""
-        covariance = tuple(map(tuple, self._covariance.tolist()))
-        return CostBelief(tuple(self._mean.tolist()), covariance, tuple(self._catch_up))
+    def learned(self, log_odds: tuple[float, float, float]) -> LearnedPrior:
+        """What the next run should begin with."""
+        places = [PLAIN, STEP, *self._place.values()]
+        variances = self._covariance.diagonal()[places].tolist()
+        return LearnedPrior.after(list(self._place), self._mean[places].tolist(), variances, log_odds)
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
-        self._covariance = self._covariance + _DRIFT
-        if width >= 1 and seconds > 0:
-            self._learn(_weights(width), log(seconds), NOISE**2, self.n_timed.get(width, 0))
-            self.n_timed[width] = self.n_timed.get(width, 0) + 1
-            if self._is_off_scale(2):  # of another machine, whose steps and slopes say nothing of this one
-                plain, self.has_prior = float(self._mean[0]), False
-                self._mean, self._covariance = _belief(None)
-                for weights, value in ((_UNITS[0], plain), (_weights(width), log(seconds))):
-                    self._learn(weights, value, NOISE**2, FEW)
-        self._is_stale = True
+        if seconds <= 0:
+            return
+        self._cover(width)
+        if width not in self._place and self._bend[width] > (0.0 if width <= DENSE else CLOSE):
+            self._add(width)
+        surprise = log(seconds / self.seconds(width))
+        self._covariance += self._drift
+        n_before = self.n_timed.get(width, 0)
+        self._learn(self._weights[width], PLAIN, n_before, surprise, NOISE**2 + float(self._bend[width]))
+        self.n_timed[width] = n_before + 1
+        if self.looks_foreign(2):
+            plain = self._mean[PLAIN], self._covariance[PLAIN, PLAIN]
+            self._believe(LearnedPrior())
+            self._mean[PLAIN], self._covariance[PLAIN, PLAIN] = plain
 
     def observe_draft(self, n_steps: int, n_unread: int, seconds: float) -> None:
         """Learn from draft steps, the first of which had to read `n_unread` tokens more than one."""
-        if seconds <= 0 or n_steps < 1:
-            return
-        steps = n_steps + n_unread * self._catch_up[n_unread > 1]
-        if n_unread and self.n_steps_timed >= 2:
-            part = (seconds / self.draft_step_seconds() - n_steps) / n_unread
-            old = self._catch_up[n_unread > 1]
-            self._catch_up[n_unread > 1] = old + 0.2 * (min(max(part, 0.0), 2.0) - old)
-        noise = (NOISE * steps / n_steps) ** 2
-        self._learn(_UNITS[-1], log(seconds / steps), noise, self.n_steps_timed)
-        self.n_steps_timed += 1
-        self._is_stale = True
+        if seconds > 0 and n_steps > 0:
+            surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
+            noise = NOISE * (1.0 + CATCH_UP * n_unread / n_steps)
+            self._learn(self._step_weights, STEP, self._n_steps_timed, surprise, noise**2)
+            self._n_steps_timed += 1
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Learn what a round costs besides the models."""
-        if not self.overhead_seconds:
-            self.overhead_seconds = seconds
-        self.overhead_seconds += 0.1 * (min(seconds, 3 * self.overhead_seconds) - self.overhead_seconds)
+    def observe_overhead(self, seconds: float) -> float:
+        """Learn what a round costs besides the models; returns it, less what looks like a hiccup."""
+        seconds = min(seconds, 3 * self.overhead_seconds or seconds)
+        self.overhead_seconds += (0.1 if self.overhead_seconds else 1.0) * (seconds - self.overhead_seconds)
+        return seconds
 
-    def _is_off_scale(self, n_timed: int) -> bool:
-        """Whether after as many evaluations the prior looks like that of another machine."""
-        is_off = self.has_prior and abs(float(self._mean[0]) - self._prior_plain) > SCALE
-        return is_off and sum(self.n_timed.values()) == n_timed
+    def _believe(self, prior: LearnedPrior) -> None:
+        self._mean, self._covariance = np.array(prior.means), np.diag(prior.variances)
+        self._place = {width: STEP + 1 + i for i, width in enumerate(prior.widths)}
+        self._has_prior = bool(prior.widths)
+        self._lay_out()
 
-    def _learn(self, h: Array, value: float, noise: float, n_before: int) -> None:
-        """Bayes' rule for the entry that `h` weighs. One outlier is hardly believed."""
-        surprise, variance = value - float(h @ self._mean), float(h @ self._covariance @ h) + noise
-        doubt = surprise**2 / (variance * OUTLIER**2)
+    def _add(self, width: int) -> None:
+        """Know a width: it begins where its neighbours let expect it."""
+        weights, n = self._weights[width] - self._weights[1], len(self._mean)
+        column = self._covariance @ weights
+        covariance = np.empty((n + 1, n + 1))
+        covariance[:n, :n], covariance[:n, n], covariance[n, :n] = self._covariance, column, column
+        covariance[n, n] = weights @ column + self._bend[width]
+        self._mean = np.append(self._mean, weights @ self._mean + self._offsets[width])
+        self._covariance, self._place = covariance, dict(sorted([*self._place.items(), (width, n)]))
+        self._lay_out()
+
+    def _learn(self, weights: FloatArray, part: int, n_before: int, surprise: float, noise: float) -> None:
+        """Learn a logarithm. An outlier is hardly believed, unless few were longer: these were hiccups."""
+        covariance = self._covariance
+        expected = float(weights @ covariance @ weights) + noise
+        doubt = surprise**2 / (expected * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
-        if self._n_far >= LASTING:
-            self._n_far, self._covariance = 0, self._covariance + CHANGE**2
-        elif doubt > 1 and surprise < 0 and n_before < FEW:  # the few before this one were hiccups
-            self._covariance = self._covariance + surprise**2 * np.outer(h, h)
+        if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
+            covariance[part, part] += surprise**2
         elif doubt > 1:
             noise *= doubt
-        column = self._covariance @ h
-        variance = float(h @ column) + noise
-        limit = OUTLIER * sqrt(variance)
-        self._mean = self._mean + column * (min(max(surprise, -limit), limit) / variance)
-        self._covariance = self._covariance - np.outer(column, column / variance)
+        column = covariance @ weights
+        expected = float(weights @ column) + noise
+        self._mean += column * (surprise / expected)
+        covariance -= np.outer(column, column / expected)
+        self._seconds = []
+
+    def _lay_out(self) -> None:
+        """What each number weighs in each width: lines between the known widths, a power behind the last."""
+        size, n = self._n_widths + 1, len(self._mean)
+        self._weights, self._offsets, self._bend = np.zeros((size, n)), np.zeros(size), np.zeros(size)
+        self._weights[:, PLAIN] = 1.0
+        self._step_weights = np.zeros(n)
+        self._step_weights[[PLAIN, STEP]] = 1.0
+        self._drift = np.diag([DRIFT**2, *[OWN_DRIFT**2] * (n - 1)])
+        known = [1, *self._place]
+        for width in range(2, size):
+            i = bisect_right(known, width)
+            below, x, start = known[i - 1], log(width), log(known[i - 1])
+            far, weight = x - start, 1.0
+            if i < len(known):
+                end = log(known[i])
+                weight, far = (end - x) / (end - start), min(far, end - x)
+                self._weights[width, self._place[known[i]]] = 1.0 - weight
+            elif below > 1:
+                weight, self._offsets[width] = 1.0 + far / start / 2, POWER * far / 2
+            else:
+                self._offsets[width] = POWER * far
+            if below > 1:
+                self._weights[width, self._place[below]] = weight
+            self._bend[width] = OWN**2 + (BEND * far) ** 2 if far else 0.0
+        self._seconds = []
+
+    def _factors(self, widths: list[int], z: float) -> list[float]:
+        """How much dearer each width may be next to the first, in `z` standard deviations."""
+        apart, bend = self._weights[widths] - self._weights[widths[0]], self._bend[widths]
+        variances = ((apart @ self._covariance) * apart).sum(axis=1) + bend + bend[0]
+        variances[np.array(widths) == widths[0]] = 0.0
+        factors: list[float] = np.exp(z * np.sqrt(np.maximum(variances, 0.0))).tolist()
+        return factors
 
     def _cover(self, n: int) -> None:
-        if n > len(self._range):
-            self._range, self._is_stale = range(1, 2 * n + 1), True
-        if self._is_stale:
-            self._refresh()
-
-    def _refresh(self) -> None:
-        self._is_stale = False
-        if len(self._h) != len(self._range):
-            self._h = np.array([_weights(width) for width in self._range])
-        times = np.exp(self._h @ self._mean).tolist()
-        self._width = [0] * (len(times) + 1)  # [n] the cheapest allowed width of at least n; 0: none
-        best = 0
-        for width in reversed(self._range):
-            least = PAD if width > 1 else 0.0
-            if (self._allowed is None or width in self._allowed) and (
-                not best or times[best - 1] > least * times[width - 1]
-            ):
+        """Bring the prices up to date, and up to `n` positions."""
+        if n > self._n_widths:
+            self._n_widths = 2 * n
+            self._lay_out()
+        if self._seconds:
+            return
+        seconds = np.exp(self._offsets + self._weights @ self._mean).tolist()
+        self._width, best = [0] * len(seconds), 0
+        for width in range(len(seconds) - 1, 0, -1):
+            is_allowed, least = self._allowed is None or width in self._allowed, PAD if width > 1 else 0.0
+            if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best
-        self._batch = [times[width - 1] if width else inf for width in self._width]
-        self._batch[0] = 0.0
-
-
-@functools.lru_cache(maxsize=1024)
-def _weights(width: int) -> Array:
-    """[len(GRID) + 1] what the beliefs count for at a width: the two around it, on a logarithmic scale."""
-    i = min(int(np.searchsorted(GRID, width, side="right")), len(GRID) - 1)
-    part = (log(width) - LOGS[i - 1]) / (LOGS[i] - LOGS[i - 1])
-    weights: Array = (1.0 - part) * _UNITS[i - 1] + part * _UNITS[i]
-    return weights
-
-
-def _kernel(scale: float, exponent: float, bend: float, step: float, draft: float) -> Array:
-    """Covariance of all logarithms from five standard deviations."""
-    n = len(GRID)
-    covariance = np.full((n + 1, n + 1), scale**2)
-    covariance[:n, :n] += exponent**2 * np.outer(LOGS, LOGS) + bend**2 * np.minimum.outer(LOGS, LOGS)
-    covariance[:n, :n] += np.diag(np.where(LOGS > 0, step**2, 0.0))
-    covariance[n, n] += draft**2
-    return covariance
-
-
-def _belief(prior: CostCurve | CostBelief | None) -> tuple[Array, Array]:
-    """Mean and covariance before the first timing: doubts about scale, slope, every step, the draft."""
-    if prior is None:
-        mean = np.append(EXPONENT * LOGS, log(STEP_RATIO)) + log(UNSEEN_SECONDS)
-        return mean, _kernel(3.0, 0.3, 0.12, 0.12, 1.0)
-    if isinstance(prior, CostBelief):
-        return np.array(prior.log_seconds), np.array(prior.covariance) + _kernel(3.0, 0.1, 0.05, 0.04, 0.3)
-    times = np.interp(GRID, prior.widths, prior.verify_seconds)
-    last = prior.widths[-1]
-    times = np.where(np.array(GRID) > last, prior.verify_seconds[-1] * np.array(GRID) / last, times)
-    mean = np.log(np.append(times, max(prior.draft_step_seconds, FREE_STEP)))
-    return mean, _kernel(3.0, 0.15, 0.08, 0.06, 0.4 if prior.draft_step_seconds > FREE_STEP else 3.0)
-
-
-_UNITS = np.eye(len(GRID) + 1)
-_DRIFT = _kernel(0.006, 0.002, 0.001, 0.002, 0.003)  # of a round: times wander, mostly together
+        seconds[0] = inf
+        self._seconds = seconds

@@ -1,4 +1,4 @@
-"""What all rows of a policy know together: costs, acceptance of each source, the regret budget, the counts.
+"""What all rows of a policy know together: costs, acceptance of each source, the regret budget.
 
 An evaluation shared by several rows is learnt once, with its first round, and booked once, with its last.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from llamaspec.length.acceptance import FREE_LEVELS, FREE_START, RunningAverage, SourceBelief, verified_tokens
+from llamaspec.length.acceptance import Acceptance, verified_tokens
 from llamaspec.length.allocator import Allocator, Pledge
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.cost_model import CostBelief, CostModel
-from llamaspec.length.reasons import Tally
+from llamaspec.length.cost_model import CostModel
+from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
 from llamaspec.values import Round, Source
 
 FREE = frozenset({Source.NGRAM, Source.GRAMMAR})  # sources that cost no draft step
-OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 SOFT = 0.5  # part of a draft token that its calibrated confidence counts for, verified or not
+OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 
 
 class Shared:
@@ -25,29 +24,24 @@ class Shared:
 
     def __init__(
         self,
-        prior: CostCurve | CostBelief | None,
-        widths: Collection[int] | None,
+        costs: CostModel,
         longest: int,
         sources: Collection[Source],
-        model: SourceBelief,
+        log_odds: tuple[float, float, float],
     ) -> None:
-        self.costs = CostModel(prior, widths)
-        self.allocator = Allocator(self.costs, longest)
-        self.budget = RegretBudget()
-        self.tally = Tally()
-        self.has_model, self.has_free = bool(set(sources) - FREE), bool(set(sources) & FREE)
-        self.beliefs = {
-            source: SourceBelief(FREE_START, FREE_LEVELS) if source in FREE else SourceBelief()
-            for source in Source
-        }
-        self.beliefs[Source.MODEL] = model
-        self.ahead = model.usual.probability  # of the row that drafted last
+        self.costs, self.sources = costs, frozenset(sources)
+        self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
+        self.allocator, self.budget = Allocator(costs, longest), RegretBudget()
+        self.usual, self.calibrations = dict[Source, Acceptance](), dict[Source, Acceptance]()
+        for source in Source:
+            usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
+            self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
         self.n_tokens = self.n_since_plain = 0
         # Of the latest evaluation:
         self._n_seen = self._n_made = self._n_drafted = 0  # rounds that have come, and their tokens
-        self._likely_verify = self._verify_seconds = self._drafting = self._overhead = 0.0
+        self._verify_seconds = self._drafting = self._overhead = 0.0  # as booked
 
     def start_row(self, pledge: Pledge) -> None:
         """A text begins; one that begins alone has a budget of its own."""
@@ -55,36 +49,31 @@ class Shared:
             self.budget.start_text(self.n_tokens)
         self.allocator.pledges.append(pledge)
 
-    def learn_acceptance(self, round_: Round, average: RunningAverage) -> None:
+    def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:
         """Learn from one row's round."""
-        belief = self.beliefs[round_.source]
+        usual, calibration = self.usual[round_.source], self.calibrations[round_.source]
         for confidence in round_.confidences:
-            average.learn(belief.calibration.probability(confidence), SOFT)
+            of_text.learn(calibration.probability(confidence), count=SOFT)
         for confidence, is_accepted in verified_tokens(round_):
-            belief.calibration.learn(confidence, is_accepted)
-            belief.usual.learn(is_accepted)
-            average.learn(is_accepted, 1.0 - SOFT)
-            self.tally.verify(round_.source, confidence, is_accepted)
-        if round_.source not in FREE:
-            self.ahead = average.probability
+            usual.pass_tokens(1)
+            calibration.pass_tokens(1)
+            usual.learn(is_accepted)
+            calibration.learn(is_accepted, confidence)
+            of_text.learn(is_accepted, count=1.0 - SOFT)
 
     def observe(self, round_: Round, n_unread: int) -> float:
         """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
         costs, n_rows, n_steps = self.costs, round_.n_rows, round_.n_draft_steps
         if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
             self._start_evaluation(round_)
-        likely = n_steps * costs.draft_step_seconds() + (costs.catch_up_seconds(n_unread) if n_steps else 0.0)
-        self.tally.lengths[len(round_.draft)] += 1
-        if self.knows_plain and n_rows == 1:
-            predicted = self._likely_verify + likely + costs.overhead_seconds
-            self.tally.n_tokens += round_.n_accepted + 1
-            self.tally.predicted_seconds += predicted
-            self.tally.measured_seconds += round_.seconds
-        if n_steps and not self._drafting:
-            costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
-        costs.observe_overhead(round_.overhead_seconds + (0.0 if n_steps else round_.draft_seconds))
-        drafting = min(round_.draft_seconds, OUTLIER * likely) if n_steps else round_.draft_seconds
-        overhead = min(round_.overhead_seconds, 3 * costs.overhead_seconds)
+        drafting, overhead = 0.0, round_.overhead_seconds
+        if n_steps:
+            drafting = min(round_.draft_seconds, OUTLIER * costs.drafting_seconds(n_steps, n_unread))
+            if not self._drafting:
+                costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
+        else:
+            overhead += round_.draft_seconds
+        overhead = costs.observe_overhead(overhead)
         self._drafting = max(self._drafting, drafting)
         self._overhead += overhead
         self._n_seen += 1
@@ -98,8 +87,7 @@ class Shared:
     def _start_evaluation(self, round_: Round) -> None:
         """Learn what rows share; all of them begin a new round."""
         self.allocator.start_evaluation(round_.evaluation)
-        self._likely_verify = self.costs.seconds(round_.width)
-        self._verify_seconds = min(round_.verify_seconds, OUTLIER * self._likely_verify)
+        self._verify_seconds = min(round_.verify_seconds, OUTLIER * self.costs.seconds(round_.width))
         self.costs.observe_verify(round_.width, round_.verify_seconds)
         self.n_since_plain += 1
         self._n_seen = self._n_made = self._n_drafted = 0
@@ -107,11 +95,11 @@ class Shared:
 
     def _end_evaluation(self, round_: Round) -> None:
         """Book an evaluation that drafted; remember one that did not, and was too narrow for a prompt."""
-        n_rows, plain = round_.n_rows, self.allocator.plain_seconds(1)
+        n_rows = round_.n_rows
         if self._n_drafted and self.knows_plain:
             seconds = self._verify_seconds + self._drafting + self._overhead
-            self.budget.book(
-                self._n_made, n_rows * seconds / self.allocator.plain_seconds(n_rows) * plain, plain
-            )
+            plain = 1.0 / self.allocator.plain_rate(1)
+            self.budget.book(self._n_made, seconds * self.allocator.plain_rate(n_rows) * plain, plain)
         if not self._n_drafted and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
-            self.knows_plain, self.wants_plain, self.n_since_plain = True, False, 0
+            self.knows_plain = not self.costs.looks_foreign(1)
+            self.wants_plain, self.n_since_plain = False, 0

@@ -32,7 +32,7 @@ def known_exact_widths(pair: Pair) -> frozenset[int]:
 
 def keep_prior(pair: Pair, policy: LengthPolicy) -> None:
     """Keep what a run has learnt about this pair, if it was long enough to learn something."""
-    if isinstance(policy, AutoLength) and policy.n_tokens >= WORTH_KEEPING:
+    if isinstance(policy, AutoLength) and policy.shared.n_tokens >= WORTH_KEEPING:
         store_prior(pair, policy.experience())
 
 

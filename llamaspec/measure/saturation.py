@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from llamaspec.length.allocator import expected_accepted
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.planning import best_length, break_even
 from llamaspec.measure.probe import Probe
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -29,6 +30,30 @@ class Dip:
 
     width: int
     cheaper_width: int
+
+
+def best_length(seconds: Sequence[float], acceptance: float) -> tuple[int, float]:
+    """The best constant number of draft tokens, and its predicted speed divided by that of plain decoding.
+
+    `seconds`: [longest + 1] of a round with 0, 1, ... draft tokens. Section 3 of Leviathan et al., arXiv
+    2211.17192, with a measured cost for every width.
+    """
+    best, n_best = 1.0, 0
+    for n, accepted in enumerate(expected_accepted(acceptance, len(seconds) - 1)):
+        if (1.0 + accepted) * seconds[0] > best * seconds[n]:
+            best, n_best = (1.0 + accepted) * seconds[0] / seconds[n], n
+    return n_best, best
+
+
+def break_even(seconds: Sequence[float]) -> float | None:
+    """The smallest constant acceptance above which drafting beats plain decoding; None if none does."""
+    if best_length(seconds, 1.0)[0] == 0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):  # bisection, because more acceptance never makes a round worth less
+        middle = (low + high) / 2
+        low, high = (low, middle) if best_length(seconds, middle)[0] else (middle, high)
+    return high
 
 
 def round_seconds(curve: CostCurve) -> list[float]:

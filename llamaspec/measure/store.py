@@ -18,13 +18,13 @@ from typing import Generic, Protocol, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
-from llamaspec.length.auto_length import LearnedPrior
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.probe import Probe
 
 FORMAT = 2  # of probes
-PRIOR_FORMAT = 4  # of learned priors
+PRIOR_FORMAT = 5  # of learned priors
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 _MAX_BYTES = 4 << 20
 

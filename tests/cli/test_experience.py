@@ -66,4 +66,4 @@ def test_a_policy_begins_with_it(models: list[Path]) -> None:
         pair.stream(PROMPT, seed=5, max_tokens=LONG, policy=policy).run()
         keep_prior(pair, policy)
         assert stored_prior(pair).value == policy.experience()
-        assert auto_length(pair).experience().acceptance == policy.experience().acceptance
+        assert auto_length(pair).experience().log_odds == policy.experience().log_odds

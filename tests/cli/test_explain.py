@@ -13,6 +13,7 @@ from command import generate
 from llamaspec import AutoLength, FixedLength, Sampling, open_pair
 from llamaspec.cli.decoding_options import DecodingOptions, make_policy
 from llamaspec.cli.explain import verdict
+from llamaspec.measure.reasons import explain
 
 
 def timeline_data(page: Path) -> dict[str, object]:
@@ -106,7 +107,7 @@ def test_a_verdict_is_only_as_sure_as_its_data(
     break_even: float | None, is_known: bool, acceptance: float, says: str
 ) -> None:
     why = replace(
-        AutoLength().explain(),
+        explain(AutoLength(), []),
         break_even_acceptance=break_even,
         break_even_is_known=is_known,
         acceptance=acceptance,

@@ -17,7 +17,7 @@ from llamaspec import LlamaModel
 from llamaspec.cli.explain import explain, verdict
 from llamaspec.cli.report import statistics_lines
 from llamaspec.cli.timeline import write_timeline
-from llamaspec.length.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
+from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.values import ForwardRequest, Logits, Source
 from rounds import a_round, a_text
 from texts import Letters

@@ -7,17 +7,22 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from llamaspec.length.acceptance import Calibration, RunningAverage, verified_tokens
+from llamaspec.length.acceptance import Acceptance, verified_tokens
+from llamaspec.length.prior import LOG_ODDS
 from llamaspec.values import Draft, Round
 
 
-def taught(acceptance_of: Callable[[float], float], n: int = 300, seed: int = 0) -> Calibration:
+def calibration() -> Acceptance:
+    return Acceptance(*LOG_ODDS[1:])
+
+
+def taught(acceptance_of: Callable[[float], float], n: int = 300, seed: int = 0) -> Acceptance:
     """Single tokens of every confidence, accepted with a probability that depends on it."""
-    rng = np.random.default_rng(seed)
-    calibration = Calibration()
+    rng, found = np.random.default_rng(seed), calibration()
     for confidence in rng.uniform(0.02, 0.98, n).tolist():
-        calibration.learn(confidence, bool(rng.random() < acceptance_of(confidence)))
-    return calibration
+        found.pass_tokens(1)
+        found.learn(bool(rng.random() < acceptance_of(confidence)), confidence)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -31,56 +36,60 @@ def taught(acceptance_of: Callable[[float], float], n: int = 300, seed: int = 0)
     ],
 )
 def test_confidence_is_calibrated(acceptance_of: Callable[[float], float]) -> None:
-    calibration = taught(acceptance_of)
-    errors = [abs(calibration.probability(c) - acceptance_of(c)) for c in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    found = taught(acceptance_of)
+    errors = [abs(found.probability(c) - acceptance_of(c)) for c in (0.1, 0.3, 0.5, 0.7, 0.9)]
     assert float(np.mean(errors)) < 0.09
 
 
 def test_what_is_learnt_of_one_confidence_says_little_of_another() -> None:
-    calibration = Calibration()
-    before = calibration.probability(0.95)
+    found = calibration()
+    before = found.probability(0.95)
     for _ in range(40):
-        calibration.learn(0.1, False)
-    assert calibration.probability(0.1) < 0.1
-    assert calibration.probability(0.95) > before - 0.3
+        found.learn(0, 0.1)
+    assert found.probability(0.1) < 0.1
+    assert found.probability(0.95) > before - 0.3
 
 
-@pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.95])
-def test_a_running_average_by_hand(acceptance: float) -> None:
-    """Four tokens' worth of 0.5 at the start; the newest of three counts most."""
-    average = RunningAverage(0.5, 4.0, memory=2.0)
-    for accepted in (acceptance, 0.0, 1.0):
-        average.learn(accepted)
-    hits, count = acceptance / 4 + 0.0 / 2 + 1.0, 1 / 4 + 1 / 2 + 1
-    assert average.probability == pytest.approx((hits + 4 * 0.5) / (count + 4))
+@pytest.mark.parametrize("chance", [0.05, 0.4, 0.9])
+def test_a_frequency_is_learnt(chance: float) -> None:
+    """The start counts for little: after 400 tokens of all texts, the frequency is what is left."""
+    rng, usual = np.random.default_rng(1), Acceptance(LOG_ODDS[0])
+    accepted = rng.random(400) < chance
+    for is_accepted in accepted:
+        usual.learn(bool(is_accepted))
+    assert usual.probability() == pytest.approx(float(accepted.mean()), abs=0.03)
 
 
-def test_a_change_is_followed_and_what_was_seen_fades() -> None:
-    average = RunningAverage(0.6, 5.0, memory=20.0)
+def test_a_change_is_followed_and_what_was_seen_gets_unsure() -> None:
+    text = Acceptance(LOG_ODDS[0]).of_text()
     for is_easy in (True, False) * 3:
         for _ in range(30):
-            average.learn(is_easy)
-        assert (average.probability > 0.75) if is_easy else (average.probability < 0.5)
-    average.pass_tokens(300)
-    assert average.probability == pytest.approx(0.6, abs=0.02)  # after a long silence
+            text.pass_tokens(1)
+            text.learn(is_easy)
+        assert (text.probability() > 0.75) if is_easy else (text.probability() < 0.45)
+    known = text.probability(z=1.0) - text.probability()
+    text.pass_tokens(60)
+    assert text.probability(z=1.0) - text.probability() > 1.5 * known
 
 
 def test_a_new_text_begins_with_what_earlier_ones_were_like() -> None:
-    usual = RunningAverage(0.6, 5.0, memory=200.0)
-    for _ in range(400):
-        usual.learn(0.25)
-    fresh = usual.fresh(20.0)
-    assert fresh.probability == usual.probability == pytest.approx(0.26, abs=0.01)
-    assert fresh.bound(1.0) - fresh.bound(-1.0) > 1.5 * (usual.bound(1.0) - usual.bound(-1.0))
+    usual = Acceptance(LOG_ODDS[0])
+    for i in range(400):
+        usual.learn(i % 4 == 0)
+    fresh = usual.of_text()
+    assert fresh.probability() == usual.probability() == pytest.approx(0.25, abs=0.03)
+    assert fresh.probability(z=1.0) - fresh.probability(z=-1.0) > 1.5 * (
+        usual.probability(z=1.0) - usual.probability(z=-1.0)
+    )
 
 
-def test_bounds_surround_the_average_and_close_in() -> None:
-    average = RunningAverage(0.6, 5.0, memory=40.0)
-    wide = average.bound(1.0) - average.bound(-1.0)
-    assert average.bound(-1.0) < average.probability < average.bound(1.0)
+def test_bounds_surround_the_estimate_and_close_in() -> None:
+    acceptance = Acceptance(LOG_ODDS[0])
+    wide = acceptance.probability(z=1.0) - acceptance.probability(z=-1.0)
+    assert acceptance.probability(z=-1.0) < acceptance.probability() < acceptance.probability(z=1.0)
     for _ in range(40):
-        average.learn(0.6)
-    assert average.bound(1.0) - average.bound(-1.0) < wide / 2
+        acceptance.learn(0.6)
+    assert acceptance.probability(z=1.0) - acceptance.probability(z=-1.0) < wide / 2
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.length.allocator import Allocator, Pledge
+from llamaspec.length.allocator import Allocator, Pledge, expected_accepted, stopping_threshold
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Round
 from simulated import machine, text
 from simulator import play, play_rows
@@ -17,7 +18,7 @@ STEPS = CostCurve((1, 2, 3, 4, 5, 6, 7, 8), (1.0, 1.1, 1.2, 1.3, 2.3, 2.4, 2.5, 
 
 
 def allocator(*pledges: Pledge, longest: int = 2) -> Allocator:
-    return Allocator(CostModel(STEPS), longest, list(pledges), latest=1)
+    return Allocator(CostModel(LearnedPrior.of_probe(STEPS)), longest, list(pledges), latest=1)
 
 
 def pledge(n_draft: int, is_drafting: bool = False) -> Pledge:
@@ -46,7 +47,7 @@ def test_rows_that_are_level_share_a_step_of_the_curve_and_the_draft_steps() -> 
 
 def test_a_row_that_paused_is_not_expected() -> None:
     own, paused = pledge(0), Pledge(last_evaluation=4)
-    among = Allocator(CostModel(STEPS), 2, [own, paused], latest=9)
+    among = Allocator(CostModel(LearnedPrior.of_probe(STEPS)), 2, [own, paused], latest=9)
     assert among.present() == [own]
 
 
@@ -60,8 +61,8 @@ def test_an_evaluation_of_several_rows_is_learnt_once() -> None:
     for evaluation in (1, 2):
         for row in rows:
             row.observe(Round(Draft(), (), 0, width=3, n_rows=3, evaluation=evaluation, verify_seconds=0.02))
-    assert [cost.n_timed for cost in policy.explain().widths if cost.width == 3] == [2]
-    assert policy.n_tokens == 6
+    assert policy.shared.costs.n_timed == {3: 2}
+    assert policy.shared.n_tokens == 6
 
 
 def test_a_row_books_its_share() -> None:
@@ -70,15 +71,29 @@ def test_a_row_books_its_share() -> None:
     rows = [policy.start_row() for _ in range(2)]
     for row in rows:
         row.observe(Round(Draft(), (), 0, width=2, n_rows=2, evaluation=1, verify_seconds=0.03))
-    before = policy.explain().gained_seconds
+    before = policy.shared.budget.gain
     draft = Draft(np.zeros(1, dtype=np.int32), (), (0.5,))
     for row in rows:
         row.observe(
             Round(draft, (), 0, width=4, n_rows=2, evaluation=2, n_draft_steps=1, draft_seconds=0.01,
                   verify_seconds=0.05)
         )  # fmt: skip
-    lost = before - policy.explain().gained_seconds
-    assert lost == pytest.approx((0.06 - 0.03) / 0.03 * 2 * 0.02, rel=0.1)  # in seconds of a row alone
+    lost = before - policy.shared.budget.gain
+    assert lost == pytest.approx((0.06 - 0.03) / 0.03 * 2, rel=0.1)
+
+
+def test_expected_accepted_is_a_geometric_sum() -> None:
+    assert expected_accepted(0.5, 3) == [0.0, 0.5, 0.75, 0.875]
+    assert expected_accepted(1.0, 2) == [0.0, 1.0, 2.0]
+    assert expected_accepted(0.0, 2) == [0.0, 0.0, 0.0]
+
+
+def test_the_threshold_looks_past_a_step() -> None:
+    """One more token costs 1.1 and gains 0.5; two more cost 1.4 and gain 0.75."""
+    assert stopping_threshold([0.0, 1.1, 1.4], [0.0, 0.5, 0.75], rate=1.0) == pytest.approx(1.4 / 0.75)
+    assert stopping_threshold([0.0, 1.1, 1.4], [0.0, 0.5, 0.75], rate=2.0) == pytest.approx(2.8 / 0.75)
+    assert stopping_threshold([0.0, 0.3], [0.0, 0.5], rate=1.0) == pytest.approx(0.3 / 0.5)
+    assert stopping_threshold([0.0], [0.0], rate=1.0) == float("inf")
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 4, 8, 16])
@@ -129,3 +144,13 @@ def test_positions_go_to_the_rows_where_they_buy_most() -> None:
                       draft_seconds=0.0006 * n, verify_seconds=float(on.verify_seconds[width - 1]))
             )  # fmt: skip
     assert drafted["good"] > 4 * drafted["bad"]
+
+
+def test_rows_that_no_allowed_width_holds_do_not_draft() -> None:
+    policy = AutoLength(widths={1})
+    rows = [policy.start_row() for _ in range(2)]
+    for evaluation in (1, 2):
+        for row in rows:
+            assert not row.wants_more(Draft())
+        for row in rows:
+            row.observe(Round(Draft(), (), 0, width=2, n_rows=2, evaluation=evaluation, verify_seconds=0.02))

@@ -7,6 +7,7 @@ import numpy as np
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.row_length import AutoRow
+from llamaspec.measure.reasons import explain
 from llamaspec.values import NO_DRAFT, NO_GRAMMAR_DRAFT, Draft, Round, Source
 
 FLAT = CostCurve((1, 5, 17), (0.010, 0.011, 0.014), 0.001)
@@ -41,10 +42,8 @@ def test_none_before_plain_decoding_is_timed() -> None:
 
 def test_they_do_not_count_as_a_draft_models() -> None:
     policy = AutoLength(FLAT)
-    row = policy.start_row()
-    before = policy.explain()
-    row.observe(Round(Draft.certain([1, 2], 1.0, Source.GRAMMAR), (0, 1), 0, 3, verify_seconds=0.011))
-    after = policy.explain()
-    assert after.bins == before.bins
-    assert after.acceptance == before.acceptance
-    assert after.n_ngram_verified == 0
+    before = policy.experience().log_odds
+    forced = Round(Draft.certain([1, 2], 1.0, Source.GRAMMAR), (0, 1), 0, 3, verify_seconds=0.011)
+    why = explain(policy, [forced])
+    assert policy.experience().log_odds == before
+    assert sum(group.n_judged for group in why.bins) == why.n_ngram_verified == 0

@@ -8,6 +8,8 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.saturation import (
     BestFixedLength,
     best_fixed_length,
+    best_length,
+    break_even,
     break_even_acceptance,
     round_seconds,
 )
@@ -55,3 +57,13 @@ def test_best_fixed_length_wants_a_probability() -> None:
 def test_break_even_acceptance(curve: CostCurve, acceptance: float | None) -> None:
     expected = None if acceptance is None else pytest.approx(acceptance, abs=1e-9)
     assert break_even_acceptance(curve) == expected
+
+
+def test_the_best_length_and_the_acceptance_it_needs() -> None:
+    """Rounds of 0, 1 and 2 draft tokens: 1 + a + a² = 1.75 tokens in 1.75 seconds at a = 0.5."""
+    n_best, speed_up = best_length([1.0, 2.6, 1.75], 0.8)
+    assert n_best == 2
+    assert speed_up == pytest.approx(2.44 / 1.75)
+    assert best_length([1.0, 2.6, 1.75], 0.4) == (0, 1.0)
+    assert break_even([1.0, 2.6, 1.75]) == pytest.approx(0.5)
+    assert break_even([1.0, 2.1]) is None

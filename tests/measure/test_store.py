@@ -203,8 +203,7 @@ def test_a_prior_of_another_policy_counts_as_none(
     first = generate(*options, models=models)
     (path,) = tmp_path.rglob("*.runs.json")
     content = json.loads(path.read_text())
-    levels = content["experience"]["confidence_levels"][:-1]
-    prior = {**content["experience"], "confidence_levels": levels}
+    prior = {**content["experience"], "means": content["experience"]["means"][:-1]}
     path.write_text(json.dumps({**content, "experience": prior}))
     again = generate(*options, models=models)
     assert again.stdout == first.stdout
