@@ -208,10 +208,6 @@ def test_a_context_beyond_the_machine_in_a_process(files: dict[str, Path]) -> No
         ([], "Missing command; llamaspec -h shows what is possible"),
         (["other"], "No such command 'other'; llamaspec -h shows what is possible"),
         (["--other"], "No such option"),
-        (
-            ["generate", "a", "b"],
-            "extra argument (b); llamaspec generate -h shows what is possible",
-        ),
         (["compare", "-r", "0"], "llamaspec compare -h shows what is possible"),
     ],
 )

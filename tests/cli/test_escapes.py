@@ -110,7 +110,7 @@ def test_a_name_forges_no_second_line(tmp_path: Path) -> None:
 
 
 def test_nor_does_a_word_on_the_command_line() -> None:
-    answer = invoke("generate", "x", "y\nllamaspec: all is well\x1b[2J")
+    answer = invoke("probe", "y\nllamaspec: all is well\x1b[2J")
     assert answer.code == 2
     assert len(answer.complaints) == 1
     assert "\x1b" not in answer.stderr
