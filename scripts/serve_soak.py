@@ -82,7 +82,7 @@ class Client:
         self._address, self._host = (address.hostname or "", address.port or 80), address.netloc
         self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
         self._kinds: Sequence[Callable[[], tuple[str, str | None]]] = (
-            self.canary, self.chat, self.text, self.shaped, self.calling, self.thinking, self.claude,
+            self.canary, self.chat, self.text, self.shaped, self.calling, self.thinking, self.anthropic,
             self.response, self.vanishing, self.vanishing, self.mangled, self.mangled, self.bytes_,
             self.large, self.looking, self.forging,
         )  # fmt: skip
@@ -146,7 +146,7 @@ class Client:
         more = {"enable_thinking": True, "thinking_budget_tokens": self._random.randint(0, 30)}
         return self._read(CHAT, {"messages": self._messages(), **more, **self._usual()})
 
-    def claude(self) -> tuple[str, str | None]:
+    def anthropic(self) -> tuple[str, str | None]:
         """Anthropic's API."""
         used = {"type": "tool_use", "id": "a", "name": "find", "input": {"name": "b"}}
         messages = [
