@@ -10,6 +10,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -276,23 +277,11 @@ class Pair:
         constraint: RowConstraint | None = None,
     ) -> ModelDrafter:
         """The drafter that asks the draft model, or the target's prediction heads."""
-        if self.heads is not None:
-            return ModelDrafter(
-                self.heads.vocabulary_size,
-                self.heads.context_size,
-                sampling,
-                RULES[rule],
-                streams,
-                model=MTP,
-                source=Source.MTP,
-                longest=self.heads.longest,
-                n_prompt=n_prompt,
-                constraint=constraint,
-            )
-        assert self.draft is not None
-        return ModelDrafter(
-            self.draft.vocabulary_size,
-            self.draft.context_size,
+        model = self.draft if self.heads is None else self.heads
+        assert model is not None
+        drafter = ModelDrafter(
+            model.vocabulary_size,
+            model.context_size,
             sampling,
             RULES[rule],
             streams,
@@ -300,6 +289,9 @@ class Pair:
             n_prompt=n_prompt,
             constraint=constraint,
         )
+        if self.heads is None:
+            return drafter
+        return replace(drafter, model=MTP, source=Source.MTP, longest=self.heads.longest)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):
@@ -355,20 +347,15 @@ def open_pair(
     if draft_path is not None and is_shared_head(draft_path):
         path = resolve_model(target)
         return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
-    target_model = LlamaModel(resolve_model(target), target_options, on_load)
-    if draft_path is None:
-        return Pair(target_model, None, time.perf_counter() - start, ngram=ngram)
-    try:
-        draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
-    except BaseException:
-        target_model.close()
-        raise
-    try:
-        check_pair(target_model.vocabulary, draft_model.vocabulary)
-    except BaseException:
-        draft_model.close()
-        target_model.close()
-        raise
+    with ExitStack() as opened:  # closes what is open where something goes wrong
+        target_model = LlamaModel(resolve_model(target), target_options, on_load)
+        opened.callback(target_model.close)
+        draft_model = None
+        if draft_path is not None:
+            draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
+            opened.callback(draft_model.close)
+            check_pair(target_model.vocabulary, draft_model.vocabulary)
+        opened.pop_all()
     return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
 
 

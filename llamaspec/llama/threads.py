@@ -1,9 +1,10 @@
 """How many threads evaluate: as many as there are cores that other programs leave.
 
 llama.cpp's threads wait for each other by spinning, so one thread that has lost its core to another program
-keeps all of them waiting: on a busy machine every thread too many can cost several times the speed. The sign
-is seen without trying: threads that spin use all the time of their cores, and what they did not get was
-taken. Cores that were idle meanwhile may be taken back. tests/llama/test_threads.py.
+keeps all of them waiting: beside one busy program, two threads on two cores have less than half the speed of
+one (docs/hardware.md). The sign is seen without trying: threads that spin use all the time of their cores,
+and what they did not get was taken. Cores that were idle meanwhile may be taken back.
+tests/llama/test_threads.py.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.completions import OpenAIFields, finish_reason
 from llamaspec.serve.conversations import MAX_MESSAGES, MessageFields, conversation, function_tool
@@ -18,12 +19,9 @@ from llamaspec.serve.deltas import (
     Content,
     Deltas,
     End,
-    Reasoning,
     Said,
     Silence,
     TokenLogprobs,
-    ToolArguments,
-    ToolStart,
     Whole,
 )
 from llamaspec.serve.faults import RequestError, fault_of, openai_error
@@ -216,14 +214,14 @@ class _Form:
     def _delta(self, i: int, said: Said) -> dict[str, Any]:
         if isinstance(said, Content):
             return {"content": said.text}
-        if isinstance(said, Reasoning):
+        if isinstance(said, ReasoningDelta):
             return {"reasoning_content": said.text}
-        if isinstance(said, ToolStart):
+        if isinstance(said, CallDelta):
             self._n_tools[i] += 1
             function = {"name": said.name, "arguments": ""}
             call: dict[str, Any] = {"id": said.id, "type": "function", "function": function}
         else:
-            assert isinstance(said, ToolArguments)
+            assert isinstance(said, ArgumentsDelta)
             call = {"function": {"arguments": said.text}}
         return {"tool_calls": [{"index": self._n_tools[i] - 1, **call}]}
 

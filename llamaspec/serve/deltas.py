@@ -12,7 +12,7 @@ from time import monotonic
 from typing import NamedTuple, TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerPart
-from llamaspec.chat.answers import CallDelta, ContentDelta, ReasoningDelta
+from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.text import Span
 from llamaspec.serve.answers import Answer, Done, Failed, Reading, Wrote
@@ -37,28 +37,6 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text that the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolStart:
-    """The model begins to call a tool; its arguments follow."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """A part of the JSON of the arguments of the tool that was begun last."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Silence:
     """Nothing happened for a while; or, with numbers, tokens of the prompt were read."""
 
@@ -80,7 +58,7 @@ class End:
         return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
-Said: TypeAlias = "Content | Reasoning | ToolStart | ToolArguments"
+Said: TypeAlias = "Content | ReasoningDelta | CallDelta | ArgumentsDelta"
 Delta: TypeAlias = "Said | Silence | End"
 Deltas: TypeAlias = AsyncIterator[tuple[int, Delta]]  # with the number of the row
 
@@ -149,16 +127,10 @@ class Teller:
                     content = self._content(delta.text)
                     if told and isinstance(told[-1], Content):
                         content = _joined(told.pop(), content)  # type: ignore[arg-type]
-                    said: Said = content
-                elif isinstance(delta, ReasoningDelta):
-                    said = Reasoning(delta.text)
-                elif isinstance(delta, CallDelta):
-                    said = ToolStart(delta.id, delta.name)
+                    told.append(content)
                 else:
-                    said = ToolArguments(delta.text)
-                if not isinstance(said, Content):
                     self._tokens, self._spans = [], []  # they were of this
-                told.append(said)
+                    told.append(delta)
         return told
 
     def _content(self, text: str) -> Content:
@@ -220,11 +192,11 @@ class Whole:
         if isinstance(delta, Content):
             self.content += delta.text
             self.logprobs += delta.logprobs
-        elif isinstance(delta, Reasoning):
+        elif isinstance(delta, ReasoningDelta):
             self.reasoning += delta.text
-        elif isinstance(delta, ToolStart):
+        elif isinstance(delta, CallDelta):
             self.tools.append(ToolCall(delta.id, delta.name))
-        elif isinstance(delta, ToolArguments):
+        elif isinstance(delta, ArgumentsDelta):
             self.tools[-1].arguments += delta.text
         elif isinstance(delta, End):
             self.end = delta

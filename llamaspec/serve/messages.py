@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from llamaspec.chat.answers import CallDelta, ReasoningDelta
 from llamaspec.chat.message import Message
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.serve.completions import schema_shape
@@ -24,7 +25,7 @@ from llamaspec.serve.conversations import (
     text_of,
 )
 from llamaspec.serve.deltas import Content as ContentDelta
-from llamaspec.serve.deltas import Deltas, End, Reasoning, Said, Silence, ToolStart, Whole
+from llamaspec.serve.deltas import Deltas, End, Said, Silence, Whole
 from llamaspec.serve.faults import RequestError, anthropic_error, fault_of, not_supported
 from llamaspec.serve.fields import MAX_STOPS, Count, Fields, SamplingFields, StopText
 from llamaspec.serve.figures import figures
@@ -210,13 +211,13 @@ class _Form:
 
     def _said(self, said: Said) -> list[bytes]:
         """A delta, and the block that it begins."""
-        if isinstance(said, ToolStart):
+        if isinstance(said, CallDelta):
             self._has_tools = True
             block = {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
             return [*self._close(), self._open(block)]
         if isinstance(said, ContentDelta):
             block, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": said.text}
-        elif isinstance(said, Reasoning):
+        elif isinstance(said, ReasoningDelta):
             block = {"type": "thinking", "thinking": "", "signature": ""}
             delta = {"type": "thinking_delta", "thinking": said.text}
         else:

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.deltas import Content, Reasoning, Said, ToolArguments, ToolStart, Whole
+from llamaspec.serve.deltas import Content, Said, Whole
 from llamaspec.serve.probabilities import token_list
 
 Data = dict[str, Any]
@@ -37,16 +38,16 @@ class Items:
 
     def say(self, said: Said) -> list[Data]:
         """The events of a delta, without their numbers."""
-        if isinstance(said, ToolStart):
+        if isinstance(said, CallDelta):
             call = {"type": "function_call", "id": _new_id("fc"), "call_id": said.id, "name": said.name}
             return self._change({**call, "arguments": "", "status": "in_progress"})
         begun: list[Data] = []
-        if not isinstance(said, ToolArguments):
+        if not isinstance(said, ArgumentsDelta):
             kind = "message" if isinstance(said, Content) else "reasoning"
             if self._item is None or self._item["type"] != kind:
                 begun = self._change(_text_item(kind))
         self._text += said.text
-        name = "function_call_arguments" if isinstance(said, ToolArguments) else _name(said)
+        name = "function_call_arguments" if isinstance(said, ArgumentsDelta) else _name(said)
         delta = {"type": f"response.{name}.delta", "delta": said.text, **self._place()}
         if isinstance(said, Content):
             delta["logprobs"] = self._told(said)
@@ -102,18 +103,18 @@ class Items:
 def whole_items(row: Whole, status: str, vocabulary: LlamaVocabulary | None = None) -> list[Data]:
     """The items of a complete answer."""
     items = Items(vocabulary)
-    said: list[Said] = [Reasoning(row.reasoning)] if row.reasoning else []
+    said: list[Said] = [ReasoningDelta(row.reasoning)] if row.reasoning else []
     if row.content or not (row.reasoning or row.tools):
         said.append(Content(row.content, logprobs=row.logprobs))
-    for tool in row.tools:
-        said += [ToolStart(tool.id, tool.name), ToolArguments(tool.arguments)]
+    for i, tool in enumerate(row.tools):
+        said += [CallDelta(i, tool.id, tool.name), ArgumentsDelta(i, tool.arguments)]
     for one in said:
         items.say(one)
     items.finish(status)
     return items.done
 
 
-def _name(said: Content | Reasoning) -> str:
+def _name(said: Content | ReasoningDelta) -> str:
     return "output_text" if isinstance(said, Content) else "reasoning_text"
 
 

@@ -21,6 +21,7 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve import chat, completions, messages, responses
@@ -29,10 +30,7 @@ from llamaspec.serve.deltas import (
     Delta,
     Deltas,
     End,
-    Reasoning,
     Silence,
-    ToolArguments,
-    ToolStart,
     wholes,
 )
 from serving import parse_events
@@ -51,19 +49,19 @@ SAID: dict[str, list[Delta]] = {
     "cut": [Content("Hel"), end(StopReason.LIMIT)],
     "stop": [Content("Hel"), end(StopReason.STOP)],
     "stuck": [Content("{"), end(StopReason.CONSTRAINT)],
-    "cut call": [ToolStart("call_1", "find"), ToolArguments('{"a": "b'), end(StopReason.LIMIT)],
-    "reasoning": [Reasoning("hm"), Reasoning("m"), Content("so"), end()],
+    "cut call": [CallDelta(0, "call_1", "find"), ArgumentsDelta(0, '{"a": "b'), end(StopReason.LIMIT)],
+    "reasoning": [ReasoningDelta("hm"), ReasoningDelta("m"), Content("so"), end()],
     "tools": [
-        Reasoning("look"),
+        ReasoningDelta("look"),
         Content("wait"),
-        ToolStart("call_1", "find"),
-        ToolArguments('{"a"'),
-        ToolArguments(": 1}"),
-        ToolStart("call_2", "nap"),
-        ToolArguments("{}"),
+        CallDelta(0, "call_1", "find"),
+        ArgumentsDelta(0, '{"a"'),
+        ArgumentsDelta(0, ": 1}"),
+        CallDelta(1, "call_2", "nap"),
+        ArgumentsDelta(1, "{}"),
         end(),
     ],
-    "only a tool": [ToolStart("call_1", "find"), ToolArguments("{}"), end()],
+    "only a tool": [CallDelta(0, "call_1", "find"), ArgumentsDelta(0, "{}"), end()],
 }
 
 
