@@ -8,7 +8,6 @@ evaluation. Knows no model and no clock. tests/length/test_cost_model.py feeds i
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from math import exp, inf, log, sqrt
 
@@ -174,28 +173,19 @@ class CostModel:
 
     def _lay_out(self) -> None:
         """What each number weighs in each width: lines between the known widths, a power behind the last."""
-        size, n = self._n_widths + 1, len(self._mean)
-        self._weights, self._offsets, self._bend = np.zeros((size, n)), np.zeros(size), np.zeros(size)
-        self._weights[:, PLAIN] = 1.0
-        self._step_weights = np.zeros(n)
-        self._step_weights[[PLAIN, STEP]] = 1.0
+        known, n = [1, *self._place], len(self._mean)
+        x, at = np.log(np.maximum(np.arange(self._n_widths + 1), 1)), np.log(known)
+        behind = np.maximum(x - at[-1], 0.0)
+        self._weights, self._step_weights = np.zeros((len(x), n)), np.eye(n)[STEP]
+        self._weights[:, PLAIN] = self._step_weights[PLAIN] = 1.0
+        for i, width in enumerate(known[1:], 1):
+            self._weights[:, self._place[width]] = np.interp(x, at, np.eye(len(at))[i])
+        if len(known) > 1:
+            self._weights[:, self._place[known[-1]]] += behind / at[-1] / 2
+        self._offsets = behind * (POWER / 2 if len(known) > 1 else POWER)
+        near = np.abs(x[:, None] - at).min(axis=1)
+        self._bend = np.where(near > 0, OWN**2 + (BEND * near) ** 2, 0.0)
         self._drift = np.diag([DRIFT**2, *[OWN_DRIFT**2] * (n - 1)])
-        known = [1, *self._place]
-        for width in range(2, size):
-            i = bisect_right(known, width)
-            below, x, start = known[i - 1], log(width), log(known[i - 1])
-            far, weight = x - start, 1.0
-            if i < len(known):
-                end = log(known[i])
-                weight, far = (end - x) / (end - start), min(far, end - x)
-                self._weights[width, self._place[known[i]]] = 1.0 - weight
-            elif below > 1:
-                weight, self._offsets[width] = 1.0 + far / start / 2, POWER * far / 2
-            else:
-                self._offsets[width] = POWER * far
-            if below > 1:
-                self._weights[width, self._place[below]] = weight
-            self._bend[width] = OWN**2 + (BEND * far) ** 2 if far else 0.0
         self._seconds = []
 
     def _factors(self, widths: list[int], z: float) -> list[float]:
