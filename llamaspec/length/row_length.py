@@ -18,6 +18,8 @@ from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
+RISK = 0.75  # of bad luck that a round must survive which only times a width
+EDGE = 1.03  # what a width that nobody has timed must promise, next to the best that is known
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
@@ -46,6 +48,7 @@ class Plan:
     """What the coming round of a row may do with one source."""
 
     limit: int = 0  # draft tokens at most
+    reach: int = 1  # so many whatever each is worth: nobody knows what as wide an evaluation costs
     explores: bool = False
     rate: float = 0.0  # tokens per second of all rows together, if this source drafts
 
@@ -80,7 +83,7 @@ class AutoRow:
         pledge.n_draft, pledge.is_drafting = n, True
         if draft.source is Source.GRAMMAR:
             wants = self._pays_sure()
-        elif n and n < plan.limit:
+        elif plan.reach <= n < plan.limit:
             wants = self._pays(draft)
         else:
             wants = n < plan.limit
@@ -146,21 +149,31 @@ class AutoRow:
     def _plan_model(self, rate: float, left: float) -> Plan:
         shared, costs, view = self._shared, self._shared.costs, self._views[self._shared.drafting]
         if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
-            return Plan(1, True)  # nothing is known but what one token shows
+            return Plan(1, explores=True)  # nothing is known but what one token shows
         left -= rate * costs.drafting_seconds(0, self.n_unread)
         limit = self._limit(shared.drafting, rate, left)
-        if not limit:
-            return NOTHING
         gains, prices = self._outlook(shared.drafting)
-        faster = speed_up(prices, gains[: limit + 1], rate)
+        faster, n_best = speed_up(prices, gains[: limit + 1], rate)
+        reach = self._reach(n_best, gains, rate, left)
+        if reach:
+            return Plan(max(limit, reach), reach, explores=faster == 1.0, rate=rate * faster)
         if faster > 1.0:
             return Plan(limit, rate=rate * faster)
         is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
-        if is_due:
+        if limit and is_due:
             gains, prices = self._outlook(shared.drafting, LUCK)
-            if speed_up(prices, gains, rate) > 1.0:
-                return Plan(limit, True)
+            if speed_up(prices, gains, rate)[0] > 1.0:
+                return Plan(limit, explores=True)
         return NOTHING
+
+    def _reach(self, n_best: int, gains: list[float], rate: float, left: float) -> int:
+        """A number of draft tokens that would be better than the best known, were its width cheap; or 0."""
+        shared, prices = self._shared, self._prices(-LUCK)
+        limit = self._limit(shared.drafting, rate, left, -RISK)
+        far = min(2 * shared.costs.widest // shared.allocator.n_rows, limit + 1)
+        usual = (1.0 + gains[n_best]) / (1.0 + rate * prices[n_best])
+        faster, n = speed_up(prices[:far], gains, rate)
+        return n if faster > EDGE * usual else 0
 
     def _plan_free(self, plain_rate: float, left: float) -> Plan:
         """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
@@ -171,25 +184,29 @@ class AutoRow:
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         first = view.acceptance.probability(z=0.0 if has_model else LUCK)
         ahead = expected_accepted(self._shared.calibrations[Source.NGRAM].probability(0.9), len(prices) - 2)
-        faster = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
+        faster, _ = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
         explores = plain_rate * faster <= self._rate
         is_refused = explores and view.n_since < view.wait
-        return NOTHING if is_refused else Plan(limit, explores, plain_rate * faster)
+        return NOTHING if is_refused else Plan(limit, 1, explores, plain_rate * faster)
 
-    def _limit(self, source: Source, rate: float, left: float) -> int:
+    def _limit(self, source: Source, rate: float, left: float, luck: float = -LUCK) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
         limit = 0
-        for n, (gain, price) in enumerate(zip(*self._outlook(source, -LUCK), strict=True)):
+        for n, (gain, price) in enumerate(zip(*self._outlook(source, luck), strict=True)):
             if rate * price - gain <= left:
                 limit = n
         return limit
 
     def _outlook(self, source: Source, luck: float = 0.0) -> tuple[list[float], list[float]]:
         """[m] tokens that 0, 1, ... draft tokens gain, and cost in seconds, with so much luck."""
-        step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(-luck)
-        prices = self._shared.allocator.level_seconds(self._pledge, step, -luck)
+        prices = self._prices(-luck, source)
         chance = self._views[source].acceptance.probability(z=luck)
         return expected_accepted(chance, len(prices) - 1), prices
+
+    def _prices(self, z: float = 0.0, source: Source | None = None) -> list[float]:
+        """[m] a row's share of what 0, 1, ... draft tokens cost, `z` standard deviations dearer than believed."""
+        step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(z)
+        return self._shared.allocator.level_seconds(self._pledge, step, z)
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next token of a draft is worth its position."""
