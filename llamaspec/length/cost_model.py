@@ -61,11 +61,6 @@ class CostModel:
         return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
 
     @property
-    def widest(self) -> int:
-        """That was timed."""
-        return max(self.n_timed, default=0)
-
-    @property
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
         return bool(self._covariance[STEP, STEP] < UNSEEN_VARIANCES[STEP])

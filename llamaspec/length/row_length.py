@@ -18,7 +18,6 @@ from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
-RISK = 0.75  # of bad luck that a round must survive which only times a width
 EDGE = 1.03  # what a width that nobody has timed must promise, next to the best that is known
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
@@ -74,6 +73,7 @@ class AutoRow:
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
+        self._longest = 0  # draft of this text
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
@@ -111,6 +111,7 @@ class AutoRow:
         if n_drafted:
             rate = max(self._rate, shared.allocator.plain_rate(round_.n_rows)) / round_.n_rows
             view.learn(explores, n_made - seconds * rate)
+            self._longest = max(self._longest, n_drafted)
         has_read = round_.n_draft_steps > 0
         self.n_unread = int(n_made > n_drafted) if has_read else self.n_unread + n_made
         self._standing = ((), 1.0)
@@ -154,7 +155,7 @@ class AutoRow:
         limit = self._limit(shared.drafting, rate, left)
         gains, prices = self._outlook(shared.drafting)
         faster, n_best = speed_up(prices, gains[: limit + 1], rate)
-        reach = self._reach(n_best, gains, rate, left)
+        reach = self._reach(n_best, gains, rate, left / 2) if shared.allocator.n_rows == 1 else 0
         if reach:
             return Plan(max(limit, reach), reach, explores=faster == 1.0, rate=rate * faster)
         if faster > 1.0:
@@ -168,11 +169,10 @@ class AutoRow:
 
     def _reach(self, n_best: int, gains: list[float], rate: float, left: float) -> int:
         """A number of draft tokens that would be better than the best known, were its width cheap; or 0."""
-        shared, prices = self._shared, self._prices(-LUCK)
-        limit = self._limit(shared.drafting, rate, left, -RISK)
-        far = min(2 * shared.costs.widest // shared.allocator.n_rows, limit + 1)
+        source, prices = self._shared.drafting, self._prices(-LUCK)
+        limit = self._limit(source, rate, left, dearer=0.0)
         usual = (1.0 + gains[n_best]) / (1.0 + rate * prices[n_best])
-        faster, n = speed_up(prices[:far], gains, rate)
+        faster, n = speed_up(prices[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
         return n if faster > EDGE * usual else 0
 
     def _plan_free(self, plain_rate: float, left: float) -> Plan:
@@ -189,10 +189,11 @@ class AutoRow:
         is_refused = explores and view.n_since < view.wait
         return NOTHING if is_refused else Plan(limit, 1, explores, plain_rate * faster)
 
-    def _limit(self, source: Source, rate: float, left: float, luck: float = -LUCK) -> int:
+    def _limit(self, source: Source, rate: float, left: float, dearer: float = LUCK) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
         limit = 0
-        for n, (gain, price) in enumerate(zip(*self._outlook(source, luck), strict=True)):
+        gains, prices = self._outlook(source, -LUCK)[0], self._prices(dearer, source)
+        for n, (gain, price) in enumerate(zip(gains, prices, strict=True)):
             if rate * price - gain <= left:
                 limit = n
         return limit

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed_length import FixedLength
 from simulated import CURVES, FIXED, LEVELS, PAYS, SEEDS, TEXTS, N, fixed, machine, mean, run, text
 from simulator import Passage, optimal_rate, play
 
@@ -101,3 +102,11 @@ def test_an_unlucky_beginning_is_not_the_end() -> None:
     first = next(n for n, made in zip(result.n_tokens[6:], result.lengths[6:], strict=True) if made)
     assert first < 32
     assert result.to_plain < 0.75
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dip_behind_dear_widths_is_found(seed: int) -> None:
+    """One and two draft tokens lose on this machine, three win: the policy once fell silent after the two."""
+    on, hard = machine("q4_0", 0.6), text("constant 0.85", seed)
+    best = play(FixedLength(3), on, hard, seed).to_plain
+    assert play(AutoLength(), on, hard, seed).to_plain < 1.05 * best
