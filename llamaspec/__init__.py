@@ -26,7 +26,8 @@ from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
+from llamaspec.opening import demo_draft, demo_target, open_pair
+from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import Distribution, Draft, Logprobs, Round

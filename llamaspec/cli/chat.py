@@ -26,7 +26,7 @@ from llamaspec.cli.opening import open_files
 from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import Thoughts, say
 from llamaspec.measure.learned_length import keep_prior
-from llamaspec.pair import demo_target
+from llamaspec.opening import demo_target
 
 
 @click.command(

@@ -17,7 +17,7 @@ from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.pair_files import ModelFile, PairFiles
-from llamaspec.pair import NGRAM, demo_draft, demo_target, drafts_itself
+from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
 
 _CACHE = click.Choice(list(CACHE_TYPES))

@@ -7,7 +7,8 @@ from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.hub.names import has_draft
 from llamaspec.llama import runtime
 from llamaspec.measure.pair_files import PairFiles
-from llamaspec.pair import Pair, drafts_itself, open_pair
+from llamaspec.opening import drafts_itself, open_pair
+from llamaspec.pair import Pair
 from llamaspec.values import MTP
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
