@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from llamaspec.errors import ModelFileError
+from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
-from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
@@ -36,7 +37,7 @@ def demo_draft() -> Path:
 
 def open_pair(
     target: str | Path,
-    draft: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
     *,
     ngram: bool = False,
     target_options: ModelOptions | None = None,
@@ -49,9 +50,9 @@ def open_pair(
     ----------
     target : str or Path
         A file, or a name as the commands take it: of the list of models, or hf:owner/repo:file.
-    draft : str or Path, optional
+    draft : str, Path or sequence of them, optional
         The same; "auto" is the draft that is known for the target, or else the target's own prediction
-        heads; "mtp" is these heads, "ngram" no model at all.
+        heads; "mtp" is these heads, "ngram" no model at all. Of several, each drafts for the one before it.
     ngram : bool
         Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
 
@@ -69,6 +70,11 @@ def open_pair(
     ...         print(piece.text, end="")
     """
     start = time.perf_counter()
+    stages: Sequence[str | Path] = ()
+    if not isinstance(draft, str | Path | None):
+        draft, *stages = draft or (None,)
+    if stages and {draft, *stages} & {NGRAM, MTP}:
+        raise PairError("a draft has drafts only where all of them are models of their own; drop one")
     if draft == NGRAM:
         draft, ngram = None, True
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
@@ -78,16 +84,20 @@ def open_pair(
     if draft_path is not None and is_shared_head(draft_path):
         path = resolve_model(target)
         return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
+    options = draft_options or _DRAFT_OPTIONS
     with ExitStack() as opened:  # closes what is open where something goes wrong
         target_model = LlamaModel(resolve_model(target), target_options, on_load)
         opened.callback(target_model.close)
-        draft_model = None
-        if draft_path is not None:
-            draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
-            opened.callback(draft_model.close)
-            check_pair(target_model.vocabulary, draft_model.vocabulary)
+        drafts: list[LlamaModel] = []
+        for place in [draft_path, *map(resolve_model, stages)] if draft_path is not None else []:
+            verifies = len(drafts) < len(stages)  # a draft of its own
+            opts = replace(options, max_scored=MAX_DRAFT + 1) if verifies else options
+            drafts.append(LlamaModel(place, opts, on_load))
+            opened.callback(drafts[-1].close)
+            check_pair(target_model.vocabulary, drafts[-1].vocabulary)
         opened.pop_all()
-    return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
+    first, *others = drafts or (None,)
+    return Pair(target_model, first, time.perf_counter() - start, stages=others, ngram=ngram)
 
 
 def drafts_itself(target: str | Path) -> bool:

@@ -27,11 +27,21 @@ from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
+from llamaspec.protocols import (
+    Constraint,
+    Drafter,
+    LengthPolicy,
+    Model,
+    RandomStreams,
+    RowConstraint,
+    RowLength,
+    Rule,
+)
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.stages import draft_name, staged_drafter, stages_of
 from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -40,7 +50,7 @@ MAX_LOGPROBS = 100  # tokens told with each token
 
 
 class Pair:
-    """A target that decides what is said and, if there is one, a draft that proposes it.
+    """A target that decides what is said and, if there is one, a draft that proposes it; it may have its own.
 
     Close it, or use it as a context manager; a forgotten pair is freed all the same. Made by `open_pair`.
     """
@@ -51,29 +61,38 @@ class Pair:
         draft: LlamaModel | None,
         load_seconds: float,
         *,
+        stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         ngram: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
+        self.stages = () if draft is None else stages_of(draft, stages, ngram=ngram)
         self.heads = heads  # of the target, in place of a draft
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
         models: dict[str, Model] = {TARGET: target}
-        if draft is not None:
-            models[DRAFT] = draft
+        for level, model in enumerate(self.drafts):
+            models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
-        concurrent = draft is not None and _apart(target, draft)
+        concurrent = any(_apart(target, model) for model in self.drafts)
         self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
+
+    @property
+    def drafts(self) -> tuple[LlamaModel, ...]:
+        """The draft, the draft's draft, and so on."""
+        first = () if self.draft is None else (self.draft,)
+        return (*first, *(stage.draft for stage in self.stages))
 
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        found = {Source.MODEL: self.draft, Source.MTP: self.heads, Source.NGRAM: self.ngram or None}
+        model = Source.STAGE if self.stages else Source.MODEL
+        found = {model: self.draft, Source.MTP: self.heads, Source.NGRAM: self.ngram or None}
         return frozenset(source for source, drafter in found.items() if drafter is not None)
 
     def stream(
@@ -140,8 +159,11 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
+        stages = [] if drafter else [stage.length.start_row() for stage in self.stages]
+        if drafter is None:
+            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, stages)
         speculation = Speculation(
-            drafter=drafter or self._drafter(sampling, rule, streams, len(tokens), row_constraint),
+            drafter=drafter,
             length=(policy or self._length).start_row(),
             rule=RULES[rule],
             sampling=sampling,
@@ -150,6 +172,7 @@ class Pair:
             max_scored=self.target.max_scored,
             constraint=row_constraint,
             n_logprobs=logprobs,
+            stages=stages,
         )
         plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
         return TextStream(plan, self._scheduler, on_prefill)
@@ -218,7 +241,7 @@ class Pair:
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()
-        for model in (self.heads, self.draft, self.target):
+        for model in (self.heads, *reversed(self.drafts), self.target):
             if model is not None:
                 model.close()
 
@@ -237,11 +260,19 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
+        stages: Sequence[RowLength],
     ) -> Drafter:
         drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
         if constraint is not None:
             drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
-        if self.draft is not None or self.heads is not None:
+        if self.stages:
+
+            def alone(model: LlamaModel, name: str, streams: RandomStreams) -> ModelDrafter:
+                chance = RULES[rule], streams
+                return self._asking(model, sampling, *chance, n_prompt, constraint, model=name)
+
+            drafters.append(staged_drafter(self.stages, stages, alone, streams, self.clock))
+        elif self.draft is not None or self.heads is not None:
             drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
@@ -256,21 +287,34 @@ class Pair:
         constraint: RowConstraint | None = None,
     ) -> ModelDrafter:
         """The drafter that asks the draft model, or the target's prediction heads."""
-        model = self.draft if self.heads is None else self.heads
-        assert model is not None
-        drafter = ModelDrafter(
-            model.vocabulary_size,
-            model.context_size,
+        chance = RULES[rule], streams
+        if self.heads is None:
+            assert self.draft is not None
+            return self._asking(self.draft, sampling, *chance, n_prompt, constraint)
+        drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
+        return replace(drafter, source=Source.MTP, longest=self.heads.longest)
+
+    def _asking(
+        self,
+        asked: LlamaModel | PredictionHeads,
+        sampling: Sampling,
+        rule: Rule,
+        streams: RandomStreams,
+        n_prompt: int,
+        constraint: RowConstraint | None,
+        model: str = DRAFT,
+    ) -> ModelDrafter:
+        return ModelDrafter(
+            asked.vocabulary_size,
+            asked.context_size,
             sampling,
-            RULES[rule],
+            rule,
             streams,
             n_tokens=self.target.vocabulary_size,
+            model=model,
             n_prompt=n_prompt,
             constraint=constraint,
         )
-        if self.heads is None:
-            return drafter
-        return replace(drafter, model=MTP, source=Source.MTP, longest=self.heads.longest)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):
