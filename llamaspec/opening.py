@@ -81,7 +81,7 @@ def open_pair(
         path = resolve_model(target)
         return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
     draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and is_shared_head(draft_path):
+    if draft_path is not None and not stages and is_shared_head(draft_path):
         path = resolve_model(target)
         return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
     options = draft_options or _DRAFT_OPTIONS

@@ -75,18 +75,18 @@ class Pair:
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
         models: dict[str, Model] = {TARGET: target}
-        for level, model in enumerate(self.drafts):
+        for level, model in enumerate(self.draft_models):
             models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
-        concurrent = any(_apart(target, model) for model in self.drafts)
+        concurrent = any(_apart(target, model) for model in self.draft_models)
         self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
 
     @property
-    def drafts(self) -> tuple[LlamaModel, ...]:
+    def draft_models(self) -> tuple[LlamaModel, ...]:
         """The draft, the draft's draft, and so on."""
         first = () if self.draft is None else (self.draft,)
-        return (*first, *(stage.draft for stage in self.stages))
+        return (*first, *(stage.draft_models[0] for stage in self.stages))
 
     @property
     def sources(self) -> frozenset[Source]:
@@ -241,7 +241,7 @@ class Pair:
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()
-        for model in (self.heads, *reversed(self.drafts), self.target):
+        for model in (self.heads, *reversed(self.draft_models), self.target):
             if model is not None:
                 model.close()
 

@@ -25,14 +25,18 @@ class Stage:
     """A draft and the model that drafts for it: a pair of its own to whoever keeps what was learnt."""
 
     target: LlamaModel
-    draft: LlamaModel
-    is_last: bool  # nobody drafts for its draft
+    draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
     ngram: bool = False  # earlier text is copied before the draft is asked
     heads: None = None
     length: LengthPolicy = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = AutoLength(sources=self.sources)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nobody drafts for its draft."""
+        return len(self.draft_models) == 1
 
     @property
     def sources(self) -> frozenset[Source]:
@@ -44,8 +48,7 @@ class Stage:
 def stages_of(draft: LlamaModel, more: Sequence[LlamaModel], *, ngram: bool) -> tuple[Stage, ...]:
     """Each of `more` drafts for the one before it, the first for the draft."""
     chain = [draft, *more]
-    pairs = zip(chain, more, strict=False)
-    return tuple(Stage(*models, is_last=models[1] is more[-1], ngram=ngram) for models in pairs)
+    return tuple(Stage(model, chain[i + 1 :], ngram) for i, model in enumerate(chain[:-1]))
 
 
 def draft_name(level: int) -> str:
@@ -74,7 +77,7 @@ def staged_drafter(
     drafter = alone(stage.target, draft_name(level), streams)
     helper: Drafter
     if stage.is_last:
-        helper = alone(stage.draft, draft_name(level + 1), own)
+        helper = alone(stage.draft_models[0], draft_name(level + 1), own)
     else:
         helper = staged_drafter(stages, lengths, alone, own, clock, level + 1)
     if stage.ngram:

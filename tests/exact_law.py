@@ -63,13 +63,16 @@ def staged_drafter(
     rule: Rule,
     streams: RandomStreams,
     constraint: RowConstraint | None = None,
+    *,
     helper: Drafter | None = None,
     names: Sequence[str] = (DRAFT, SECOND, THIRD),
 ) -> StagedDrafter:
     """A draft with a draft of its own, one for each length; the last has `helper`, or else a model."""
     own, (length, *others) = StageStreams(streams), lengths
     if others:
-        helper = staged_drafter(models, others, sampling, rule, own, constraint, helper, names[1:])
+        helper = staged_drafter(
+            models, others, sampling, rule, own, constraint, helper=helper, names=names[1:]
+        )
     elif helper is None:
         helper = model_drafter(models, sampling, rule, own, constraint, names[1])
     model = model_drafter(models, sampling, rule, streams, constraint, names[0])

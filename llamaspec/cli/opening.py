@@ -23,7 +23,7 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         target = str(choice.target)
         remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
         say(f"no --draft given, decoding plainly; try --draft {remedy}")
-    named = files.draft.path if files.draft is not None else None
+    named = [model.path for model in files.draft_models]
     with SlowProgress("loading") as progress:
         pair = open_pair(
             files.target.path,

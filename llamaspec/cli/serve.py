@@ -168,7 +168,8 @@ def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> 
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
     draft = None if files.draft is None else roomy(files.draft, models.draft_ctx or per_request)
-    return replace(files, target=roomy(files.target, per_request), draft=draft)
+    stages = tuple(roomy(file, models.draft_ctx or per_request) for file in files.stages)
+    return replace(files, target=roomy(files.target, per_request), draft=draft, stages=stages)
 
 
 def _template(pair: Pair, name: str | None) -> ChatTemplate | None:

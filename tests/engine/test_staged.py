@@ -182,7 +182,7 @@ def test_its_policy_learns_what_its_evaluations_cost() -> None:
     clock = Clock()
 
     class Slow(FakeModel):
-        def logits(self, request: ForwardRequest) -> np.ndarray:  # type: ignore[type-arg]
+        def logits(self, request: ForwardRequest) -> np.ndarray:
             clock.passes(0.5)
             return super().logits(request)
 
@@ -213,7 +213,7 @@ def test_without_room_for_the_draft_there_is_what_there_is() -> None:
 
 def test_a_draft_whose_scores_are_no_numbers_is_asked_no_more() -> None:
     class Damaged(FakeModel):
-        def after(self, tokens: TokenArray) -> np.ndarray:  # type: ignore[type-arg]
+        def after(self, tokens: TokenArray) -> np.ndarray:
             return np.full(self.vocabulary_size, np.nan, dtype=np.float32)
 
     for name, n_tokens in ((DRAFT, 0), (SECOND, 5)):
