@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+from llamaspec.drafters.past import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
 from llamaspec.llama.heads import PredictionHeads
@@ -40,6 +41,7 @@ def open_pair(
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
     ngram: bool = False,
+    past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
     on_load: LoadProgress | None = None,
@@ -55,6 +57,8 @@ def open_pair(
         heads; "mtp" is these heads, "ngram" no model at all. Of several, each drafts for the one before it.
     ngram : bool
         Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
+    past : PastTexts, optional
+        Earlier texts of this target that may be copied from, too.
 
     Raises
     ------
@@ -70,6 +74,7 @@ def open_pair(
     ...         print(piece.text, end="")
     """
     start = time.perf_counter()
+    how = target_options, draft_options, on_load, start
     stages: Sequence[str | Path] = ()
     if not isinstance(draft, str | Path | None):
         draft, *stages = draft or (None,)
@@ -79,11 +84,11 @@ def open_pair(
         draft, ngram = None, True
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
         path = resolve_model(target)
-        return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
+        return _open_with_heads(path, None, *how, past, ngram=ngram)
     draft_path = None if draft is None else resolve_draft(draft, target)
     if draft_path is not None and not stages and is_shared_head(draft_path):
         path = resolve_model(target)
-        return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
+        return _open_with_heads(path, draft_path, *how, past, ngram=ngram)
     options = draft_options or _DRAFT_OPTIONS
     with ExitStack() as opened:  # closes what is open where something goes wrong
         target_model = LlamaModel(resolve_model(target), target_options, on_load)
@@ -97,7 +102,7 @@ def open_pair(
             check_pair(target_model.vocabulary, drafts[-1].vocabulary)
         opened.pop_all()
     first, *others = drafts or (None,)
-    return Pair(target_model, first, time.perf_counter() - start, stages=others, ngram=ngram)
+    return Pair(target_model, first, time.perf_counter() - start, stages=others, ngram=ngram, past=past)
 
 
 def drafts_itself(target: str | Path) -> bool:
@@ -117,6 +122,7 @@ def _open_with_heads(
     head_options: ModelOptions | None,
     on_load: LoadProgress | None,
     start: float,
+    past: PastTexts | None,
     *,
     ngram: bool,
 ) -> Pair:
@@ -129,4 +135,4 @@ def _open_with_heads(
     except BaseException:
         target.close()
         raise
-    return Pair(target, None, time.perf_counter() - start, heads=heads, ngram=ngram)
+    return Pair(target, None, time.perf_counter() - start, heads=heads, ngram=ngram, past=past)

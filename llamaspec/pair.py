@@ -18,8 +18,9 @@ from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
@@ -34,7 +35,6 @@ from llamaspec.protocols import (
     Model,
     RandomStreams,
     RowConstraint,
-    RowLength,
     Rule,
 )
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
@@ -64,13 +64,17 @@ class Pair:
         stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         ngram: bool = False,
+        past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
-        self.stages = () if draft is None else stages_of(draft, stages, ngram=ngram)
+        self.stages = () if draft is None else stages_of(draft, stages, past, ngram=ngram)
         self.heads = heads  # of the target, in place of a draft
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
+        if past is not None:
+            past.keep_below(target.vocabulary_size)
+        self.past = past  # texts that are copied from besides; every text becomes one of them
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
@@ -92,8 +96,10 @@ class Pair:
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
         model = Source.STAGE if self.stages else Source.MODEL
-        found = {model: self.draft, Source.MTP: self.heads, Source.NGRAM: self.ngram or None}
-        return frozenset(source for source, drafter in found.items() if drafter is not None)
+        store = self.past if self.ngram else None
+        found = {model: self.draft, Source.MTP: self.heads}
+        copies = {Source.NGRAM: self.ngram or None, Source.STORE: store}
+        return frozenset(source for source, drafter in (found | copies).items() if drafter is not None)
 
     def stream(
         self,
@@ -159,9 +165,9 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
-        stages = [] if drafter else [stage.length.start_row() for stage in self.stages]
+        others: list[Closing] = []
         if drafter is None:
-            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, stages)
+            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, others)
         speculation = Speculation(
             drafter=drafter,
             length=(policy or self._length).start_row(),
@@ -172,7 +178,7 @@ class Pair:
             max_scored=self.target.max_scored,
             constraint=row_constraint,
             n_logprobs=logprobs,
-            stages=stages,
+            others=others,
         )
         plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
         return TextStream(plan, self._scheduler, on_prefill)
@@ -260,9 +266,13 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
-        stages: Sequence[RowLength],
+        others: list[Closing],
     ) -> Drafter:
-        drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
+        drafters: list[Drafter] = []
+        if self.ngram:
+            copies = NgramDrafter(past=self.past)
+            drafters.append(copies)
+            others.append(copies)
         if constraint is not None:
             drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
         if self.stages:
@@ -271,7 +281,9 @@ class Pair:
                 chance = RULES[rule], streams
                 return self._asking(model, sampling, *chance, n_prompt, constraint, model=name)
 
-            drafters.append(staged_drafter(self.stages, stages, alone, streams, self.clock))
+            lengths = [stage.length.start_row() for stage in self.stages]
+            others += lengths
+            drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
         elif self.draft is not None or self.heads is not None:
             drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
         if constraint is not None:

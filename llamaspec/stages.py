@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.row import Clock
 from llamaspec.engine.staged import StagedDrafter
 from llamaspec.length.auto_length import AutoLength
@@ -26,6 +27,7 @@ class Stage:
 
     target: LlamaModel
     draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
+    past: PastTexts | None = None  # is copied from, too
     ngram: bool = False  # earlier text is copied before the draft is asked
     heads: None = None
     length: LengthPolicy = field(init=False)
@@ -42,13 +44,16 @@ class Stage:
     def sources(self) -> frozenset[Source]:
         """Who drafts for it."""
         model = Source.MODEL if self.is_last else Source.STAGE
-        return frozenset({model, Source.NGRAM} if self.ngram else {model})
+        copies = {Source.NGRAM} if self.past is None else {Source.NGRAM, Source.STORE}
+        return frozenset({model, *copies} if self.ngram else {model})
 
 
-def stages_of(draft: LlamaModel, more: Sequence[LlamaModel], *, ngram: bool) -> tuple[Stage, ...]:
+def stages_of(
+    draft: LlamaModel, more: Sequence[LlamaModel], past: PastTexts | None, *, ngram: bool
+) -> tuple[Stage, ...]:
     """Each of `more` drafts for the one before it, the first for the draft."""
     chain = [draft, *more]
-    return tuple(Stage(model, chain[i + 1 :], ngram) for i, model in enumerate(chain[:-1]))
+    return tuple(Stage(model, chain[i + 1 :], past, ngram) for i, model in enumerate(chain[:-1]))
 
 
 def draft_name(level: int) -> str:
@@ -81,5 +86,5 @@ def staged_drafter(
     else:
         helper = staged_drafter(stages, lengths, alone, own, clock, level + 1)
     if stage.ngram:
-        helper = FallbackDrafter([NgramDrafter(), helper])
+        helper = FallbackDrafter([NgramDrafter(past=stage.past), helper])
     return StagedDrafter(drafter, helper, lengths[level], own, clock, stage.target.max_scored)

@@ -30,7 +30,8 @@ class Source(str, Enum):
 
     MODEL = "model"  # a draft model, one token at a time
     STAGE = "stage"  # a draft model that has a draft of its own
-    NGRAM = "ngram"  # copied from earlier text, at no cost
+    NGRAM = "ngram"  # copied from earlier in the same text, at no cost
+    STORE = "store"  # copied from an earlier text, at no cost
     GRAMMAR = "grammar"  # the only tokens that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
 
@@ -201,6 +202,7 @@ class Draft:
 
 NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
+NO_STORE_DRAFT = Draft(source=Source.STORE)
 NO_GRAMMAR_DRAFT = Draft(source=Source.GRAMMAR)
 
 

@@ -45,6 +45,9 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram", is_flag=True,
                  help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
+    click.option("--past-texts/--no-past-texts", default=None, envvar="LLAMASPEC_PAST_TEXTS",
+                 help="Look up draft tokens in texts of earlier runs, too, and keep this one, in the cache "
+                      "folder, readable by you alone; default: where generate and chat look up at all."),
     click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
     click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
@@ -80,6 +83,7 @@ class ModelChoice:
     draft: str | None
     pair: str | None
     ngram: bool
+    past_texts: bool | None  # None = as the command does
     n_ctx: int | None
     draft_ctx: int | None
     gpu_layers: int | None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,13 @@ from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Logits, Rou
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, "Verified"]
+
+
+class Closing(Protocol):
+    """Whoever wants to know that a text has ended."""
+
+    def close(self) -> None:
+        """The text has ended; more than once is allowed."""
 
 
 def _all(tokens: TokenArray) -> TokenArray:
@@ -48,12 +55,12 @@ class Speculation:
     model: str = TARGET  # that verifies; another one writes a draft, see engine/staged.py
     n_tokens: int | None = None  # only token ids below this are written
     shown: Callable[[TokenArray], TokenArray] = _all  # what the model is shown of the text
-    stages: Sequence[RowLength] = ()  # of drafts that have a draft
+    others: Sequence[Closing] = ()  # who else is told when the text has ended
 
     def close(self) -> None:
-        """The text has ended."""
-        for length in (self.length, *self.stages):
-            length.close()
+        """The text has ended; more than once is allowed."""
+        for each in (self.length, *self.others):
+            each.close()
 
 
 class Verified(NamedTuple):

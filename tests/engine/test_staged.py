@@ -264,6 +264,6 @@ def test_the_end_of_a_text_closes_the_policies_of_all_stages() -> None:
         SAMPLINGS["plain"],
         SeededStreams(0),
         64,
-        stages=lengths[1:],
+        others=lengths[1:],
     ).close()
     assert [length.n_closed for length in lengths] == [1, 1, 1]
