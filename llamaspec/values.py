@@ -224,7 +224,7 @@ class Round:
     width: int  # positions in the target's evaluation: those of all rows, and padding
     n_rows: int = 1  # that shared the evaluation
     evaluation: int = 0  # serial number of the evaluation: several rows may share one
-    n_draft_steps: int = 0  # evaluations of draft models
+    n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
     draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed

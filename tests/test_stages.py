@@ -123,3 +123,11 @@ def test_a_chain_with_something_else_in_it_is_refused(store: ModelStore) -> None
     path = store.path("llama", TARGET)
     with pytest.raises(PairError, match="only where all of them are models"):
         open_pair(path, [path, "mtp"])
+
+
+def test_the_targets_policy_prices_tokens_not_evaluations(store: ModelStore) -> None:
+    """A draft token of a staged draft costs less than an evaluation of the draft."""
+    with opened(store, TARGET, TARGET) as pair:
+        made = pair.stream("the end", policy=FixedLength(6), seed=1, max_tokens=50).run().rounds
+        drafting = [round_ for round_ in made if len(round_.draft)]
+        assert [round_.n_draft_steps for round_ in drafting] == [len(round_.draft) for round_ in drafting]

@@ -125,20 +125,7 @@ def test_a_second_text_copies_the_first(store: ModelStore) -> None:
 
 
 def test_a_run_finds_what_the_one_before_kept(target_file: Path, own_cache: None) -> None:
-    common = [
-        "generate",
-        "--target",
-        target_file,
-        "--draft",
-        "ngram",
-        "-p",
-        "the end of",
-        "-n",
-        "60",
-        "-k",
-        "6",
-    ]
-    common += ["--seed", "3", "--json"]
+    common = [*generating(target_file), "--draft", "ngram", "-n", "60", "-k", "6", "--seed", "3"]
     runs = [invoke(*common).json for _ in range(2)]
     assert runs[0]["text"] == runs[1]["text"]
     assert runs[1]["statistics"]["accepted"] > runs[0]["statistics"]["accepted"] + 20

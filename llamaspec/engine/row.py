@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round
+from llamaspec.values import TARGET, Forward, ForwardRequest, Round, Source
 
 Event = TypeVar("Event")
 Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
@@ -98,6 +98,11 @@ class Row(Generic[Event]):
 
     def _stamped(self, round_: Round) -> Round:
         """A round with its seconds."""
+        n_steps = self.n_draft_steps
+        if (
+            n_steps and round_.source is Source.STAGE
+        ):  # of which one makes several
+            n_steps = len(round_.draft)
         stamped = Round(
             round_.draft,
             round_.path,
@@ -105,7 +110,7 @@ class Row(Generic[Event]):
             round_.width,
             round_.n_rows,
             round_.evaluation,
-            self.n_draft_steps,
+            n_steps,
             self.draft_seconds,
             self.verify_seconds,
             self.overhead_seconds,
