@@ -99,9 +99,7 @@ class Row(Generic[Event]):
     def _stamped(self, round_: Round) -> Round:
         """A round with its seconds."""
         n_steps = self.n_draft_steps
-        if (
-            n_steps and round_.source is Source.STAGE
-        ):  # of which one makes several
+        if n_steps and round_.source is Source.STAGE:  # of which one makes several
             n_steps = len(round_.draft)
         stamped = Round(
             round_.draft,
