@@ -8,6 +8,7 @@
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import TextStream
@@ -57,6 +58,7 @@ __all__ = [
     "NoDrafter",
     "Pair",
     "PairError",
+    "PastTexts",
     "Piece",
     "PromptError",
     "Round",
