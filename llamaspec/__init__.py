@@ -8,6 +8,7 @@
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import TextStream
@@ -26,7 +27,8 @@ from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
+from llamaspec.opening import demo_draft, demo_target, open_pair
+from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import Distribution, Draft, Logprobs, Round
@@ -56,6 +58,7 @@ __all__ = [
     "NoDrafter",
     "Pair",
     "PairError",
+    "PastTexts",
     "Piece",
     "PromptError",
     "Round",

@@ -70,7 +70,7 @@ def read_beginning(path: Path, n: int) -> bytes:
         return file.read(n) or b""
 
 
-def write_file(path: Path, content: str, *, private: bool = False) -> None:
+def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file in one step: a reader finds the old content or the new, whatever happens.
 
     A link to a regular file stays a link. Folders must exist. Nobody else can read a private file.
@@ -88,7 +88,7 @@ def write_file(path: Path, content: str, *, private: bool = False) -> None:
     try:
         if private:
             new.touch(mode=0o600, exist_ok=False)
-        new.write_text(content, encoding="utf-8")
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -10,10 +10,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,47 +18,39 @@ from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.write import TextPlan
-from llamaspec.errors import ModelFileError, PromptError
-from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
+from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import check_heads, heads_in_file
-from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.llama.pairing import check_pair
-from llamaspec.llama.shared_head import is_shared_head
-from llamaspec.llama.weights import LoadProgress
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
+from llamaspec.protocols import (
+    Constraint,
+    Drafter,
+    LengthPolicy,
+    Model,
+    RandomStreams,
+    RowConstraint,
+    Rule,
+)
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.stages import draft_name, staged_drafter, stages_of
 from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
 MAX_LOGPROBS = 100  # tokens told with each token
-NGRAM = "ngram"  # in place of a draft: copy from earlier text
-_DRAFT_OPTIONS = ModelOptions(max_scored=DRAFT_SCORED)
-
-
-def demo_target() -> Path:
-    """The embedded target model."""
-    return Path(str(files("llamaspec") / "demo" / "target.gguf"))
-
-
-def demo_draft() -> Path:
-    """The embedded draft model, distilled from the embedded target."""
-    return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
 class Pair:
-    """A target that decides what is said and, if there is one, a draft that proposes it.
+    """A target that decides what is said and, if there is one, a draft that proposes it; it may have its own.
 
     Close it, or use it as a context manager; a forgotten pair is freed all the same. Made by `open_pair`.
     """
@@ -72,30 +61,45 @@ class Pair:
         draft: LlamaModel | None,
         load_seconds: float,
         *,
+        stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         ngram: bool = False,
+        past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
+        self.stages = () if draft is None else stages_of(draft, stages, past, ngram=ngram)
         self.heads = heads  # of the target, in place of a draft
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
+        if past is not None:
+            past.keep_below(target.vocabulary_size)
+        self.past = past  # texts that are copied from besides; every text becomes one of them
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
         models: dict[str, Model] = {TARGET: target}
-        if draft is not None:
-            models[DRAFT] = draft
+        for level, model in enumerate(self.draft_models):
+            models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
-        concurrent = draft is not None and _apart(target, draft)
+        concurrent = any(_apart(target, model) for model in self.draft_models)
         self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
+
+    @property
+    def draft_models(self) -> tuple[LlamaModel, ...]:
+        """The draft, the draft's draft, and so on."""
+        first = () if self.draft is None else (self.draft,)
+        return (*first, *(stage.draft_models[0] for stage in self.stages))
 
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        found = {Source.MODEL: self.draft, Source.MTP: self.heads, Source.NGRAM: self.ngram or None}
-        return frozenset(source for source, drafter in found.items() if drafter is not None)
+        model = Source.STAGE if self.stages else Source.MODEL
+        store = self.past if self.ngram else None
+        found = {model: self.draft, Source.MTP: self.heads}
+        copies = {Source.NGRAM: self.ngram or None, Source.STORE: store}
+        return frozenset(source for source, drafter in (found | copies).items() if drafter is not None)
 
     def stream(
         self,
@@ -161,8 +165,11 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
+        others: list[Closing] = []
+        if drafter is None:
+            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, others)
         speculation = Speculation(
-            drafter=drafter or self._drafter(sampling, rule, streams, len(tokens), row_constraint),
+            drafter=drafter,
             length=(policy or self._length).start_row(),
             rule=RULES[rule],
             sampling=sampling,
@@ -171,6 +178,7 @@ class Pair:
             max_scored=self.target.max_scored,
             constraint=row_constraint,
             n_logprobs=logprobs,
+            others=others,
         )
         plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
         return TextStream(plan, self._scheduler, on_prefill)
@@ -239,7 +247,7 @@ class Pair:
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()
-        for model in (self.heads, self.draft, self.target):
+        for model in (self.heads, *reversed(self.draft_models), self.target):
             if model is not None:
                 model.close()
 
@@ -258,11 +266,25 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
+        others: list[Closing],
     ) -> Drafter:
-        drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
+        drafters: list[Drafter] = []
+        if self.ngram:
+            copies = NgramDrafter(past=self.past)
+            drafters.append(copies)
+            others.append(copies)
         if constraint is not None:
             drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
-        if self.draft is not None or self.heads is not None:
+        if self.stages:
+
+            def alone(model: LlamaModel, name: str, streams: RandomStreams) -> ModelDrafter:
+                chance = RULES[rule], streams
+                return self._asking(model, sampling, *chance, n_prompt, constraint, model=name)
+
+            lengths = [stage.length.start_row() for stage in self.stages]
+            others += lengths
+            drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
+        elif self.draft is not None or self.heads is not None:
             drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
@@ -277,21 +299,34 @@ class Pair:
         constraint: RowConstraint | None = None,
     ) -> ModelDrafter:
         """The drafter that asks the draft model, or the target's prediction heads."""
-        model = self.draft if self.heads is None else self.heads
-        assert model is not None
-        drafter = ModelDrafter(
-            model.vocabulary_size,
-            model.context_size,
+        chance = RULES[rule], streams
+        if self.heads is None:
+            assert self.draft is not None
+            return self._asking(self.draft, sampling, *chance, n_prompt, constraint)
+        drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
+        return replace(drafter, source=Source.MTP, longest=self.heads.longest)
+
+    def _asking(
+        self,
+        asked: LlamaModel | PredictionHeads,
+        sampling: Sampling,
+        rule: Rule,
+        streams: RandomStreams,
+        n_prompt: int,
+        constraint: RowConstraint | None,
+        model: str = DRAFT,
+    ) -> ModelDrafter:
+        return ModelDrafter(
+            asked.vocabulary_size,
+            asked.context_size,
             sampling,
-            RULES[rule],
+            rule,
             streams,
             n_tokens=self.target.vocabulary_size,
+            model=model,
             n_prompt=n_prompt,
             constraint=constraint,
         )
-        if self.heads is None:
-            return drafter
-        return replace(drafter, model=MTP, source=Source.MTP, longest=self.heads.longest)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):
@@ -301,94 +336,6 @@ class Pair:
         if not prompt:
             raise PromptError("the prompt is empty; give some text to continue")
         return self.target.vocabulary.tokenize(prompt)
-
-
-def open_pair(
-    target: str | Path,
-    draft: str | Path | None = None,
-    *,
-    ngram: bool = False,
-    target_options: ModelOptions | None = None,
-    draft_options: ModelOptions | None = None,
-    on_load: LoadProgress | None = None,
-) -> Pair:
-    """Load a target and, if given, its draft.
-
-    Parameters
-    ----------
-    target : str or Path
-        A file, or a name as the commands take it: of the list of models, or hf:owner/repo:file.
-    draft : str or Path, optional
-        The same; "auto" is the draft that is known for the target, or else the target's own prediction
-        heads; "mtp" is these heads, "ngram" no model at all.
-    ngram : bool
-        Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
-
-    Raises
-    ------
-    ModelFileError, MemoryFullError
-        A model cannot be found or loaded.
-    PairError
-        The two models number tokens differently, or the target has no prediction heads.
-
-    Examples
-    --------
-    >>> with open_pair(demo_target(), demo_draft()) as pair:  # doctest: +SKIP
-    ...     for piece in pair.stream("import os", sampling=Sampling(temperature=0.7), seed=7):
-    ...         print(piece.text, end="")
-    """
-    start = time.perf_counter()
-    if draft == NGRAM:
-        draft, ngram = None, True
-    if draft == MTP or (draft == AUTO and drafts_itself(target)):
-        path = resolve_model(target)
-        return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
-    draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and is_shared_head(draft_path):
-        path = resolve_model(target)
-        return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
-    with ExitStack() as opened:  # closes what is open where something goes wrong
-        target_model = LlamaModel(resolve_model(target), target_options, on_load)
-        opened.callback(target_model.close)
-        draft_model = None
-        if draft_path is not None:
-            draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
-            opened.callback(draft_model.close)
-            check_pair(target_model.vocabulary, draft_model.vocabulary)
-        opened.pop_all()
-    return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
-
-
-def drafts_itself(target: str | Path) -> bool:
-    """Whether "auto" means a target's own prediction heads: no draft is known, and the file is here."""
-    if has_draft(str(target)):
-        return False
-    try:
-        return heads_in_file(locate_model(target)).fault is None
-    except ModelFileError:
-        return False  # what is wrong is said by whoever needs the file
-
-
-def _open_with_heads(
-    path: Path,
-    head_path: Path | None,
-    target_options: ModelOptions | None,
-    head_options: ModelOptions | None,
-    on_load: LoadProgress | None,
-    start: float,
-    *,
-    ngram: bool,
-) -> Pair:
-    """Load a target whose own prediction heads draft, or one that lies in a file of its own."""
-    if head_path is None:
-        check_heads(path)
-    target = LlamaModel(path, replace(target_options or ModelOptions(), heads=True), on_load)
-    try:
-        heads = PredictionHeads(target, head_options, head_path, on_load)
-    except BaseException:
-        target.close()
-        raise
-    return Pair(target, None, time.perf_counter() - start, heads=heads, ngram=ngram)
 
 
 def _apart(target: LlamaModel, draft: LlamaModel) -> bool:

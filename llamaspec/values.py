@@ -30,7 +30,8 @@ class Source(str, Enum):
 
     MODEL = "model"  # a draft model, one token at a time
     STAGE = "stage"  # a draft model that has a draft of its own
-    NGRAM = "ngram"  # copied from earlier text, at no cost
+    NGRAM = "ngram"  # copied from earlier in the same text, at no cost
+    STORE = "store"  # copied from an earlier text, at no cost
     GRAMMAR = "grammar"  # the only tokens that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
 
@@ -201,6 +202,7 @@ class Draft:
 
 NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
+NO_STORE_DRAFT = Draft(source=Source.STORE)
 NO_GRAMMAR_DRAFT = Draft(source=Source.GRAMMAR)
 
 
@@ -222,7 +224,7 @@ class Round:
     width: int  # positions in the target's evaluation: those of all rows, and padding
     n_rows: int = 1  # that shared the evaluation
     evaluation: int = 0  # serial number of the evaluation: several rows may share one
-    n_draft_steps: int = 0  # evaluations of draft models
+    n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
     draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed

@@ -91,7 +91,16 @@ class Score:
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
-@click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
+@click.option(
+    "--draft",
+    "drafts",
+    type=Path,
+    multiple=True,
+    default=(demo_draft(),),
+    show_default="the embedded pair",
+    help="Of several, each drafts for the one before it.",
+)
+@click.option("--ngram", is_flag=True, help="Earlier text is copied before the draft is asked.")
 @click.option("--prompts", type=Path, default=PROMPTS, show_default="scripts/prompts.yaml")
 @click.option("--max-prompts", type=int, help="Only the first of them.")
 @click.option("--max-tokens", "-n", type=int, default=128, show_default=True)
@@ -105,7 +114,8 @@ class Score:
 )
 def main(
     target: Path,
-    draft: Path,
+    drafts: tuple[Path, ...],
+    ngram: bool,
     prompts: Path,
     max_prompts: int | None,
     max_tokens: int,
@@ -122,7 +132,13 @@ def main(
     draft_options = ModelOptions(threads=threads, max_scored=DRAFT_SCORED)
     runs: list[Run] = []
     with (
-        open_pair(target, draft, target_options=options, draft_options=draft_options) as pair,
+        open_pair(
+            target,
+            drafts,
+            ngram=ngram,
+            target_options=options,
+            draft_options=draft_options,
+        ) as pair,
         ExitStack() as stack,
     ):
         peers: list[LlamaCpp | Checkout] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
@@ -153,7 +169,7 @@ def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], Length
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    kept = AutoLength()
+    kept = AutoLength(sources=pair.sources)
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
     arms["auto, cold"] = AutoLength
     if stored_probe(pair).value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,16 +13,19 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation, speculate
+from llamaspec.engine.staged import StagedDrafter
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule, Stream
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.random_streams import StageStreams
 from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
-THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2)}
+SECOND, THIRD = "draft-2", "draft-3"
+THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2), SECOND: FakeModel(seed=3), THIRD: FakeModel(9)}
 FOUR = {TARGET: FakeModel(7, vocabulary_size=4), DRAFT: FakeModel(8, vocabulary_size=4)}
-SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET]}
+SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET], SECOND: THREE[TARGET], THIRD: THREE[TARGET]}
 Models = dict[str, FakeModel]
 Law = dict[tuple[int, ...], float]
 
@@ -44,15 +47,47 @@ def model_drafter(
     rule: Rule,
     streams: RandomStreams,
     constraint: RowConstraint | None = None,
+    name: str = DRAFT,
 ) -> ModelDrafter:
-    draft = models[DRAFT]
+    draft = models[name]
     return ModelDrafter(
         draft.vocabulary_size, draft.context_size, sampling, rule, streams,
-        n_prompt=len(PROMPT), constraint=constraint,
+        n_prompt=len(PROMPT), constraint=constraint, model=name,
     )  # fmt: skip
 
 
+def staged_drafter(
+    models: Models,
+    lengths: Sequence[Length],
+    sampling: Sampling,
+    rule: Rule,
+    streams: RandomStreams,
+    constraint: RowConstraint | None = None,
+    *,
+    helper: Drafter | None = None,
+    names: Sequence[str] = (DRAFT, SECOND, THIRD),
+) -> StagedDrafter:
+    """A draft with a draft of its own, one for each length; the last has `helper`, or else a model."""
+    own, (length, *others) = StageStreams(streams), lengths
+    if others:
+        helper = staged_drafter(
+            models, others, sampling, rule, own, constraint, helper=helper, names=names[1:]
+        )
+    elif helper is None:
+        helper = model_drafter(models, sampling, rule, own, constraint, names[1])
+    model = model_drafter(models, sampling, rule, streams, constraint, names[0])
+    return StagedDrafter(model, helper, length, own, lambda: 0.0)
+
+
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
+STAGES: dict[str, MakeDrafter] = {
+    "a draft's draft": lambda *chance: staged_drafter(THREE, [Length(2)], *chance),
+    "until a token": lambda *chance: staged_drafter(THREE, [UntilToken(1)], *chance),
+    "copies for a draft": lambda *chance: staged_drafter(
+        THREE, [Length(2)], *chance, helper=NgramDrafter(min_match=1)
+    ),
+    "nobody for a draft": lambda *chance: staged_drafter(THREE, [Length(2)], *chance, helper=NoDrafter()),
+}
 CHAINS: dict[str, MakeDrafter] = {
     "model": lambda *chance: model_drafter(THREE, *chance),
     "model at another temperature": lambda _, *chance: model_drafter(THREE, WARM, *chance),

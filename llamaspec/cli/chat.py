@@ -22,11 +22,11 @@ from llamaspec.cli.chat_options import (
 )
 from llamaspec.cli.decoding_options import DecodingOptions, answer_decoding_options, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
-from llamaspec.cli.opening import open_files
+from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import Thoughts, say
 from llamaspec.measure.learned_length import keep_prior
-from llamaspec.pair import demo_target
+from llamaspec.opening import demo_target
 
 
 @click.command(
@@ -59,7 +59,7 @@ def chat(
         messages = load_last()
     save_to = own_files.writable(files.save) if files.save is not None else None
     seed = decoding.seed_or_random()
-    with open_files(find_files(models), models) as pair:
+    with open_files(find_files(models), models, keeps_texts=True) as pair:
         policy = make_policy(pair, decoding)
         settings = Settings(
             decoding.sampling,
@@ -88,3 +88,4 @@ def chat(
             loop.run()
         finally:
             keep_prior(pair, policy)
+            keep_texts(pair)

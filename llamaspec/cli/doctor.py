@@ -10,11 +10,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from llamaspec import suffix_store
 from llamaspec.cli.messages import options_of
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import SlowProgress, say
-from llamaspec.errors import printable
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama import runtime
 from llamaspec.measure.examine import examine
 from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
@@ -35,6 +36,7 @@ _OPTIONS = {  # by the settings that findings name
     "draft": "--draft FILE",
     "heads": "--draft mtp",
     "ngram": "--draft ngram",
+    "past_texts": "--forget-texts",
 }
 
 
@@ -45,12 +47,21 @@ Examples:
   llamaspec doctor                                            this machine, with the embedded pair
   llamaspec doctor --target big.gguf --draft small.gguf
   llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
+  llamaspec doctor --forget-texts                             delete what --ngram keeps of earlier texts
 """,
 )
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
-def doctor(models: ModelChoice, as_json: bool) -> None:
+@click.option(
+    "--forget-texts",
+    is_flag=True,
+    help="Delete the texts that are kept for --ngram, of all models, and do nothing else.",
+)
+def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
     """Find out what will go wrong or be slow here, with remedies. Exit code 1 where there is a problem."""
+    if forget_texts:
+        _forget_texts()
+        return
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         say("no --target given, using the small embedded pair")
@@ -63,6 +74,17 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
         _show(found)
     if counts[PROBLEM]:
         sys.exit(1)
+
+
+def _forget_texts() -> None:
+    try:
+        dropped = suffix_store.forget_texts()
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot delete {error.filename}: {error.strerror}; delete it by hand"
+        ) from error
+    size = f"{dropped.n_bytes / 1e6:.1f} MB forgotten" if dropped.n_models else "no texts were kept"
+    click.echo(size, err=True)
 
 
 def _as_json(finding: Finding) -> dict[str, str | None]:

@@ -16,7 +16,7 @@ from llamaspec.cli.constraint import make_constraint
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.explain import explain as print_reasons
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
-from llamaspec.cli.opening import open_files
+from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.report import completion_json, statistics_lines
@@ -110,7 +110,7 @@ def generate(
         check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
-    with open_files(find_files(models), models) as pair:
+    with open_files(find_files(models), models, keeps_texts=True) as pair:
         policy = make_policy(pair, decoding)
         before = copy.deepcopy(policy) if output.explain else None
         constraint = make_constraint(pair, output.json_schema, output.grammar)
@@ -129,6 +129,7 @@ def generate(
             interrupted = _consume(stream, output)
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
+        keep_texts(pair)
         if before is not None:
             _explain(before, stream, decoding)
     if interrupted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,42 @@ from click.core import ParameterSource
 
 from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.errors import PairError
 from llamaspec.hub.names import AUTO, locate_model
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.pair_files import ModelFile, PairFiles
-from llamaspec.pair import NGRAM, demo_draft, demo_target, drafts_itself
+from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
 
 _CACHE = click.Choice(list(CACHE_TYPES))
+
+
+class _Draft(click.ParamType):  # type: ignore[type-arg]
+    """A draft; the environment names one alone, whose path may have spaces."""
+
+    name = "text"
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return (rv,)
+
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
                       ":QUANTIZATION, or the address of a page of the hub."),
-    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", envvar="LLAMASPEC_DRAFT",
+    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
+                 type=_Draft(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
                       "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
-                      "earlier text instead."),
+                      "earlier text instead. Of several, each drafts for the one before it."),
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram", is_flag=True,
                  help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
+    click.option("--past-texts/--no-past-texts", default=None, envvar="LLAMASPEC_PAST_TEXTS",
+                 help="Look up draft tokens in texts of earlier runs, too, and keep this one, in the cache "
+                      "folder, readable by you alone; default: where generate and chat look up at all."),
     click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
     click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
@@ -68,6 +83,7 @@ class ModelChoice:
     draft: str | None
     pair: str | None
     ngram: bool
+    past_texts: bool | None  # None = as the command does
     n_ctx: int | None
     draft_ctx: int | None
     gpu_layers: int | None
@@ -81,6 +97,7 @@ class ModelChoice:
     draft_cache_type_v: str
     verbose: bool
     no_draft: bool = False
+    stages: tuple[str, ...] = ()  # the draft's draft, and so on
 
     def __post_init__(self) -> None:
         _ = self.target_options, self.draft_options  # what is out of range is refused here
@@ -123,7 +140,8 @@ class ModelChoice:
 
 def _choice(**given: Any) -> ModelChoice:
     """From the command line, where a pair in the environment gives way to names that are nearer."""
-    choice = ModelChoice(**given)
+    draft, *stages = given.pop("draft") or (None,)
+    choice = ModelChoice(draft=draft, stages=tuple(stages), **given)
     if choice.pair is None:
         return choice
     for name in ("target", "draft"):
@@ -166,9 +184,8 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
         There is no such model, it is not here, or a file is no model.
     """
     found = _find(choice, locate_model)
-    for model in (found.target, found.draft):
-        if model is not None:
-            check_gguf(model.path)
+    for model in (found.target, *found.draft_models):
+        check_gguf(model.path)
     return found
 
 
@@ -183,6 +200,11 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     heads = named == MTP and not choice.no_draft
     if heads:
         check_heads(target)
+    if choice.stages and {named, *choice.stages} & {MTP, NGRAM, AUTO}:
+        raise PairError(
+            "a draft has drafts of its own only where all are models; give --draft once, or name files"
+        )
+    stages = () if choice.no_draft else choice.stages
     draft = None
     if named not in (None, MTP, NGRAM) and not choice.no_draft:
         draft = find(str(named))
@@ -191,6 +213,7 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     return PairFiles(
         ModelFile(target, choice.target_options),
         ModelFile(draft, choice.draft_options) if draft is not None else None,
+        tuple(ModelFile(find(name), choice.draft_options) for name in stages),
         ngram=choice.looks_up,
         heads=heads,
     )

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from llamaspec.cli.model_options import ModelChoice
 from llamaspec.cli.terminal import SlowProgress, say
+from llamaspec.drafters.past import PastTexts
 from llamaspec.hub.names import has_draft
 from llamaspec.llama import runtime
 from llamaspec.measure.pair_files import PairFiles
-from llamaspec.pair import Pair, drafts_itself, open_pair
+from llamaspec.opening import drafts_itself, open_pair
+from llamaspec.pair import Pair
+from llamaspec.suffix_store import SuffixStore
 from llamaspec.values import MTP
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
-def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
-    """Load the models with a progress bar, and warn on stderr of what will surprise."""
+def open_files(files: PairFiles, choice: ModelChoice, *, keeps_texts: bool = False) -> Pair:
+    """Load the models with a progress bar, and warn on stderr of what will surprise.
+
+    `keeps_texts`: texts of earlier runs are looked up, unless the person says otherwise.
+    """
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
@@ -22,18 +30,37 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         target = str(choice.target)
         remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
         say(f"no --draft given, decoding plainly; try --draft {remedy}")
-    named = files.draft.path if files.draft is not None else None
+    named = [model.path for model in files.draft_models]
     with SlowProgress("loading") as progress:
         pair = open_pair(
             files.target.path,
             MTP if files.heads else named,
             ngram=files.ngram,
+            past=_past(files) if files.ngram and _or(choice.past_texts, keeps_texts) else None,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
             on_load=progress,
         )
     _warn(pair)
     return pair
+
+
+def keep_texts(pair: Pair) -> None:
+    """Keep the texts of a run, if earlier ones are looked up."""
+    if pair.past is not None:
+        with suppress(OSError):  # the text is what people came for
+            SuffixStore.of(pair.target.path).add(pair.past.added)
+
+
+def _past(files: PairFiles) -> PastTexts:
+    past, fault = SuffixStore.of(files.target.path).read()
+    if fault is not None:
+        say(fault)
+    return past
+
+
+def _or(said: bool | None, default: bool) -> bool:
+    return default if said is None else said
 
 
 def _warn(pair: Pair) -> None:

@@ -20,6 +20,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
         "rule": rule,
         "target": str(pair.target.path),
         "draft": _drafter(pair),
+        "draft_models": [str(model.path) for model in pair.draft_models],
         "statistics": _statistics_json(completion, pair.load_seconds),
     }
 

@@ -14,7 +14,7 @@ from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli.chat_options import ChatOptions
 from llamaspec.cli.decoding_options import DecodingOptions, DraftLength, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
-from llamaspec.cli.opening import open_files
+from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
@@ -138,6 +138,7 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
                 make_server(app, service, lambda: say(told)).run(sockets=[opened])
         finally:
             keep_prior(pair, policy)
+            keep_texts(pair)
     say("stopped")
 
 
@@ -168,7 +169,8 @@ def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> 
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
     draft = None if files.draft is None else roomy(files.draft, models.draft_ctx or per_request)
-    return replace(files, target=roomy(files.target, per_request), draft=draft)
+    stages = tuple(roomy(file, models.draft_ctx or per_request) for file in files.stages)
+    return replace(files, target=roomy(files.target, per_request), draft=draft, stages=stages)
 
 
 def _template(pair: Pair, name: str | None) -> ChatTemplate | None:

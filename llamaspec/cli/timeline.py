@@ -63,7 +63,7 @@ def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "rest": round_.overhead_seconds,
         "accepted": round_.n_accepted,
         "verified": round_.n_verified,
-        "copied": round_.source is Source.NGRAM,
+        "copied": round_.source in (Source.NGRAM, Source.STORE),
         "drafted": [
             {"text": _text(token, vocabulary), "confidence": confidence} for token, confidence in draft
         ],

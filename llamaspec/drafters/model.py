@@ -64,20 +64,18 @@ class ModelDrafter:
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
-        prefix = self._window(self._known(context))[:-1]
+        prefix = self.window(self.known(context))[:-1]
         if len(prefix):
             with suppress(ContextFullError):  # without the draft it is only slower
                 yield ForwardRequest(self.model, prefix, n_logits=0)
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
-        sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
-        known, draft = self._known(context), Draft(source=self.source)
-        n_tokens = min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
+        sampler = Sampler(self.sampling, self.n_prompt, self.constraint, self.n_drawn)
+        known, draft = self.known(context), Draft(source=self.source)
         while not self.is_silent and len(draft) != self.longest and length.wants_more(draft):
             allowed = sampler.allowed(np.concatenate([context, draft.tokens]))
             if allowed is not None:
-                allowed = allowed[: np.searchsorted(allowed, n_tokens)]
                 if not len(allowed):
                     break
                 if len(allowed) == 1:
@@ -85,10 +83,10 @@ class ModelDrafter:
                     continue
             path = np.concatenate([known, draft.tokens])
             try:
-                forward = yield ForwardRequest(self.model, self._window(path))
+                forward = yield ForwardRequest(self.model, self.window(path))
             except ContextFullError:
                 break
-            logits = forward.logits[0, :n_tokens]
+            logits = forward.logits[0, : self.n_drawn]
             if not np.isfinite(logits.max()):
                 self.is_silent = True
                 break
@@ -97,13 +95,18 @@ class ModelDrafter:
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
 
-    def _known(self, context: TokenArray) -> TokenArray:
+    @property
+    def n_drawn(self) -> int:
+        """Only token ids below this are drawn."""
+        return min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
+
+    def known(self, context: TokenArray) -> TokenArray:
         """The context, with token 0 in place of tokens that only the target knows."""
         if self.n_tokens is None or self.n_tokens <= self.vocabulary_size:
             return context
         return np.where(context < self.vocabulary_size, context, np.int32(0))
 
-    def _window(self, path: TokenArray) -> TokenArray:
+    def window(self, path: TokenArray) -> TokenArray:
         """The end of the path that fits the model's context.
 
         What is left out grows by half a context at a time: in between, the start stays where it is and

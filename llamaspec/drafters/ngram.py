@@ -2,16 +2,28 @@
 
 The longest end of the text that also occurs earlier is found with a suffix automaton, which grows by
 amortised constant time for each token. Editing, summarising and rewriting copy long stretches, and there
-such draft tokens cost nothing. Knows no probabilities. tests/drafters/test_ngram.py compares with plain
-search.
+such draft tokens cost nothing. Where an earlier text has a longer match, that is copied. Knows no
+probabilities. tests/drafters/test_ngram.py compares with plain search.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
+from llamaspec.drafters.past import NO_MATCH, PastTexts
 from llamaspec.protocols import RowLength
-from llamaspec.values import NO_NGRAM_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
+from llamaspec.values import (
+    NO_NGRAM_DRAFT,
+    NO_STORE_DRAFT,
+    NO_TOKENS,
+    Distribution,
+    Draft,
+    TokenArray,
+)
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
+UNDO = 128  # tokens that can be taken back at once
 
 
 class SuffixAutomaton:
@@ -29,6 +41,25 @@ class SuffixAutomaton:
         self._end = [-1]  # of each state: index behind a recent occurrence
         self._last = 0
         self.n_tokens = 0
+        self._changes: list[tuple[Any, int, Any]] = []  # by the last token: list or dict, key, value before
+        self._undo: deque[tuple[list[tuple[Any, int, Any]], int, int]] = deque(maxlen=UNDO)
+
+    @property
+    def n_undo(self) -> int:
+        """How many tokens can be taken back."""
+        return len(self._undo)
+
+    def pop(self) -> None:
+        """Make the sequence one token shorter."""
+        changes, n_states, self._last = self._undo.pop()
+        for place, key, before in reversed(changes):
+            if before is None:
+                del place[key]
+            else:
+                place[key] = before
+        for each in (self._next, self._link, self._length, self._end):
+            del each[n_states:]
+        self.n_tokens -= 1
 
     @property
     def match_length(self) -> int:
@@ -42,14 +73,16 @@ class SuffixAutomaton:
 
     def append(self, token: int) -> None:
         """Make the sequence one token longer."""
+        self._changes = []
+        self._undo.append((self._changes, len(self._length), self._last))
         if self._last:
             # What has just been looked up occurs again here: prefer this recent place from now on.
-            self._end[self._link[self._last]] = self.n_tokens
+            self._set(self._end, self._link[self._last], self.n_tokens)
         self.n_tokens += 1
         state = self._add(self._length[self._last] + 1, {}, -1, self.n_tokens)
         place = self._last
         while place >= 0 and token not in self._next[place]:
-            self._next[place][token] = state
+            self._set(self._next[place], token, state)
             place = self._link[place]
         self._link[state] = 0 if place < 0 else self._split(place, token)
         self._last = state
@@ -62,11 +95,15 @@ class SuffixAutomaton:
         copy = self._add(
             self._length[place] + 1, dict(self._next[known]), self._link[known], self._end[known]
         )
-        self._link[known] = copy
+        self._set(self._link, known, copy)
         while place >= 0 and self._next[place].get(token) == known:
-            self._next[place][token] = copy
+            self._set(self._next[place], token, copy)
             place = self._link[place]
         return copy
+
+    def _set(self, place: Any, key: int, value: int) -> None:
+        self._changes.append((place, key, place.get(key) if isinstance(place, dict) else place[key]))
+        place[key] = value
 
     def _add(self, length: int, following: dict[int, int], link: int, end: int) -> int:
         self._next.append(following)
@@ -83,19 +120,27 @@ class NgramDrafter:
     ----------
     min_match : int
         Shorter matches give no draft.
+    past : PastTexts, optional
+        Earlier texts; this one becomes one of them when it ends.
     """
 
-    def __init__(self, min_match: int = MIN_MATCH) -> None:
+    def __init__(self, min_match: int = MIN_MATCH, past: PastTexts | None = None) -> None:
         self._min_match = min_match
+        self._past = past
         self._read = NO_TOKENS
         self._automaton = SuffixAutomaton()
 
     def prepare(self, context: TokenArray) -> None:
         """Take in a prompt."""
-        n_read = len(self._read)
+        n_read = n_same = len(self._read)
         if n_read > len(context) or not bool((self._read == context[:n_read]).all()):
-            self._automaton, n_read = SuffixAutomaton(), 0
-        for token in context[n_read:].tolist():
+            n_same = _shared(self._read, context)
+        if n_read - n_same > self._automaton.n_undo:
+            self._automaton, n_same = SuffixAutomaton(), 0
+        else:  # what was drafted for a draft may have been rejected
+            for _ in range(n_read - n_same):
+                self._automaton.pop()
+        for token in context[n_same:].tolist():
             self._automaton.append(token)
         self._read = context
 
@@ -106,11 +151,26 @@ class NgramDrafter:
         """
         self.prepare(context)
         draft, match = NO_NGRAM_DRAFT, self._automaton.match_length
-        if match < self._min_match:
-            return draft
-        source = self._automaton.match_end
-        while source < len(context) and length.wants_more(draft):
-            token = int(context[source])
+        following = context[self._automaton.match_end :] if match >= self._min_match else NO_TOKENS
+        found = NO_MATCH if self._past is None else self._past.find(context)
+        if found.length > match:
+            draft, match, following = NO_STORE_DRAFT, *found
+        for token in following.tolist():
+            if not length.wants_more(draft):
+                break
             draft = draft.plus(token, Distribution.certain(token), match / (match + 1.0))
-            source, match = source + 1, match + 1
+            match += 1
         return draft
+
+    def close(self) -> None:
+        """The text has ended."""
+        if self._past is not None:
+            self._past.add(self._read)
+            self._past = None
+
+
+def _shared(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common beginning."""
+    n = min(len(a), len(b))
+    different = (a[:n] != b[:n]).nonzero()[0]
+    return int(different[0]) if len(different) else n

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round
+from llamaspec.values import TARGET, Forward, ForwardRequest, Round, Source
 
 Event = TypeVar("Event")
-Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, None]
+Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
 Width: TypeAlias = Callable[[int], int | None]  # needed positions -> those to evaluate; None = not allowed
 Clock: TypeAlias = Callable[[], float]  # seconds
 
@@ -30,6 +30,7 @@ class Row(Generic[Event]):
     number: int
     text: Text[Event]
     width: Width
+    verifier: str = TARGET  # the model whose evaluations verify; all others draft
     request: ForwardRequest | None = None  # what it waits for
     part: ForwardRequest | None = None  # of it, what is evaluated next
     n_cached: int = 0  # tokens of the request that are cached
@@ -54,7 +55,7 @@ class Row(Generic[Event]):
         request = self.request
         assert request is not None
         self.seconds += seconds
-        if request.model == TARGET:
+        if request.model == self.verifier:
             self.verify_seconds += seconds
         else:
             self.draft_seconds += seconds
@@ -66,7 +67,7 @@ class Row(Generic[Event]):
         With an error: its request cannot be evaluated. Raises StopIteration where the text ends, and whatever
         goes wrong in it.
         """
-        drafts = self.request is not None and self.request.model != TARGET
+        drafts = self.request is not None and self.request.model != self.verifier
         self.request = self.part = self.n_cached_before = None
         self.seconds, self.is_started = 0.0, True
         begin = clock()
@@ -97,6 +98,9 @@ class Row(Generic[Event]):
 
     def _stamped(self, round_: Round) -> Round:
         """A round with its seconds."""
+        n_steps = self.n_draft_steps
+        if n_steps and round_.source is Source.STAGE:  # of which one makes several
+            n_steps = len(round_.draft)
         stamped = Round(
             round_.draft,
             round_.path,
@@ -104,7 +108,7 @@ class Row(Generic[Event]):
             round_.width,
             round_.n_rows,
             round_.evaluation,
-            self.n_draft_steps,
+            n_steps,
             self.draft_seconds,
             self.verify_seconds,
             self.overhead_seconds,

@@ -11,9 +11,9 @@ References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviath
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,9 +22,21 @@ from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, RowLength
 from llamaspec.sampling.logprobs import round_logprobs
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.sampler import LogitsTarget, Sampler
-from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Logits, Round, TokenArray, Verification
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
+NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, "Verified"]
+
+
+class Closing(Protocol):
+    """Whoever wants to know that a text has ended."""
+
+    def close(self) -> None:
+        """The text has ended; more than once is allowed."""
+
+
+def _all(tokens: TokenArray) -> TokenArray:
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,23 @@ class Speculation:
     max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
     constraint: RowConstraint | None = None  # what the text must look like
     n_logprobs: int | None = None  # so many of the most probable tokens are told with each token
+    model: str = TARGET  # that verifies; another one writes a draft, see engine/staged.py
+    n_tokens: int | None = None  # only token ids below this are written
+    shown: Callable[[TokenArray], TokenArray] = _all  # what the model is shown of the text
+    others: Sequence[Closing] = ()  # who else is told when the text has ended
+
+    def close(self) -> None:
+        """The text has ended; more than once is allowed."""
+        for each in (self.length, *self.others):
+            each.close()
+
+
+class Verified(NamedTuple):
+    """A round, and what the model that verified it said."""
+
+    round: Round
+    verification: Verification
+    logits: Logits  # [1 + K, n_tokens] valid until the next request
 
 
 def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculating:
@@ -60,30 +89,37 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
     Round
         To be sent the same round with its seconds. Each adds at least one token.
     """
-    length = _AtMost(0, config.length)
     sampler = Sampler(config.sampling, len(tokens), config.constraint)
     while len(tokens) < limit:
-        length.n_draft = min(limit - len(tokens), config.max_scored or limit) - 1
-        draft = yield from drafting(config.drafter, tokens, length)
-        draft = draft.first(length.n_draft)  # a drafter may not have asked
-        draft = _evaluable(draft, config.length, config.context_size + 1 - len(tokens))
-        forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
+        verified = yield from next_round(tokens, limit - len(tokens) - 1, config, sampler)
+        tokens = np.concatenate((tokens, verified.round.tokens))
 
-        p = LogitsTarget(forward.logits, tokens, draft, sampler)
-        verification = config.rule.verify(draft, p, config.streams, len(tokens))
-        round_: Round = yield Round(
-            draft=draft.without_distributions(),
-            path=verification.path,
-            next_token=verification.next_token,
-            width=forward.n_positions,
-            n_rows=forward.n_rows,
-            evaluation=forward.evaluation,
-            logprobs=()
-            if config.n_logprobs is None
-            else round_logprobs(forward.logits, draft, verification, config.n_logprobs),
-        )
-        tokens = np.concatenate((tokens, round_.tokens))
-        config.length.observe(round_)
+
+def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler) -> NextRound:
+    """One round behind `tokens`, of at most `n_draft` draft tokens."""
+    length, shown = config.length, config.shown(tokens)
+    at_most = _AtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
+    draft = yield from drafting(config.drafter, tokens, at_most)
+    draft = draft.first(at_most.n_draft)  # a drafter may not have asked
+    draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
+    forward: Forward = yield ForwardRequest(config.model, shown, draft=draft.tokens, parents=draft.parents)
+
+    logits = forward.logits[:, : config.n_tokens]
+    p = LogitsTarget(logits, tokens, draft, sampler)
+    verification = config.rule.verify(draft, p, config.streams, len(tokens))
+    round_: Round = yield Round(
+        draft=draft.without_distributions(),
+        path=verification.path,
+        next_token=verification.next_token,
+        width=forward.n_positions,
+        n_rows=forward.n_rows,
+        evaluation=forward.evaluation,
+        logprobs=()
+        if config.n_logprobs is None
+        else round_logprobs(logits, draft, verification, config.n_logprobs),
+    )
+    length.observe(round_)
+    return Verified(round_, verification, logits)
 
 
 @dataclass(slots=True, eq=False)

@@ -131,13 +131,13 @@ class TextStream:
         if self._row is not None:
             self._scheduler.cancel(self._row)
         if self._row is None or not self._row.is_started:  # else the text has done so
-            self._plan.speculation.length.close()
+            self._plan.speculation.close()
 
     def __del__(self) -> None:
         if self._row is not None:
             self._row.is_cancelled = True  # ends at the next step: nobody can take a lock here
         elif not self._is_closed:
-            self._plan.speculation.length.close()
+            self._plan.speculation.close()
 
     @property
     def is_over(self) -> bool:

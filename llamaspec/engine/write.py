@@ -81,7 +81,7 @@ def write(plan: TextPlan) -> Text[TextEvent]:
         reason = yield from _generate(plan, writer)
         yield Ended(reason, writer.rest())
     finally:
-        plan.speculation.length.close()
+        plan.speculation.close()
 
 
 def _prefill(plan: TextPlan) -> Text[TextEvent]:

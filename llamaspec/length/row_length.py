@@ -13,7 +13,7 @@ from math import prod
 
 from llamaspec.length.acceptance import FREE_DRIFT, TEXT_DRIFT, Acceptance
 from llamaspec.length.allocator import Pledge, expected_accepted, speed_up, stopping_threshold
-from llamaspec.length.shared import FREE, Shared
+from llamaspec.length.shared import COPIES, FREE, Shared
 from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
@@ -140,8 +140,9 @@ class AutoRow:
         if shared.drafting in shared.sources:
             plan = self._plan_model(plain_rate, left)
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
-        if Source.NGRAM in shared.sources:
-            self._plans[Source.NGRAM] = self._plan_free(plain_rate, left)
+        for source in COPIES:
+            if source in shared.sources:
+                self._plans[source] = self._plan_free(source, plain_rate, left)
         steady = next(iter(self._plans.values()), NOTHING)  # copies beside a draft model are not
         patience = CHECK_AFTER + max(steady.rate / plain_rate - 1.0, 0.0) / CHECK_SHARE
         if steady.limit and shared.n_since_plain >= patience:
@@ -175,15 +176,15 @@ class AutoRow:
         faster, n = speed_up(prices[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
         return n if faster > EDGE * usual else 0
 
-    def _plan_free(self, plain_rate: float, left: float) -> Plan:
+    def _plan_free(self, source: Source, plain_rate: float, left: float) -> Plan:
         """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
         has_model = self._plans.get(self._shared.drafting, NOTHING).limit > 0
-        limit, view = self._limit(Source.NGRAM, plain_rate, left), self._views[Source.NGRAM]
+        limit, view = self._limit(source, plain_rate, left), self._views[source]
         if not limit:
             return NOTHING
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         first = view.acceptance.probability(z=0.0 if has_model else LUCK)
-        ahead = expected_accepted(self._shared.calibrations[Source.NGRAM].probability(0.9), len(prices) - 2)
+        ahead = expected_accepted(self._shared.calibrations[source].probability(0.9), len(prices) - 2)
         faster, _ = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
         explores = plain_rate * faster <= self._rate
         is_refused = explores and view.n_since < view.wait
@@ -205,7 +206,7 @@ class AutoRow:
         return expected_accepted(chance, len(prices) - 1), prices
 
     def _prices(self, z: float = 0.0, source: Source | None = None) -> list[float]:
-        """[m] a row's share of what 0, 1, ... draft tokens cost, `z` standard deviations dearer than believed."""
+        """[m] a row's share of what 0, 1, ... draft tokens cost, `z` standard deviations dearer."""
         step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(z)
         return self._shared.allocator.level_seconds(self._pledge, step, z)
 

@@ -14,7 +14,8 @@ from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
 from llamaspec.values import Round, Source
 
-FREE = frozenset({Source.NGRAM, Source.GRAMMAR})  # sources that cost no draft step
+COPIES = (Source.NGRAM, Source.STORE)
+FREE = frozenset({*COPIES, Source.GRAMMAR})  # sources that cost no draft step
 SOFT = 0.5  # part of a draft token that its calibrated confidence counts for, verified or not
 OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 

@@ -37,6 +37,7 @@ from llamaspec.measure.findings import (
 from llamaspec.measure.model_findings import model_findings, pace_findings, vocabulary_findings
 from llamaspec.measure.pair_files import PairFiles
 from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.suffix_store import SuffixStore, folder, kept_texts
 from llamaspec.values import TARGET, ForwardRequest
 
 Clock = Callable[[], float]  # seconds
@@ -75,6 +76,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
         if examined:
             yield room_finding(machine, list(examined.values()))
         yield from heads_findings(files)
+        yield from texts_findings(files)
         if files.draft is None:
             yield from _no_draft_findings(files)
         elif len(examined) == len(wanted):
@@ -154,6 +156,26 @@ def heads_findings(files: PairFiles) -> Iterator[Finding]:
         yield Finding(OK, "target heads", f"{found.n_heads} in the file; they draft")
     else:
         yield Finding(OK, "target heads", f"{found.n_heads} in the file; they can draft", settings=("heads",))
+
+
+def texts_findings(files: PairFiles) -> Iterator[Finding]:
+    """What is kept of earlier texts."""
+    kept = kept_texts()
+    if not kept.n_bytes:
+        return
+    try:
+        past, fault = SuffixStore.of(files.target.path).read()
+    except OSError:
+        return  # said before
+    if fault is not None:
+        yield Finding(WARNING, "past texts", fault, "delete it", ("past_texts",))
+    yield Finding(
+        OK,
+        "past texts",
+        f"{len(past.texts)} of this target are kept, {past.n_tokens} tokens; of {kept.n_models} "
+        f"model{'s' if kept.n_models > 1 else ''} {kept.n_bytes / 1e6:.1f} MB in {folder()}",
+        settings=() if fault else ("past_texts",),
+    )
 
 
 def _no_draft_findings(files: PairFiles) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from llamaspec.measure.bit_exactness import exact_widths
 from llamaspec.measure.store import Kept, T, store_prior, stored_prior, stored_probe
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
+from llamaspec.stages import Stage
 
 WORTH_KEEPING = 64  # tokens
 
@@ -16,7 +17,16 @@ Tell = Callable[[str], None]  # receives a remark for the person
 
 
 def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None) -> AutoLength:
-    """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged."""
+    """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
+
+    The pair's drafts that have drafts get one, too.
+    """
+    for stage in pair.stages:
+        stage.length = _begun(stage, None, tell)
+    return _begun(pair, widths, tell)
+
+
+def _begun(pair: Pair | Stage, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
     prior = _told(stored_prior(pair), tell)
     if prior is None:
         probe = _told(stored_probe(pair), tell)
@@ -30,10 +40,13 @@ def known_exact_widths(pair: Pair) -> frozenset[int]:
     return known.identical_widths if known is not None else exact_widths(pair)
 
 
-def keep_prior(pair: Pair, policy: LengthPolicy) -> None:
+def keep_prior(pair: Pair | Stage, policy: LengthPolicy) -> None:
     """Keep what a run has learnt about this pair, if it was long enough to learn something."""
     if isinstance(policy, AutoLength) and policy.shared.n_tokens >= WORTH_KEEPING:
         store_prior(pair, policy.experience())
+    if isinstance(pair, Pair):
+        for stage in pair.stages:
+            keep_prior(stage, stage.length)
 
 
 def _told(kept: Kept[T], tell: Tell | None) -> T | None:

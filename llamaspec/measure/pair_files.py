@@ -22,8 +22,14 @@ class PairFiles:
 
     target: ModelFile
     draft: ModelFile | None
+    stages: tuple[ModelFile, ...] = ()  # the draft's draft, and so on
     ngram: bool = False  # draft tokens are looked up in earlier text
     heads: bool = False  # the target's own prediction heads draft
+
+    @property
+    def draft_models(self) -> tuple[ModelFile, ...]:
+        """The draft, the draft's draft, and so on."""
+        return self.stages if self.draft is None else (self.draft, *self.stages)
 
     @property
     def drafts(self) -> bool:

@@ -19,7 +19,7 @@ from llamaspec.measure.saturation import break_even
 from llamaspec.values import Round, Source
 
 SURE = 1.64  # standard deviations of cost within which a verdict must hold
-APART = {Source.NGRAM: -1, Source.GRAMMAR: -2}  # whose confidences are not a draft model's
+APART = {Source.NGRAM: -1, Source.STORE: -1, Source.GRAMMAR: -2}  # whose confidences are not a draft model's
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,8 +52,8 @@ class PairOnDisk(Protocol):
         """The target."""
 
     @property
-    def draft(self) -> ModelOnDisk | None:
-        """The draft, if there is one."""
+    def draft_models(self) -> Sequence[ModelOnDisk]:
+        """The draft, the draft's draft, and so on; none where no model of its own drafts."""
 
     @property
     def heads(self) -> object:
@@ -154,7 +155,7 @@ def _prior_path(pair: PairOnDisk) -> Path:
 
 
 def _probe_path(pair: PairOnDisk) -> Path:
-    models = [_model_key(model) for model in (pair.target, pair.draft) if model is not None]
+    models = [_model_key(model) for model in (pair.target, *pair.draft_models)]
     heads = ["heads"] if pair.heads else []
     key = json.dumps([*models, *heads, runtime.backend_description(), platform.node()])
     return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -22,6 +22,10 @@ Scores = npt.NDArray[np.float32]  # [V] one row of logits
 COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
 
 
+class NotFiniteError(ValueError):
+    """A model's scores are no numbers."""
+
+
 def distribution(
     scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
 ) -> Distribution:
@@ -40,7 +44,7 @@ def distribution(
 
     Raises
     ------
-    ValueError
+    NotFiniteError
         The scores are not numbers.
 
     Examples
@@ -116,7 +120,7 @@ def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
     best = int(scores.argmax())
     highest = float(scores[best])
     if not math.isfinite(highest):
-        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
+        raise NotFiniteError("the model's scores are not finite numbers; the model file may be damaged")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return Distribution.certain(best)
 

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.protocols import Stream
+from llamaspec.protocols import RandomStreams, Stream
 from llamaspec.values import Distribution
 
 _MASK = (1 << 64) - 1
@@ -73,10 +73,34 @@ class SeededStreams:
         return ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
+class StageStreams:
+    """Chance for a draft that has a draft of its own.
+
+    What position alone decides is shared, so that under the coupled rule everybody draws the same tokens.
+    All else is independent of what the text itself draws, and of other drafts.
+    """
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self.start = 0  # index at which the draft begins
+
+    def choose(self, distribution: Distribution, use: Stream, position: int, attempt: int = 0) -> int:
+        """Draw one token of `distribution`."""
+        return self._streams.choose(distribution, use, position, self._own(attempt))
+
+    def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
+        """True with the given probability."""
+        return self._streams.chance(probability, use, position, self._own(attempt))
+
+    def _own(self, attempt: int) -> int:
+        return attempt and attempt << 32 | self.start
+
+
 @functools.lru_cache(maxsize=64)
 def _of_part(part: int) -> int:
     """What a use, a position or an attempt adds to a key; draft and target ask for the same ones."""
-    return _mixed((part + 1) * _GOLDEN & _MASK)
+    key = _mixed((part + 1) * _GOLDEN & _MASK)
+    return key if part <= _MASK else _mixed(key ^ _of_part(part >> 64))
 
 
 def _mixed(value: int) -> int:

@@ -23,6 +23,7 @@ class Sampler:
     sampling: Sampling
     n_prompt: int = 0  # tokens before the first that was generated
     constraint: RowConstraint | None = None
+    n_tokens: int | None = None  # only token ids below this are drawn
 
     @property
     def looks_back(self) -> bool:
@@ -31,7 +32,15 @@ class Sampler:
 
     def allowed(self, tokens: TokenArray) -> TokenArray | None:
         """The only tokens that may follow all of `tokens`: int32 [A], ascending; None = any."""
-        return None if self.constraint is None else self.constraint.allowed(tokens[self.n_prompt :])
+        if self.constraint is None:
+            return None
+        allowed = self.constraint.allowed(tokens[self.n_prompt :])
+        return allowed if self.n_tokens is None else allowed[: np.searchsorted(allowed, self.n_tokens)]
+
+    def only_allowed(self, tokens: TokenArray) -> int | None:
+        """The token that must follow, where the constraint leaves no choice."""
+        allowed = self.allowed(tokens)
+        return int(allowed[0]) if allowed is not None and len(allowed) == 1 else None
 
     def distribution(
         self, scores: Scores, tokens: TokenArray, allowed: TokenArray | None = None

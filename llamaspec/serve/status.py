@@ -79,6 +79,7 @@ async def props(request: Request) -> Response:
             "model_path": pair.target.path.name,
             "model_description": pair.target.description,
             "draft": None if pair.draft is None else pair.draft.description,
+            "drafts": [model.description for model in pair.draft_models],
             "total_slots": service.settings.parallel,
             "default_generation_settings": {"n_ctx": pair.target.context_size, "params": _defaults()},
             "has_chat_template": service.prompts.template is not None,

@@ -13,7 +13,8 @@ from tiny_models import Recipe
 from tiny_vocabulary import BYTES
 
 KEYS = {
-    "text", "tokens", "prompt_tokens", "stop_reason", "seed", "rule", "target", "draft", "statistics",
+    "text", "tokens", "prompt_tokens", "stop_reason", "seed", "rule", "target", "draft", "draft_models",
+    "statistics",
 }  # fmt: skip
 STATISTICS = {
     "rounds", "rounds_without_guesses", "drafted", "verified", "accepted", "acceptance_rate",

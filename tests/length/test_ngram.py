@@ -12,7 +12,7 @@ import pytest
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.row_length import FREE_WAIT, AutoRow
-from llamaspec.values import NO_DRAFT, NO_NGRAM_DRAFT, Draft, Round, Source
+from llamaspec.values import NO_DRAFT, NO_NGRAM_DRAFT, NO_STORE_DRAFT, Draft, Round, Source
 from simulator import Machine, Passage, passage, play, table
 
 FLAT = CostCurve((1, 5, 17), (0.010, 0.011, 0.014), 0.001)
@@ -47,6 +47,16 @@ def n_wanted(row: AutoRow, match: int) -> int:
 
 def test_nothing_is_copied_before_plain_decoding_is_timed() -> None:
     assert not AutoLength(FLAT, sources={Source.NGRAM}).start_row().wants_more(NO_NGRAM_DRAFT)
+
+
+def test_copies_of_earlier_texts_have_an_acceptance_of_their_own() -> None:
+    row = started(FLAT, Source.NGRAM, Source.STORE)
+    for _ in range(20):
+        row.observe(round_of(ngram_draft(2), 0, FLAT))
+        row.observe(round_of(replace(ngram_draft(2), source=Source.STORE), 2, FLAT))
+    assert row.wants_more(NO_STORE_DRAFT)
+    assert row._views[Source.STORE].acceptance.probability() > 0.7
+    assert row._views[Source.NGRAM].acceptance.probability() < 0.3
 
 
 def test_a_long_match_goes_on_and_a_short_one_stops() -> None:

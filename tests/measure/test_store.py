@@ -51,7 +51,7 @@ class Models:
     """A pair that is not loaded."""
 
     target: OnDisk
-    draft: OnDisk | None = None
+    draft_models: tuple[OnDisk, ...] = ()
     heads: bool = False
 
 

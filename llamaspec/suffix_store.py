@@ -1,0 +1,125 @@
+"""Earlier texts of a model, kept between runs for n-gram drafts: one private file for each model.
+
+They lie in the user's cache folder as token ids, readable by nobody else. What is damaged counts as none,
+with a reason for whoever wants to tell it. A file belongs to one model file, by its size and its beginning,
+so no text ever becomes a draft for another model. tests/test_suffix_store.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llamaspec.drafters.past import MAX_TOKENS, PastTexts, latest
+from llamaspec.files import cache_folder, read_beginning, read_file, write_file
+from llamaspec.values import TokenArray
+
+_MAGIC = b"llamaspec texts 1\n"
+_MAX_BYTES = 4 * (2 * MAX_TOKENS) + 64
+_HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
+_END = -1  # of a text
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixStore:
+    """The file that keeps a model's texts."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, model: Path) -> SuffixStore:
+        """That of a model.
+
+        Raises
+        ------
+        OSError
+            The model's file cannot be read.
+        """
+        key = hashlib.sha256(read_beginning(model, _HASHED_BYTES))
+        key.update(b"%d" % model.stat().st_size)
+        return cls(folder() / f"{key.hexdigest()[:24]}.texts")
+
+    def read(self) -> tuple[PastTexts, str | None]:
+        """The texts, and why there are none where a file cannot be used."""
+        try:
+            return PastTexts(self._texts()), None
+        except FileNotFoundError:
+            return PastTexts(), None
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except ValueError as error:
+            reason = str(error)
+        return PastTexts(), f"{self.path} counts as empty, it cannot be used: {reason}"
+
+    def add(self, texts: Sequence[TokenArray]) -> None:
+        """Keep texts besides those that are kept, of other processes, too.
+
+        Raises
+        ------
+        OSError
+            They cannot be kept; what was kept still is.
+        """
+        try:
+            kept = tuple(self._texts())
+        except (OSError, ValueError):
+            kept = ()
+        for text in texts:
+            kept = latest([*kept, text], MAX_TOKENS)
+        if not texts:
+            return
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        end = np.array([_END], np.int32)
+        body = np.concatenate([part for text in kept for part in (text, end)]).astype("<i4").tobytes()
+        write_file(self.path, _MAGIC + hashlib.sha256(body).digest() + body, private=True)
+
+    def _texts(self) -> list[TokenArray]:
+        content = read_file(self.path, _MAX_BYTES)
+        begin = len(_MAGIC) + hashlib.sha256().digest_size
+        head, body = content[:begin], content[begin:]
+        if not head.startswith(_MAGIC):
+            raise ValueError("it is of another kind or version")
+        if head != _MAGIC + hashlib.sha256(body).digest() or len(body) % 4:
+            raise ValueError("it is damaged")
+        tokens = np.frombuffer(body, "<i4").astype(np.int32)
+        if tokens[-1:].tolist() not in ([], [_END]):
+            raise ValueError("it is damaged")
+        ends = np.flatnonzero(tokens == _END)
+        starts = np.concatenate((np.zeros(1, np.int64), ends[:-1] + 1))
+        return [tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTexts:
+    """What is kept of all models."""
+
+    n_models: int
+    n_bytes: int
+
+
+def folder() -> Path:
+    """Where the files lie."""
+    return cache_folder() / "texts"
+
+
+def kept_texts() -> KeptTexts:
+    """How much is kept."""
+    sizes = [path.stat().st_size for path in folder().glob("*.texts")]
+    return KeptTexts(len(sizes), sum(sizes))
+
+
+def forget_texts() -> KeptTexts:
+    """Delete what is kept of all models; answers how much it was.
+
+    Raises
+    ------
+    OSError
+        A file cannot be deleted.
+    """
+    found = kept_texts()
+    for path in folder().glob("*.texts"):
+        path.unlink(missing_ok=True)
+    return found

@@ -1,0 +1,269 @@
+"""A draft that has a draft: it drafts what it would draft alone, in fewer evaluations, by every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from exact_law import (
+    LENGTHS,
+    PROMPT,
+    SAMPLINGS,
+    SECOND,
+    SELF,
+    STAGES,
+    THIRD,
+    THREE,
+    Models,
+    RepeatedDrawError,
+    TableStreams,
+    distance,
+    model_drafter,
+    noise_tables,
+    plain_law,
+    rounds,
+    staged_drafter,
+    text,
+    walk,
+)
+from fake_constraint import Steps
+from fakes import Clock, FakeModel, Length, UntilToken, tokens
+from llamaspec.drafters.coroutines import drafting
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.staged import StagedDrafter
+from llamaspec.errors import ContextFullError
+from llamaspec.protocols import Drafter, RandomStreams, RowLength
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.random_streams import SeededStreams, StageStreams
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Source, TokenArray
+
+STAGES = {
+    **STAGES,
+    "three drafts": lambda *chance: staged_drafter(THREE, [Length(2), Length(1)], *chance),
+    "a draft that is the target": lambda *chance: staged_drafter(SELF, [Length(2)], *chance),
+}
+
+
+def error_of(stage: str, rule: str, sampling: str, length: Length) -> float:
+    """How far the law of the text is from the target's."""
+    chain = SAMPLINGS[sampling]
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        drafter = STAGES[stage](chain, RULES[rule], streams)
+        return text(rounds(THREE, drafter, length, RULES[rule], chain, streams))
+
+    return distance(walk(run), plain_law(THREE[TARGET], chain))
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("length", ["K=1", "K=2", "until a token"])
+@pytest.mark.parametrize("sampling", ["top-k", "top-p, penalties", "greedy"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_is_the_targets(rule: str, sampling: str, length: str, stage: str) -> None:
+    assert error_of(stage, rule, sampling, LENGTHS[length]) < 1e-12
+
+
+@pytest.mark.parametrize("shared", [lambda self, attempt: attempt, lambda self, attempt: attempt << 32])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_chance_that_drafts_share_is_found_out(
+    rule: str, shared: Callable[[StageStreams, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their text, or with drafts of earlier rounds."""
+    monkeypatch.setattr(StageStreams, "_own", shared)
+    with pytest.raises(RepeatedDrawError):
+        error_of("a draft's draft", rule, "plain", Length(2))
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, stage: str) -> None:
+    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
+    for noise in noise_tables():
+        streams = TableStreams(noise)
+        drafter = STAGES[stage](chain, rule, streams)
+        plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams)
+        assert text(rounds(THREE, drafter, LENGTHS[length], rule, chain, streams)) == text(plain)
+
+
+# -- what a draft drafts, and how often it is asked ---------------------------------------------------------
+
+
+def proposed(
+    drafter: Drafter,
+    models: Models,
+    context: TokenArray,
+    length: RowLength,
+    fails: Callable[[ForwardRequest], bool] = lambda request: False,
+) -> tuple[Draft, list[ForwardRequest]]:
+    """A draft, and what was asked for it."""
+    asked: list[ForwardRequest] = []
+    coroutine = drafting(drafter, context, length)
+    try:
+        request = next(coroutine)
+        while True:
+            asked.append(request)
+            if fails(request):
+                request = coroutine.throw(ContextFullError("full"))
+                continue
+            logits = models[request.model].logits(request)
+            request = coroutine.send(Forward(logits, 0.5, request.n_scored, 1, 0, len(asked)))
+    except StopIteration as end:
+        made: Draft = end.value
+        return made, asked
+
+
+WIDE: Models = {
+    TARGET: FakeModel(1, 40), DRAFT: FakeModel(2, 40), SECOND: FakeModel(2, 40, spread=1.4),
+    THIRD: FakeModel(3, 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("lengths", [[Length(3)], [UntilToken(7)], [Length(4), Length(2)]])
+@pytest.mark.parametrize("wanted", [Length(1), Length(6), UntilToken(11, 9)])
+def test_it_drafts_what_the_model_drafts_alone(
+    wanted: Length, lengths: Sequence[Length], sampling: str
+) -> None:
+    """Under the coupled rule: the same tokens, drawn from the same distributions, by fewer evaluations."""
+    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
+    n_staged = n_alone = 0
+    for seed in range(8):
+        streams, context = SeededStreams(seed), tokens(1, *range(seed))
+        alone, asked = proposed(model_drafter(WIDE, chain, rule, streams), WIDE, context, wanted)
+        drafter = staged_drafter(WIDE, lengths, chain, rule, streams)
+        staged, asked_staged = proposed(drafter, WIDE, context, wanted)
+        assert staged.tokens.tolist() == alone.tokens.tolist()
+        assert np.allclose(staged.confidences, alone.confidences)
+        for one, other in zip(staged.distributions, alone.distributions, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert np.allclose(one.probabilities, other.probabilities)
+        assert staged.source is Source.STAGE
+        n_alone += len(asked)
+        n_staged += sum(request.model == DRAFT for request in asked_staged)
+    assert n_staged <= n_alone
+    assert n_staged < n_alone or wanted.n_draft == 1
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_a_draft_that_is_its_own_draft_is_never_rejected(sampling: str, rule: str) -> None:
+    """A draft that reads a stale text stays lossless: only this sees it."""
+    for seed in range(5):
+        length, streams = Length(3), SeededStreams(seed)
+        drafter = staged_drafter(SELF, [length, Length(1)], SAMPLINGS[sampling], RULES[rule], streams)
+        made = rounds(SELF, drafter, Length(8), RULES[rule], SAMPLINGS[sampling], streams, 36)
+        assert all(round_.n_accepted == len(round_.draft) == 8 for round_ in made)
+        assert {round_.n_accepted for round_ in length.rounds} == {3}
+        assert all(round_.n_accepted == len(round_.draft) for round_ in length.rounds)
+
+
+def test_no_more_is_drafted_for_a_draft_than_the_draft_is_wanted_long() -> None:
+    """The last token of a draft is the model's own: nobody need draft it."""
+    streams = SeededStreams(0)
+    for n, n_helped in ((1, [0]), (2, [1]), (4, [3]), (6, [3, 1])):
+        length = Length(3)
+        drafter = staged_drafter(SELF, [length], SAMPLINGS["plain"], RULES["coupled"], streams)
+        draft, asked = proposed(drafter, SELF, PROMPT, Length(n))
+        assert len(draft) == n
+        assert [len(round_.draft) for round_ in length.rounds] == n_helped
+        assert [len(r.draft) for r in asked if r.model == DRAFT] == n_helped
+
+
+def test_its_policy_learns_what_its_evaluations_cost() -> None:
+    """Half a second each; the rounds know which of them was for whom."""
+    length = Length(3)
+    drafter = staged_drafter(SELF, [length], SAMPLINGS["plain"], RULES["rejection"], SeededStreams(0))
+    clock = Clock()
+
+    class Slow(FakeModel):
+        def logits(self, request: ForwardRequest) -> np.ndarray:
+            clock.passes(0.5)
+            return super().logits(request)
+
+    drafter = replace(drafter, clock=clock)
+    proposed(drafter, dict.fromkeys(SELF, Slow(1)), PROMPT, Length(8))
+    seconds = [(r.draft_seconds, r.verify_seconds, r.n_draft_steps, r.width) for r in length.rounds]
+    assert seconds == [(1.5, 0.5, 3, 4), (1.5, 0.5, 3, 4)]
+    assert all(round_.overhead_seconds == 0 for round_ in length.rounds)
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
+    drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+    alone = model_drafter(WIDE, SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+    expected, _ = proposed(alone, WIDE, PROMPT, Length(5))
+    draft, asked = proposed(drafter, WIDE, PROMPT, Length(5), lambda request: request.model == SECOND)
+    assert draft.tokens.tolist() == expected.tokens.tolist()
+    assert {len(request.draft) for request in asked} == {0}
+
+
+def test_without_room_for_the_draft_there_is_what_there_is() -> None:
+    drafter = staged_drafter(SELF, [Length(1)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+    draft, _ = proposed(drafter, SELF, PROMPT, Length(5), lambda r: r.model == DRAFT and len(r.tokens) > 2)
+    assert len(draft) == 2
+
+
+def test_a_draft_whose_scores_are_no_numbers_is_asked_no_more() -> None:
+    class Damaged(FakeModel):
+        def after(self, tokens: TokenArray) -> np.ndarray:
+            return np.full(self.vocabulary_size, np.nan, dtype=np.float32)
+
+    for name, n_tokens in ((DRAFT, 0), (SECOND, 5)):
+        models = {**WIDE, name: Damaged(0, 40)}
+        drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+        assert len(proposed(drafter, models, PROMPT, Length(5))[0]) == n_tokens
+        asked = proposed(drafter, models, PROMPT, Length(5))[1]
+        assert name not in {request.model for request in asked}
+
+
+def test_a_context_that_is_shorter_than_the_text_goes_along_with_it() -> None:
+    """The draft is shown the end of the text; there is always room for what is drafted for it."""
+    models = {**WIDE, DRAFT: FakeModel(2, 40, context_size=12), SECOND: FakeModel(2, 40, context_size=9)}
+    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
+    own = StageStreams(streams)
+    drafter = StagedDrafter(
+        model_drafter(models, chain, rule, streams),
+        model_drafter(models, chain, rule, own, name=SECOND),
+        Length(4),
+        own,
+        lambda: 0.0,
+    )
+    plain = rounds(models, NoDrafter(), Length(), rule, chain, streams, 50)
+    made = rounds(models, drafter, Length(5), rule, chain, streams, 50)
+    assert text(made) == text(plain)
+    assert all(len(round_.draft) == 5 for round_ in made[:-3])
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_what_a_constraint_forces_is_asked_of_nobody(rule: str) -> None:
+    chain, allows = SAMPLINGS["plain"], Steps()
+    for seed in range(20):
+        streams = SeededStreams(seed)
+        drafter = staged_drafter(THREE, [Length(2)], chain, RULES[rule], streams, allows)
+        made = rounds(THREE, drafter, Length(5), RULES[rule], chain, streams, 20, allows)
+        path = [int(PROMPT[-1]), *text(made)]
+        assert all(b == 2 for a, b in pairwise(path[1:]) if a == 0)
+    n_evaluated = [len(r.tokens) for r in proposed(drafter, THREE, tokens(1, 0), Length(1))[1]]
+    assert not n_evaluated  # after 0 comes 2
+
+
+def test_the_end_of_a_text_closes_the_policies_of_all_stages() -> None:
+    lengths = [Length(1), Length(2), Length(3)]
+    Speculation(
+        NoDrafter(),
+        lengths[0],
+        RULES["coupled"],
+        SAMPLINGS["plain"],
+        SeededStreams(0),
+        64,
+        others=lengths[1:],
+    ).close()
+    assert [length.n_closed for length in lengths] == [1, 1, 1]
