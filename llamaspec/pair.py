@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.foreign import ForeignVocabulary, foreign_vocabulary
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
@@ -33,7 +34,7 @@ from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.llama.pairing import check_pair
+from llamaspec.llama.pairing import difference
 from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
@@ -73,12 +74,14 @@ class Pair:
         load_seconds: float,
         *,
         heads: PredictionHeads | None = None,
+        foreign: ForeignVocabulary | None = None,
         ngram: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
         self.heads = heads  # of the target, in place of a draft
+        self.foreign = foreign  # of the draft, where it is not the target's
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
@@ -275,7 +278,7 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
-    ) -> ModelDrafter:
+    ) -> Drafter:
         """The drafter that asks the draft model, or the target's prediction heads."""
         model = self.draft if self.heads is None else self.heads
         assert model is not None
@@ -289,6 +292,8 @@ class Pair:
             n_prompt=n_prompt,
             constraint=constraint,
         )
+        if self.foreign is not None:
+            return self.foreign.adapted(drafter)
         if self.heads is None:
             return drafter
         return replace(drafter, model=MTP, source=Source.MTP, longest=self.heads.longest)
@@ -329,7 +334,7 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The two models number tokens differently, or the target has no prediction heads.
+        The draft's vocabulary cannot spell a text, or the target has no prediction heads.
 
     Examples
     --------
@@ -350,13 +355,14 @@ def open_pair(
     with ExitStack() as opened:  # closes what is open where something goes wrong
         target_model = LlamaModel(resolve_model(target), target_options, on_load)
         opened.callback(target_model.close)
-        draft_model = None
+        draft_model, foreign = None, None
         if draft_path is not None:
             draft_model = LlamaModel(draft_path, draft_options or _DRAFT_OPTIONS, on_load)
             opened.callback(draft_model.close)
-            check_pair(target_model.vocabulary, draft_model.vocabulary)
+            vocabularies = target_model.vocabulary, draft_model.vocabulary
+            foreign = None if difference(*vocabularies) is None else foreign_vocabulary(*vocabularies)
         opened.pop_all()
-    return Pair(target_model, draft_model, time.perf_counter() - start, ngram=ngram)
+    return Pair(target_model, draft_model, time.perf_counter() - start, foreign=foreign, ngram=ngram)
 
 
 def drafts_itself(target: str | Path) -> bool:
