@@ -1,7 +1,7 @@
 """A draft with another vocabulary than its target: which of two ways makes its tokens the target's.
 
-*Intersection* where most tokens of a text are in both: the draft draws among these. *Alignment* else: it writes
-text, which is tokenized anew. tests/llama/test_foreign.py opens such pairs.
+*Intersection* where most tokens of a text are in both: the draft draws among these. *Alignment* else: it
+writes text, which is tokenized anew. tests/llama/test_foreign.py opens such pairs.
 """
 
 from __future__ import annotations
