@@ -42,7 +42,11 @@ class FakeVocabulary:
         longest_first = sorted(range(self.size), key=lambda token: -len(self.piece(token)))
         at = 0
         while at < len(text):
-            fits = (token for token in longest_first if self.piece(token) and text.startswith(self.piece(token), at))
+            fits = (
+                token
+                for token in longest_first
+                if self.piece(token) and text.startswith(self.piece(token), at)
+            )
             token = next(fits, None)
             found += [] if token is None else [token]
             at += 1 if token is None else len(self.piece(token))

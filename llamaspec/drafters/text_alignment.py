@@ -10,6 +10,7 @@ References: universal assisted generation (transformers, 2024); SLEM, Timor et a
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -25,6 +26,10 @@ from llamaspec.sampling.distributions import confidence, distribution
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import DRAFT, NO_DRAFT, Distribution, Draft, ForwardRequest, Logits, TokenArray
 
+WHOLE = 0.7  # of the draft's tokens must end where the target's do; else the end of a word is awaited
+WORD_END = re.compile(
+    rb"(?<=[A-Za-z\x80-\xff])(?=[^A-Za-z\x80-\xff])|(?<=\d)(?=\D)|(?<=[!-/:-@\[-`{-~])(?=[^!-/:-@\[-`{-~])"
+)
 MOST_STEPS = 24  # tokens of the draft in a row that make no further token of the target
 
 
@@ -46,8 +51,8 @@ class AlignedDrafter:
     streams : RandomStreams
         The same as the target's.
     whole : float
-        How often a draft token ends where a token of the target does. Where that is seldom, a token is
-        proposed once the draft has gone on behind it.
+        How often a draft token ends where a token of the target does. Where that is seldom, tokens are
+        proposed once the draft has gone on behind their word.
     """
 
     target: Spelling
@@ -145,7 +150,9 @@ class _Written:
     def offered(self, draft: Draft, length: RowLength, *, has_ended: bool) -> Draft:
         """The tokens of the text, as far as the policy wants them."""
         is_open = not has_ended and len(self._tokens) > 0
-        self.n_settled = len(self._tokens) - (is_open and self._whole < WHOLE)
+        self.n_settled = len(self._tokens)
+        if is_open and self._whole < WHOLE:
+            self.n_settled = self._n_before_last_word()
         confidences = self._spread()
         if is_open:
             confidences[-1] *= self._whole
@@ -160,6 +167,12 @@ class _Written:
             offered = offered.plus(token, Distribution.certain(token), chance)
         return offered
 
+    def _n_before_last_word(self) -> int:
+        """Tokens of the target that what follows will not change."""
+        end = max((found.start() for found in WORD_END.finditer(self._text)), default=0)
+        lengths = [len(self._target.pieces[token]) for token in self._tokens]
+        return int(np.searchsorted(np.cumsum(lengths), end, side="right"))
+
     def _spread(self) -> list[float]:
         """The confidence of each token of the target: of all draft tokens that begin in it."""
         found, end, i = [], 0, 0
@@ -169,6 +182,3 @@ class _Written:
                 i += 1
             found.append(prod(self.confidences[begin:i]))
         return found
-
-
-WHOLE = 0.7  # of the draft's tokens must end with one of the target's, or else one more is awaited

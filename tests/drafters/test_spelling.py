@@ -14,7 +14,9 @@ from llamaspec.values import NO_TOKENS, TokenArray
 
 BYTES = [bytes([i]) for i in range(256)]
 SAID = [b" the", b"the", b" a", b"  ", b" end", "é".encode(), "👩".encode(), b"\n\n"]
-TARGET = FakeVocabulary([b"<s>", b"<x>", b"<only>", *BYTES, *SAID], {0: b"<s>", 1: b"<x>", 2: b"<only>"}, bos=0)
+TARGET = FakeVocabulary(
+    [b"<s>", b"<x>", b"<only>", *BYTES, *SAID], {0: b"<s>", 1: b"<x>", 2: b"<only>"}, bos=0
+)
 DRAFT = FakeVocabulary(
     [*BYTES, b" then", b"he", b"nd", b" t", "日".encode(), b"[x]", b"[bos]"],
     {261: b"<x>", 262: b"[bos]"}, bos=262, adds_bos=True, adds_space=True,
@@ -47,7 +49,9 @@ def test_bytes_without_tokens_are_left_out() -> None:
     assert spelling.text(spelling.tokens(b"a\xffb\xe2\x82")) == b"ab"
 
 
-@pytest.mark.parametrize("text", [b"abc", "é".encode(), "日本".encode(), "a👩".encode(), b"\x80\x80\x80\x80", b""])
+@pytest.mark.parametrize(
+    "text", [b"abc", "é".encode(), "日本".encode(), "a👩".encode(), b"\x80\x80\x80\x80", b""]
+)
 def test_a_whole_text_is_complete(text: bytes) -> None:
     assert complete(text) == text
 
@@ -94,7 +98,9 @@ def test_used_is_fresh(some: list[list[int]], data: st.DataObject) -> None:
 
 
 def test_one_token_at_a_time_is_all_at_once() -> None:
-    text = Spelling(TARGET).tokens(b"the end of a beginning, then " * 40 + b"x" * 3 * LONGEST + "日本👩".encode() * 400)
+    text = Spelling(TARGET).tokens(
+        b"the end of a beginning, then " * 40 + b"x" * 3 * LONGEST + "日本👩".encode() * 400
+    )
     used = mirror()
     for n in range(len(text)):
         said: TokenArray = used.read(text[:n])

@@ -54,7 +54,9 @@ def drafter(
     streams: RandomStreams,
     constraint: RowConstraint | None = None,
 ) -> Drafter:
-    own = ModelDrafter(4, 64, sampling, rule, streams, n_tokens=3, n_prompt=len(PROMPT), constraint=constraint)
+    own = ModelDrafter(
+        4, 64, sampling, rule, streams, n_tokens=3, n_prompt=len(PROMPT), constraint=constraint
+    )
     return foreign.adapted(own)
 
 
@@ -106,6 +108,8 @@ def test_the_law_under_a_constraint(rule: str, kind: str) -> None:
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         chosen = drafter(FOREIGN[kind], chain, RULES[rule], streams, CONSTRAINT)
-        return text(rounds(MODELS, chosen, LENGTHS["K=2"], RULES[rule], chain, streams, constraint=CONSTRAINT))
+        return text(
+            rounds(MODELS, chosen, LENGTHS["K=2"], RULES[rule], chain, streams, constraint=CONSTRAINT)
+        )
 
     assert distance(walk(run), plain_law(MODELS[TARGET], chain, CONSTRAINT)) < 1e-12
