@@ -103,6 +103,9 @@ class TokenMap:
             for token in np.unique(tokens[n < 0]).tolist():
                 self._learn(token, self._draft.tokens(self._target.spelling(token)))
             n = self._n_values[tokens]
+        if (n == 1).all():
+            known: TokenArray = self._values[self._place[tokens]]
+            return known
         ends = n.cumsum()
         places = np.repeat(self._place[tokens] - (ends - n), n)
         spelled: TokenArray = self._values[places + np.arange(len(places))]
