@@ -37,7 +37,7 @@ HALVES_THAT_BEGIN = replace(
 
 
 class Reciter(FakeModel):
-    """Knows a poem: says the longest token that goes on with it; the end behind it; nonsense if it lost its way."""
+    """Knows a poem: says the longest token that goes on with it, and the end behind it."""
 
     def __init__(self, vocabulary: FakeVocabulary, poem: bytes = POEM) -> None:
         super().__init__(vocabulary_size=vocabulary.size, context_size=512)
@@ -134,3 +134,31 @@ def test_text_of_which_nothing_is_a_token_comes_to_an_end() -> None:
     draft, n_steps = proposed(made, tokens(0), 5, Stuck(HALVES))
     assert len(draft) == 0
     assert n_steps < 50
+
+
+class Renumbered(FakeModel):
+    """The same model with other numbers: token i is what token `order[i]` is there."""
+
+    def __init__(self, model: FakeModel, order: list[int]) -> None:
+        super().__init__(vocabulary_size=model.vocabulary_size, context_size=512)
+        self.model, self.order = model, np.array(order, dtype=np.int32)
+
+    def after(self, tokens: TokenArray) -> Logits:
+        return self.model.after(self.order[tokens])[self.order]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_shared_tokens_are_drawn_with_the_targets_noise(temperature: float) -> None:
+    """So under the coupled rule a target that drafts for itself is never rejected, at any temperature."""
+    letters = [b"a", b"b", b"c", b"d", b"e"]
+    target, order = FakeModel(3, vocabulary_size=5, context_size=512), [3, 0, 4, 1, 2]
+    models = {TARGET: target, DRAFT: Renumbered(target, order)}
+    sampling = Sampling(temperature=temperature, top_k=None, top_p=None, min_p=None)
+    own = ModelDrafter(5, 512, sampling, RULES["coupled"], streams := SeededStreams(1))
+    foreign = related(
+        FakeVocabulary(letters), FakeVocabulary([letters[i] for i in order]), intersection=False
+    )
+    config = Speculation(foreign.adapted(own), Length(4), RULES["coupled"], sampling, streams, 512)
+    made = answer_alone(speculate(tokens(1, 2), 80, config), models)
+    assert all(round_.n_accepted == len(round_.draft) for round_ in made)
+    assert len(made) < 20

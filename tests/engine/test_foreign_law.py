@@ -1,7 +1,7 @@
 """Drafts of other vocabularies keep the law of the text: every branch of chance is walked.
 
-The target's tokens are a, b and ab. The draft numbers the first two differently, does not have the third, and has
-others that the target spells by two tokens, or not at all.
+The target's tokens are a, b and ab. The draft numbers the first two differently, does not have the third, and
+has others that the target spells by two tokens, or not at all.
 """
 
 from __future__ import annotations
@@ -79,8 +79,12 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, kind: str
 
 def noise_tables() -> list[dict[int, tuple[float, ...]]]:
     """A few noise vectors at every position that can be drawn; also for tokens that only the draft has."""
-    vectors = [(0.0,) * 7, (2.0, -1.0, 0.3, 0.5, -2.0, 1.0, 0.1), (-1.0, 0.5, 1.5, 0.0, 3.0, -1.0, 2.0)]
-    beyond = {1 + i: vectors[0] for i in range(N_TOKENS, 12)}
+    vectors: list[tuple[float, ...]] = [
+        (0.0,) * 7,
+        (2.0, -1.0, 0.3, 0.5, -2.0, 1.0, 0.1),
+        (-1.0, 0.5, 1.5, 0.0, 3.0, -1.0, 2.0),
+    ]
+    beyond: dict[int, tuple[float, ...]] = {1 + i: vectors[0] for i in range(N_TOKENS, 12)}
     return [
         beyond | {1 + i: vector for i, vector in enumerate(choice)}
         for choice in itertools.product(vectors, repeat=N_TOKENS)
