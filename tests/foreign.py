@@ -25,6 +25,11 @@ class FakeVocabulary:
     adds_bos: bool = False
     adds_space: bool = False
 
+    def __post_init__(self) -> None:
+        pieces = {self.piece(token): token for token in reversed(range(self.size))}  # the first of several
+        self._by_piece = {piece: token for piece, token in pieces.items() if piece}
+        self._longest = max(map(len, self._by_piece), default=0)
+
     @property
     def size(self) -> int:
         return len(self.pieces)
@@ -39,15 +44,10 @@ class FakeVocabulary:
         text.decode()  # as llama.cpp wants it
         text = b" " + text if self.adds_space and text else text
         found = [self.bos] if add_special and self.adds_bos else []
-        longest_first = sorted(range(self.size), key=lambda token: -len(self.piece(token)))
         at = 0
         while at < len(text):
-            fits = (
-                token
-                for token in longest_first
-                if self.piece(token) and text.startswith(self.piece(token), at)
-            )
-            token = next(fits, None)
+            fits = (self._by_piece.get(text[at : at + n]) for n in range(self._longest, 0, -1))
+            token = next((token for token in fits if token is not None), None)
             found += [] if token is None else [token]
             at += 1 if token is None else len(self.piece(token))
         return tokens(*found)

@@ -37,12 +37,13 @@ from llamaspec.values import DRAFT, TARGET, Round
 MODELS = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
 A_B_AB = FakeVocabulary([b"a", b"b", b"ab"])
 OTHER = FakeVocabulary([b"b", b"x", b"a", b"ba"])
+DOTTED, OTHER_DOTTED = FakeVocabulary([b"a", b".", b"a."]), FakeVocabulary([b".", b"x", b"a", b".a"])
 WITH_END = FakeVocabulary([b"b", b"", b"a", b"ab"], specials={1: b"</s>"}, eos=1)
 CONSTRAINT = Steps()
 FOREIGN = {
     "intersection": related(A_B_AB, OTHER, intersection=True),
     "alignment": related(A_B_AB, OTHER, intersection=False),
-    "alignment, one token ahead": related(A_B_AB, OTHER, intersection=False, whole=0.3),
+    "alignment, one word ahead": related(DOTTED, OTHER_DOTTED, intersection=False, whole=0.3),
     "alignment of all but an end": related(A_B_AB, WITH_END, intersection=False),
 }
 
