@@ -2,7 +2,7 @@
 
 LlamaspecError
 ├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
-├── PairError                 target and draft do not speak the same tokens
+├── PairError                 two models cannot work together
 ├── PromptError               the prompt is empty, too long or not readable
 │   └── ConstraintError       a JSON schema or grammar cannot be used
 ├── ClosedError               the pair was closed, or belongs to the process before a fork

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+from llamaspec.drafters.foreign import foreign_vocabulary
 from llamaspec.drafters.past import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
@@ -16,7 +17,7 @@ from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
-from llamaspec.llama.pairing import check_pair
+from llamaspec.llama.pairing import check_pair, difference
 from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
@@ -65,7 +66,8 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The two models number tokens differently, or the target has no prediction heads.
+        The draft's vocabulary cannot spell a text, or differs where a draft has a draft; or the target has no
+        prediction heads.
 
     Examples
     --------
@@ -99,10 +101,15 @@ def open_pair(
             opts = replace(options, max_scored=MAX_DRAFT + 1) if verifies else options
             drafts.append(LlamaModel(place, opts, on_load))
             opened.callback(drafts[-1].close)
-            check_pair(target_model.vocabulary, drafts[-1].vocabulary)
+            if stages:
+                check_pair(target_model.vocabulary, drafts[-1].vocabulary)
+        foreign = None
+        if drafts and difference(target_model.vocabulary, drafts[0].vocabulary) is not None:
+            foreign = foreign_vocabulary(target_model.vocabulary, drafts[0].vocabulary)
         opened.pop_all()
     first, *others = drafts or (None,)
-    return Pair(target_model, first, time.perf_counter() - start, stages=others, ngram=ngram, past=past)
+    seconds = time.perf_counter() - start
+    return Pair(target_model, first, seconds, stages=others, foreign=foreign, ngram=ngram, past=past)
 
 
 def drafts_itself(target: str | Path) -> bool:

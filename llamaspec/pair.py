@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.foreign import ForeignVocabulary
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
@@ -63,6 +64,7 @@ class Pair:
         *,
         stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
+        foreign: ForeignVocabulary | None = None,
         ngram: bool = False,
         past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -71,6 +73,7 @@ class Pair:
         self.draft = draft
         self.stages = () if draft is None else stages_of(draft, stages, past, ngram=ngram)
         self.heads = heads  # of the target, in place of a draft
+        self.foreign = foreign  # of the draft, where it is not the target's
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         if past is not None:
             past.keep_below(target.vocabulary_size)
@@ -297,12 +300,13 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
-    ) -> ModelDrafter:
+    ) -> Drafter:
         """The drafter that asks the draft model, or the target's prediction heads."""
         chance = RULES[rule], streams
         if self.heads is None:
             assert self.draft is not None
-            return self._asking(self.draft, sampling, *chance, n_prompt, constraint)
+            drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint)
+            return drafter if self.foreign is None else self.foreign.adapted(drafter)
         drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
         return replace(drafter, source=Source.MTP, longest=self.heads.longest)
 

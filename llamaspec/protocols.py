@@ -117,6 +117,22 @@ class SpelledVocabulary(Vocabulary, Protocol):
         """Token ids of a text, with the special tokens that the model wants at its start or without."""
 
 
+class WholeVocabulary(SpelledVocabulary, Protocol):
+    """What reading and writing the text of another vocabulary needs besides."""
+
+    @property
+    def bos(self) -> int:
+        """The token that begins a text; -1 where there is none."""
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a text; -1 where there is none."""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether every text wants `bos`."""
+
+
 class RowConstraint(Protocol):
     """Which tokens one text allows next: a pure function of the tokens generated so far.
 

@@ -251,6 +251,11 @@ class Round:
         return len(self.draft)
 
     @property
+    def n_priced_steps(self) -> int:
+        """Draft steps, where several that make one draft token together count as one."""
+        return min(self.n_draft_steps, max(len(self.draft), 1))
+
+    @property
     def n_accepted(self) -> int:
         """Draft tokens that the text keeps."""
         return len(self.path)

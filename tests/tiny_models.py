@@ -54,6 +54,7 @@ class Recipe:
     end_score: float | None = None  # roughly the end token's score in every context; None: it never comes
     tensors_per_file: int = 0  # split into several files; 0 = one file
     spread: float = 3.0  # standard deviation of the other tokens' scores; 3 gives about 2.5 nats
+    shuffled: int | None = None  # seed of other numbers for the same tokens
     tied: bool = (
         False  # no output matrix: the embedding serves (llama only; end_score is then without effect)
     )
@@ -513,8 +514,13 @@ def _write(path: Path, architecture: str, weights: _Weights, keys: Keys) -> Path
     }
     for key, value in {**shape, **keys}.items():
         _add_key(writer, f"{architecture}.{key}", value)
-    _add_vocabulary(writer, recipe.vocabulary)
-    for name, tensor in weights.tensors.items():
+    vocabulary, tensors = recipe.vocabulary, weights.tensors
+    if recipe.shuffled is not None:
+        order = np.random.default_rng(recipe.shuffled).permutation(len(vocabulary)).tolist()
+        vocabulary = vocabulary.reordered(order)
+        tensors |= {name: tensors[name][order] for name in ("token_embd.weight", "output.weight")}
+    _add_vocabulary(writer, vocabulary)
+    for name, tensor in tensors.items():
         kind = _type_of(name, tensor, recipe.dtype)
         writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()

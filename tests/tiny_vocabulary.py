@@ -6,7 +6,7 @@ Two families as llama.cpp knows them: byte-level BPE (``gpt2``) and SentencePiec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6  # llama.cpp's token types
@@ -38,6 +38,18 @@ class Vocabulary:
     def renamed(self, token: int, spelling: str) -> Vocabulary:
         """The same vocabulary with one token spelt differently."""
         return replace(self, tokens=(*self.tokens[:token], spelling, *self.tokens[token + 1 :]))
+
+    def reordered(self, order: Sequence[int]) -> Vocabulary:
+        """The same vocabulary with other numbers: token i is now what token order[i] was."""
+        places = {token: i for i, token in enumerate(order)}
+        return replace(
+            self,
+            tokens=tuple(self.tokens[token] for token in order),
+            types=tuple(self.types[token] for token in order),
+            scores=tuple(self.scores[token] for token in order) if self.scores else (),
+            bos=places[self.bos],
+            eos=places[self.eos],
+        )
 
     def longer(self, n: int) -> Vocabulary:
         """The same vocabulary with `n` unused tokens behind it."""

@@ -75,6 +75,11 @@ def _warn(pair: Pair) -> None:
                 f"warning: the {name} was trained on {model.trained_context_size} tokens, "
                 f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that"
             )
+    if pair.foreign is not None:
+        share, how = pair.foreign.overlap.of_text, "its text is tokenized anew"
+        if pair.foreign.uses_intersection:
+            how = "it drafts with these"
+        say(f"the draft has another vocabulary, with {share:.0%} of an ordinary text's tokens; {how}")
     if pair.draft is not None:
         types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
         if types & set(_LOSSY_CACHES):

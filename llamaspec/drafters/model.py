@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llamaspec.drafters.token_map import SameTokens, TokenMap
+from llamaspec.drafters.window import window
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.distributions import confidence
@@ -26,7 +28,7 @@ class ModelDrafter:
     Parameters
     ----------
     vocabulary_size : int
-        Of the draft model; its vocabulary must number the same tokens as the target's.
+        Of the draft model; unless there are `tokens`, it must number the same tokens as the target.
     context_size : int
         Of the draft model, in tokens.
     sampling : Sampling
@@ -36,11 +38,13 @@ class ModelDrafter:
     streams : RandomStreams
         The same as the target's.
     n_tokens : int, optional
-        Draft only token ids below this: the target's vocabulary size, where the draft's is larger.
+        The target's vocabulary size, where the draft's is another.
     model : str
         The name of the model in requests.
     source : Source
         What it is.
+    tokens : TokenMap, optional
+        Of a draft that numbers tokens differently: it draws those that both have.
     longest : int, optional
         The most draft tokens of a round that it can make.
     n_prompt : int
@@ -57,6 +61,7 @@ class ModelDrafter:
     n_tokens: int | None = None
     model: str = DRAFT
     source: Source = Source.MODEL
+    tokens: TokenMap | None = None
     longest: int | None = None
     n_prompt: int = 0
     constraint: RowConstraint | None = None
@@ -71,26 +76,28 @@ class ModelDrafter:
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
-        sampler = Sampler(self.sampling, self.n_prompt, self.constraint, self.n_drawn)
-        known, draft = self.known(context), Draft(source=self.source)
+        sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
+        tokens, draft, known = self._tokens, Draft(source=self.source), self.known(context)
         while not self.is_silent and len(draft) != self.longest and length.wants_more(draft):
-            allowed = sampler.allowed(np.concatenate([context, draft.tokens]))
+            text = np.concatenate([context, draft.tokens])
+            allowed = sampler.allowed(text)
             if allowed is not None:
-                if not len(allowed):
-                    break
                 if len(allowed) == 1:
                     draft = draft.plus(int(allowed[0]), Distribution.certain(int(allowed[0])), 1.0)
                     continue
-            path = np.concatenate([known, draft.tokens])
+                allowed = tokens.among(allowed)
+                if not len(allowed):
+                    break
+            path = np.concatenate([known, tokens.spelled(draft.tokens)])
             try:
                 forward = yield ForwardRequest(self.model, self.window(path))
             except ContextFullError:
                 break
-            logits = forward.logits[0, : self.n_drawn]
+            logits = tokens.scores(forward.logits[0])
             if not np.isfinite(logits.max()):
                 self.is_silent = True
                 break
-            q = sampler.distribution(logits, path, allowed)
+            q = sampler.distribution(logits, text, allowed)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
@@ -101,19 +108,13 @@ class ModelDrafter:
         return min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
 
     def known(self, context: TokenArray) -> TokenArray:
-        """The context, with token 0 in place of tokens that only the target knows."""
-        if self.n_tokens is None or self.n_tokens <= self.vocabulary_size:
-            return context
-        return np.where(context < self.vocabulary_size, context, np.int32(0))
+        """The context in the model's own tokens."""
+        return self._tokens.read(context)
 
     def window(self, path: TokenArray) -> TokenArray:
-        """The end of the path that fits the model's context.
+        """The end of the path that fits the model's context."""
+        return window(path, self.context_size)
 
-        What is left out grows by half a context at a time: in between, the start stays where it is and
-        the KV cache stays useful.
-        """
-        excess = len(path) - self.context_size
-        if excess <= 0:
-            return path
-        half = max(1, self.context_size // 2)
-        return path[-(-excess // half) * half :]
+    @property
+    def _tokens(self) -> TokenMap | SameTokens:
+        return self.tokens or SameTokens(self.vocabulary_size, self.n_tokens or self.vocabulary_size)

@@ -64,7 +64,7 @@ class Shared:
 
     def observe(self, round_: Round, n_unread: int) -> float:
         """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
-        costs, n_rows, n_steps = self.costs, round_.n_rows, round_.n_draft_steps
+        costs, n_rows, n_steps = self.costs, round_.n_rows, round_.n_priced_steps
         if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
             self._start_evaluation(round_)
         drafting, overhead = 0.0, round_.overhead_seconds

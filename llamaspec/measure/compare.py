@@ -8,7 +8,7 @@ quartiles; the speed-up is that of each run against the plain run beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -114,7 +114,8 @@ def run_compare(
     }
     if pair.draft is not None:
         alone = Pair(pair.draft, None, 0.0)
-        ways["draft alone"] = lambda run: task.run(alone, n_before=run)
+        own = task if pair.foreign is None else replace(task, prompt=pair.foreign.tokens.read(task.prompt))
+        ways["draft alone"] = lambda run: own.run(alone, n_before=run)
     runs: dict[str, list[Completion]] = {name: [] for name in ways}
     for run in range(-1, n_runs):  # run -1 warms up
         for i, (name, start) in enumerate(ways.items()):

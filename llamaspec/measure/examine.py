@@ -19,9 +19,9 @@ from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import heads_in_file
+from llamaspec.llama.pairing import difference
 from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.threads import usage
-from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
     OK,
@@ -34,6 +34,7 @@ from llamaspec.measure.findings import (
     room_finding,
     thread_finding,
 )
+from llamaspec.measure.foreign_findings import foreign_findings
 from llamaspec.measure.model_findings import model_findings, pace_findings, vocabulary_findings
 from llamaspec.measure.pair_files import PairFiles
 from llamaspec.measure.sample_text import sample_tokens
@@ -60,7 +61,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
         files, draft = replace(files, draft=None, heads=True), None
     wanted = [("target", files.target)] + ([("draft", draft)] if draft is not None else [])
     examined: dict[str, Examined] = {}
-    vocabularies: dict[str, LlamaVocabulary] = {}
+    models: dict[str, LlamaModel] = {}
     with ExitStack() as stack:
         for role, file in wanted:
             yield thread_finding(machine, role, file.options.threads)
@@ -71,7 +72,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             except LlamaspecError as error:
                 yield Finding.of_error(role, error)
                 continue
-            vocabularies[role] = model.vocabulary
+            models[role] = model
             yield from model_findings(machine, examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
@@ -80,7 +81,11 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
         if files.draft is None:
             yield from _no_draft_findings(files)
         elif len(examined) == len(wanted):
-            yield from vocabulary_findings(vocabularies["target"], vocabularies["draft"])
+            vocabularies = models["target"].vocabulary, models["draft"].vocabulary
+            if difference(*vocabularies) is None:
+                yield from vocabulary_findings(*vocabularies)
+            else:
+                yield from foreign_findings(models["target"], models["draft"], clock)
             yield from pace_findings(examined["target"], examined["draft"])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamaspec.drafters.coroutines import drafting, preparing
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.measure.bit_exactness import Difference, Measurement, compare_widths
@@ -248,9 +249,9 @@ class _Part:
         """Seconds of one draft token among some in a row, with all that a drafter does."""
         context = self._tokens[: self.depth]
         drafter = self._pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
-        yield from drafter.prepare(context)
+        yield from preparing(drafter, context)
         start = self._clock()
-        yield from drafter.propose(context, FixedLength(DRAFT_STEPS))
+        yield from drafting(drafter, context, FixedLength(DRAFT_STEPS))
         return (self._clock() - start) / DRAFT_STEPS
 
 

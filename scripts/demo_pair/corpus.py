@@ -95,21 +95,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def learn_vocabulary(texts: list[str]) -> Tokenizer:
+def learn_vocabulary(texts: list[str], n_vocab: int = N_VOCAB) -> Tokenizer:
     """Byte-level BPE with GPT-2's pre-tokeniser, which llama.cpp knows as ``gpt-2``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=N_VOCAB,
+        vocab_size=n_vocab,
         special_tokens=[BOS, EOS],
         max_token_length=_MOST_TOKEN_CHARS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != N_VOCAB:
-        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, want {N_VOCAB}")
+    if tokenizer.get_vocab_size() != n_vocab:
+        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, want {n_vocab}")
     tokenizer.encode_special_tokens = True
     return tokenizer
 

@@ -27,7 +27,7 @@ from llamaspec.measure.findings import (
 from llamaspec.measure.model_findings import model_findings, pace_findings
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
-from tiny_vocabulary import BYTES
+from tiny_vocabulary import BYTES, sentencepiece_vocabulary
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
@@ -139,16 +139,28 @@ def test_states_have_one_size(opened: OpenModel) -> None:
     assert memory.size(10) == memory.size(10_000) > 2 * 16 * 128 * 4
 
 
-def test_another_vocabulary_is_a_problem_and_the_rest_is_examined(
-    store: ModelStore, target_file: Path
-) -> None:
-    other = store.path("llama", Recipe(vocabulary=BYTES.renamed(70, "other")))
+def test_another_vocabulary_is_tried(store: ModelStore, target_file: Path) -> None:
+    """A target with other numbers drafts for itself: all is accepted."""
+    other = store.path("llama", Recipe(dtype="q8_0", shuffled=1))
     answer = invoke("doctor", *naming([target_file, other]), "--json")
     found = listed(answer)
-    assert (answer.code, answer.json["problems"]) == (1, 1)
-    assert "token 70 is" in found["vocabulary"]["text"]
-    assert found["vocabulary"]["remedy"] == "choose a draft of the same model family (--draft)"
+    assert (answer.code, answer.json["problems"]) == (0, 0)
+    shared = f"the draft has {len(BYTES)} of the target's {len(BYTES)} tokens, and 100% of those"
+    assert shared in found["vocabulary"]["text"]
+    assert found["vocabulary"]["text"].endswith("it draws among these")
+    assert (found["acceptance"]["level"], found["acceptance"]["text"][:5]) == ("ok", "100% ")
     assert "draft cost" in found
+
+
+def test_a_vocabulary_of_another_family_is_tried(
+    store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamaspec.drafters.foreign.MOSTLY", 1.1)
+    other = store.path("llama", Recipe(seed=9, vocabulary=sentencepiece_vocabulary()))
+    found = listed(invoke("doctor", *naming([target_file, other]), "--json"))
+    assert "its text is tokenized anew, 1." in found["vocabulary"]["text"]
+    assert found["acceptance"]["level"] == "warning"  # two random models
+    assert "in a trial on a short text" in found["acceptance"]["text"]
 
 
 def test_special_tokens_that_differ(store: ModelStore, target_file: Path) -> None:

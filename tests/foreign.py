@@ -1,0 +1,69 @@
+"""Vocabularies by hand that spell alike, differently, or hardly at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fakes import tokens
+from llamaspec.drafters.foreign import ForeignVocabulary
+from llamaspec.drafters.spelling import Spelling
+from llamaspec.drafters.token_map import Overlap, TokenMap
+from llamaspec.values import TokenArray
+
+
+@dataclass
+class FakeVocabulary:
+    """Splits a text greedily, the longest piece first; what it cannot spell it leaves out."""
+
+    pieces: Sequence[bytes]
+    specials: Mapping[int, bytes] = field(default_factory=dict)
+    bos: int = -1
+    eos: int = -1
+    adds_bos: bool = False
+    adds_space: bool = False
+
+    def __post_init__(self) -> None:
+        pieces = {self.piece(token): token for token in reversed(range(self.size))}  # the first of several
+        self._by_piece = {piece: token for piece, token in pieces.items() if piece}
+        self._longest = max(map(len, self._by_piece), default=0)
+
+    @property
+    def size(self) -> int:
+        return len(self.pieces)
+
+    def piece(self, token: int) -> bytes:
+        return b"" if token in self.specials else self.pieces[token]
+
+    def is_end(self, token: int) -> bool:
+        return token == self.eos
+
+    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
+        text.decode()  # as llama.cpp wants it
+        text = b" " + text if self.adds_space and text else text
+        found = [self.bos] if add_special and self.adds_bos else []
+        at = 0
+        while at < len(text):
+            fits = (self._by_piece.get(text[at : at + n]) for n in range(self._longest, 0, -1))
+            token = next((token for token in fits if token is not None), None)
+            found += [] if token is None else [token]
+            at += 1 if token is None else len(self.piece(token))
+        return tokens(*found)
+
+
+def related(
+    target: FakeVocabulary, draft: FakeVocabulary, *, intersection: bool, whole: float = 1.0
+) -> ForeignVocabulary:
+    """The two, taken for so different."""
+    spellings = Spelling(target), Spelling(draft)
+    token_map = TokenMap(*spellings)
+    overlap = Overlap(*spellings, token_map, b"ab")
+    overlap.whole = whole
+    return ForeignVocabulary(*spellings, token_map, overlap, intersection)
+
+
+def joined(spelling: Spelling, found: TokenArray) -> bytes:
+    """What tokens spell, with the names of special ones."""
+    return b"".join(spelling.spelling(token) for token in np.asarray(found).tolist())

@@ -1,0 +1,132 @@
+"""Pairs with two vocabularies on the real llama.cpp: the target's text, whatever the draft speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from foreign import joined
+from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Pair, Sampling, open_pair
+from llamaspec.drafters.spelling import Spelling, TextMirror
+from llamaspec.drafters.token_map import TokenMap
+from llamaspec.sampling.acceptance_rules import RULES
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES, sentencepiece_vocabulary
+
+ONE_THREAD = ModelOptions(threads=1, gpu_layers=0)
+PIECES = sentencepiece_vocabulary()
+TARGET = Recipe(dtype="q8_0")
+SAMPLINGS = (
+    Sampling(temperature=0),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.5, top_k=None, top_p=None, min_p=None),
+    Sampling(repeat_penalty=1.3, frequency_penalty=0.2, logit_bias={5: 2.0}),
+)
+PAIRS = {  # target, draft, whether most tokens of a text are shared
+    "shuffled": (TARGET, TARGET.draft(0.03, shuffled=3), True),
+    "more tokens": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.longer(300)), True),
+    "fewer tokens": (Recipe(dtype="q8_0", vocabulary=BYTES.longer(300)), TARGET, True),
+    "one is other": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.renamed(70, "other")), True),
+    "sentencepiece draft": (TARGET, Recipe(dtype="q8_0", vocabulary=PIECES), None),
+    "sentencepiece target": (Recipe(dtype="q8_0", vocabulary=PIECES), TARGET, None),
+    "aligned": (TARGET, TARGET.draft(0.03, shuffled=3), False),
+}
+
+
+@contextmanager
+def opened(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    target, draft, is_shared = PAIRS[name]
+    if is_shared is False:
+        monkeypatch.setattr("llamaspec.drafters.foreign.MOSTLY", 1.1)
+    files = store.path("llama", target), store.path("llama", draft)
+    with open_pair(*files, target_options=ONE_THREAD, draft_options=ONE_THREAD) as pair:
+        assert pair.foreign is not None
+        assert is_shared is None or pair.foreign.uses_intersection == is_shared
+        yield pair
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_same_seed_same_tokens(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random models say odd bytes, parts of characters and special tokens."""
+    n_drafted = 0
+    with opened(store, name, monkeypatch) as pair:
+        for seed, sampling in enumerate(SAMPLINGS):
+            for n_draft in (1, 4):
+                texts = []
+                for drafter in (NoDrafter(), None):
+                    pair.forget()
+                    prompt, policy = "the 👩 end", FixedLength(n_draft)
+                    text = pair.stream(
+                        prompt, sampling=sampling, seed=seed, max_tokens=40, policy=policy, drafter=drafter
+                    ).run()
+                    texts.append(text.tokens)
+                assert texts[0] == texts[1]
+                n_drafted += text.summary.n_drafted
+    assert n_drafted > 40
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_target_with_other_numbers_drafts_for_itself(store: ModelStore, rule: str) -> None:
+    """As often accepted as with the same numbers: always. A wrong number would be lossless, too."""
+    files = store.path("llama", TARGET), store.path("llama", Recipe(dtype="q8_0", shuffled=5))
+    with open_pair(*files, target_options=ONE_THREAD, draft_options=ONE_THREAD) as pair:
+        for seed, sampling in enumerate(SAMPLINGS):
+            pair.forget()
+            policy = FixedLength(4)
+            found = pair.stream(
+                "the end", sampling=sampling, seed=seed, max_tokens=40, policy=policy, rule=rule
+            ).run()
+            assert found.summary.n_verified >= 20
+            assert found.summary.acceptance_rate == 1
+
+
+def test_other_numbers_are_accepted_as_often_as_the_same(store: ModelStore) -> None:
+    drafts = store.path("llama", TARGET.draft(0.03)), store.path("llama", TARGET.draft(0.03, shuffled=5))
+    found = []
+    for draft in drafts:
+        with open_pair(
+            store.path("llama", TARGET), draft, target_options=ONE_THREAD, draft_options=ONE_THREAD
+        ) as pair:
+            text = pair.stream("the", seed=3, max_tokens=120, policy=FixedLength(3)).run()
+            found.append([(len(round_.draft), round_.n_accepted) for round_ in text.rounds])
+    assert found[0] == found[1]
+    assert sum(n for _, n in found[0]) > 20
+
+
+@pytest.mark.parametrize("name", ["shuffled", "sentencepiece draft"])
+def test_a_constraint_is_kept(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(store, name, monkeypatch) as pair:
+        constraint = pair.grammar("start: /[a-e]{30}/")
+        texts = [
+            pair.stream(
+                "x", seed=2, max_tokens=30, policy=FixedLength(3), drafter=drafter, constraint=constraint
+            )
+            .run()
+            .text
+            for drafter in (NoDrafter(), None)
+        ]
+    assert texts[0] == texts[1]
+    assert texts[0]
+    assert set(texts[0]) <= set("abcde")
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(self):\n    return the end\n", "naïve – “quoted” €", "日本👩‍👩‍👧", "  a  b \n\n c"]
+)
+def test_a_text_keeps_its_bytes(store: ModelStore, text: str) -> None:
+    """Read by token, and by text; from either family by the other."""
+    files = store.path("llama", TARGET), store.path("llama", Recipe(vocabulary=PIECES))
+    with LlamaModel(files[0], ONE_THREAD) as bytes_, LlamaModel(files[1], ONE_THREAD) as pieces:
+        for one, other in ((bytes_, pieces), (pieces, bytes_)):
+            target, draft = Spelling(one.vocabulary), Spelling(other.vocabulary)
+            tokens, context = TokenMap(target, draft), one.vocabulary.tokenize(text.encode())
+            aligned = TextMirror(target, draft, tokens.specials(), tokens.begin).read(context)
+            for read in (tokens.read(context), aligned):
+                assert read[0] == other.vocabulary.bos
+                assert joined(draft, read[1:]).lstrip(b" ") == text.encode().lstrip(b" ")
+            # As the draft's own tokenizer has it.
+            assert aligned.tolist() == other.vocabulary.tokenize(text.encode()).tolist()
