@@ -29,12 +29,12 @@ from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama import runtime
+from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.pairing import check_pair
-from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
@@ -344,7 +344,7 @@ def open_pair(
         path = resolve_model(target)
         return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
     draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and is_shared_head(draft_path):
+    if draft_path is not None and what_it_reads(draft_path):
         path = resolve_model(target)
         return _open_with_heads(path, draft_path, target_options, draft_options, on_load, start, ngram=ngram)
     with ExitStack() as opened:  # closes what is open where something goes wrong

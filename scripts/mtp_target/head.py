@@ -105,7 +105,7 @@ def _one_later(rows: Tensor) -> Tensor:
 
 
 def losses(head: Head, trunk: Llama, tokens: Tensor, lesson: Lesson) -> list[Tensor]:
-    """Mean KL(trunk || head) of every step over a batch [B, T], in nats, at some positions drawn at random."""
+    """Mean KL(trunk || head) of every step over a batch [B, T], in nats, at positions drawn at random."""
     weight = trunk.embedding.weight.to(torch.bfloat16)  # [V, E]
     with torch.autocast("cpu", torch.bfloat16):
         embeddings = trunk.embedding(tokens).to(torch.bfloat16)

@@ -1,0 +1,101 @@
+"""EAGLE-3 over the real llama.cpp: what is its own; what it has in common with heads is in test_heads.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command import invoke, said
+from forward_requests import EXACT, Count, text, tokens
+from llamaspec import FixedLength, ModelOptions, NoDrafter, Sampling, open_pair
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.llama import head_files
+from llamaspec.values import MTP, TARGET, ForwardRequest, Source
+from model_store import ModelStore
+from tiny_models import Recipe, write_vocabulary_only
+
+ONE_THREAD = ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-bare"])
+def test_the_text_is_the_targets_own_among_others(store: ModelStore, kind: str) -> None:
+    """With an embedding and an output of its own, of fewer tokens, and with the target's."""
+    prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (1, 2))]
+    with open_pair(store.path("llama"), store.path(kind), target_options=ONE_THREAD) as pair:
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature)
+            plain = [
+                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, drafter=NoDrafter())
+                .run()
+                .tokens
+                for seed, prompt in enumerate(prompts)
+            ]
+            pair.forget()
+            streams = [
+                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, policy=FixedLength(3))
+                for seed, prompt in enumerate(prompts)
+            ]
+            while [stream for stream in streams if next(stream, None) is not None]:
+                pass
+            found = [stream.completion for stream in streams]
+            assert [completion.tokens for completion in found] == plain
+            assert all(completion.summary.n_verified > 20 for completion in found)
+            assert {round_.source for completion in found for round_ in completion.rounds} >= {Source.MTP}
+
+
+def test_it_never_drafts_a_token_that_it_does_not_have(store: ModelStore) -> None:
+    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+        pair.target.forward(ForwardRequest(TARGET, text(20), n_logits=0))
+        assert pair.heads is not None
+        wanted = ForwardRequest(MTP, text(21))
+        pair.heads.prepare([(-1, wanted, 0)])
+        (logits,) = pair.heads.evaluate([(-1, wanted)])
+    assert np.isneginf(logits[0, :16]).all()
+    assert np.isfinite(logits[0, 16:]).all()
+
+
+def test_it_does_not_read_the_first_token_of_a_text(store: ModelStore, evaluated: Count) -> None:
+    """There is no hidden row for it, and none is made up: it was trained without."""
+    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+        pair.target.forward(ForwardRequest(TARGET, text(20), n_logits=0))
+        evaluated.taken()
+        assert pair.heads is not None
+        wanted = ForwardRequest(MTP, text(21))
+        pair.heads.prepare([(-1, wanted, 0)])
+        pair.heads.evaluate([(-1, wanted)])
+        assert [(stretch.start, len(stretch.tokens)) for stretch in evaluated.stretches] == [(0, 20), (1, 20)]
+
+
+def test_another_target(store: ModelStore) -> None:
+    eagle = store.path("eagle3")
+    with pytest.raises(PairError, match="drafts for another target"):
+        open_pair(store.path("llama", Recipe(width=128)), eagle, target_options=ONE_THREAD)
+    with pytest.raises(PairError, match="hidden rows that llama.cpp does not hand out for 'gemma3'"):
+        open_pair(store.path("gemma3"), eagle, target_options=ONE_THREAD)
+    with pytest.raises(ModelFileError, match="no whole model but a part of one"):
+        open_pair(eagle, target_options=ONE_THREAD)
+
+
+def test_a_build_without_the_functions(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_files, "has_layer_rows", lambda: False)
+    with pytest.raises(PairError, match="this build of llama"):
+        open_pair(store.path("llama"), store.path("eagle3"))
+
+
+def test_the_commands_take_it(store: ModelStore) -> None:
+    files = ["--target", store.path("llama"), "--draft", store.path("eagle3"), "--threads", "1"]
+    wanted = ("-n", "12", "--seed", "5", "--json", "--draft-length", "2", "-p", "x")
+    found = invoke("generate", *files, *wanted).json
+    assert found["statistics"]["drafted"] > 0
+    assert found["draft"] == str(store.path("eagle3"))
+    findings = {f["topic"]: f["text"] for f in invoke("doctor", *files, "--json").json["findings"]}
+    assert "reads hidden rows of the target" in findings["draft"]
+
+
+def test_a_draft_by_dflash_is_refused(target_file: Path, tmp_path: Path) -> None:
+    path = write_vocabulary_only(tmp_path / "dflash.gguf", architecture="dflash")
+    answer = invoke("generate", "--target", target_file, "--draft", path, "-n", "2", "x")
+    assert answer.code != 0
+    assert "drafts by DFlash, which llamaspec does not have; name an EAGLE-3 or a draft model" in said(answer)
