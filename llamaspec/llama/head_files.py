@@ -1,4 +1,4 @@
-"""Drafts for one target that are no models by themselves: which files they are, and whether they can be used."""
+"""Drafts for one target that are no models by themselves: which files they are, whether they can be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def what_it_reads(path: Path) -> str | None:
         return None  # what is wrong is said by whoever loads the file
     if architecture == DFLASH:
         raise PairError(
-            f"{path} drafts by DFlash, which llamaspec does not have; name an EAGLE-3 or a draft model instead"
+            f"{path} drafts by DFlash, which llamaspec does not have; name an EAGLE-3 or a draft model"
         )
     if architecture not in READS:
         return None

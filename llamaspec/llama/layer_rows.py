@@ -12,8 +12,8 @@ from llama_cpp import llama_cpp as lib
 
 # Architectures whose graph hands them out; for others llama.cpp ends the process.
 HAVE_LAYER_ROWS = frozenset({
-    "bailingmoe3", "gemma4", "gpt-oss", "lfm2", "llama", "mimo2", "minimax-m2", "nemotron_h", "nemotron_h_moe",
-    "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+    "bailingmoe3", "gemma4", "gpt-oss", "lfm2", "llama", "mimo2", "minimax-m2", "nemotron_h",
+    "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
 })  # fmt: skip
 _POINTER = lib.llama_context_p_ctypes
 

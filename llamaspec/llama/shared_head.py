@@ -8,6 +8,7 @@ out of the target's cache before. tests/llama/test_shared_head.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from llamaspec.errors import ContextFullError, PairError
 from llamaspec.llama.batch import Stretch
 from llamaspec.llama.context import Context

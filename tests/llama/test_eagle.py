@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from command import invoke, said
-from forward_requests import EXACT, Count, text, tokens
+from forward_requests import EXACT, Count, text
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Sampling, open_pair
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama import head_files
@@ -72,7 +72,7 @@ def test_another_target(store: ModelStore) -> None:
     eagle = store.path("eagle3")
     with pytest.raises(PairError, match="drafts for another target"):
         open_pair(store.path("llama", Recipe(width=128)), eagle, target_options=ONE_THREAD)
-    with pytest.raises(PairError, match="hidden rows that llama.cpp does not hand out for 'gemma3'"):
+    with pytest.raises(PairError, match=r"hidden rows that llama.cpp does not hand out for 'gemma3'"):
         open_pair(store.path("gemma3"), eagle, target_options=ONE_THREAD)
     with pytest.raises(ModelFileError, match="no whole model but a part of one"):
         open_pair(eagle, target_options=ONE_THREAD)
@@ -85,7 +85,14 @@ def test_a_build_without_the_functions(store: ModelStore, monkeypatch: pytest.Mo
 
 
 def test_the_commands_take_it(store: ModelStore) -> None:
-    files = ["--target", store.path("llama"), "--draft", store.path("eagle3"), "--threads", "1"]
+    files: list[str | Path] = [
+        "--target",
+        store.path("llama"),
+        "--draft",
+        store.path("eagle3"),
+        "--threads",
+        "1",
+    ]
     wanted = ("-n", "12", "--seed", "5", "--json", "--draft-length", "2", "-p", "x")
     found = invoke("generate", *files, *wanted).json
     assert found["statistics"]["drafted"] > 0
