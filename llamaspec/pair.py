@@ -340,6 +340,8 @@ def open_pair(
     start = time.perf_counter()
     if draft == NGRAM:
         draft, ngram = None, True
+    if draft == AUTO and not has_draft(str(target)):
+        resolve_model(target)  # it is fetched first: it may have heads
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
         path = resolve_model(target)
         return _open_with_heads(path, None, target_options, draft_options, on_load, start, ngram=ngram)
