@@ -5,29 +5,35 @@
 
 The one idea: the model stays as it is, and one layer more learns what it says next from its hidden rows.
 The file is of the architecture step35, which can say exactly what the Llama says and has heads.
-It needs the ``train`` extra (torch, tokenizers, gguf). Progress goes to stderr, the file's name to stdout.
+It needs the ``train`` extra (torch, tokenizers, gguf). Progress goes to stderr; the file's name and
+what share of its draft tokens is accepted go to stdout.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 
 from demo_pair import corpus, distil
 from demo_pair.model import Llama
 from demo_pair.train import Plan, windows
-from llamaspec import demo_target
+from llamaspec import FixedLength, Sampling, demo_target, open_pair
 from mtp_target import export, train, trunk
 from mtp_target.head import Head
 from plain_llama import PlainLlama
 from widening.source import Source, UnsuitableFileError
 
 ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ROOT / "scripts" / "prompts.yaml"
+GREEDY, N_CHECKED = Sampling(temperature=0.0), 4  # draft tokens of a round
 N_OWN_ROWS, N_OWN_TOKENS = 64, 512  # texts that the target writes for the head
 
 
@@ -42,8 +48,9 @@ N_OWN_ROWS, N_OWN_TOKENS = 64, 512  # texts that the target writes for the head
     help="Keeps what is made on the way; stages whose files exist are skipped.",
 )
 @click.option("--minutes", type=float, default=15.0, show_default=True, help="Training time; more helps.")
+@click.option("--start", type=Path, help="Weights to go on from: the head.pt of an earlier run.")
 @click.option("--seed", type=int, default=20261122, show_default=True)
-def main(source: Path, out: Path, work: Path, minutes: float, seed: int) -> None:
+def main(source: Path, out: Path, work: Path, minutes: float, start: Path | None, seed: int) -> None:
     """Train a head for SOURCE, by default the embedded target."""
     try:
         file = Source(source)
@@ -51,9 +58,24 @@ def main(source: Path, out: Path, work: Path, minutes: float, seed: int) -> None
     except UnsuitableFileError as error:
         sys.exit(f"train_mtp_target: {error}")
     work.mkdir(parents=True, exist_ok=True)
-    head = _head(model, source, work, minutes, seed)
+    head = _head(model, source, work, start, minutes, seed)
     export.write(out, file, tensors(head))
     print(out)
+    print(json.dumps({"accepted": accepted(out)}))
+
+
+def accepted(path: Path) -> list[float]:
+    """The share of the first, second, … draft tokens that greedy texts keep, as llama.cpp computes them."""
+    kept = Counter[int]()
+    drafted = 0
+    with open_pair(path, "mtp") as pair:
+        for entry in yaml.safe_load(PROMPTS.read_text()):
+            stream = pair.stream(entry["text"], sampling=GREEDY, max_tokens=96, policy=FixedLength(N_CHECKED))
+            for round_ in stream.run().rounds:
+                if len(round_.draft) == N_CHECKED:
+                    drafted += 1
+                    kept.update(range(round_.n_accepted))
+    return [round(kept[i] / drafted, 3) for i in range(N_CHECKED)]
 
 
 def log(text: str) -> None:
@@ -61,12 +83,14 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _head(model: Llama, source: Path, work: Path, minutes: float, seed: int) -> Head:
+def _head(model: Llama, source: Path, work: Path, start: Path | None, minutes: float, seed: int) -> Head:
     torch.manual_seed(seed)
     head, file = Head.over(model), work / "head.pt"
     if file.exists():
         head.load_state_dict(torch.load(file))
         return head
+    if start is not None:
+        head.load_state_dict(torch.load(start))
     ids = _corpus(source, work, seed)
     own = _own_text(model, ids, work, seed)
     plan = Plan(minutes=minutes, rate=4e-3, long_from=2.0, batch_tokens=2048, short=256, report_seconds=30)
