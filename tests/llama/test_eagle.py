@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama import head_files
 from llamaspec.values import MTP, TARGET, ForwardRequest, Source
 from model_store import ModelStore
-from tiny_models import Recipe, write_vocabulary_only
+from tiny_models import Array, Recipe, write_vocabulary_only
 
 ONE_THREAD = ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
 
@@ -66,6 +67,50 @@ def test_it_does_not_read_the_first_token_of_a_text(store: ModelStore, evaluated
         pair.heads.prepare([(-1, wanted, 0)])
         pair.heads.evaluate([(-1, wanted)])
         assert [(stretch.start, len(stretch.tokens)) for stretch in evaluated.stretches] == [(0, 20), (1, 20)]
+
+
+def test_it_computes_what_eagle_3_is(store: ModelStore) -> None:
+    """The paper's arithmetic in numpy, for a text of two tokens: the second reads the first one's rows."""
+    path, read = store.path("eagle3"), text(2)
+    with open_pair(store.path("llama"), path, target_options=ONE_THREAD) as pair:
+        pair.target.forward(ForwardRequest(TARGET, read[:1], n_logits=0))
+        cached = pair.target.cached(-1)
+        assert cached is not None
+        rows = cached.hidden.rows(0, 1).copy()
+        assert pair.heads is not None
+        pair.heads.prepare([(-1, ForwardRequest(MTP, read), 0)])
+        (logits,) = pair.heads.evaluate([(-1, ForwardRequest(MTP, read))])
+    width = rows.shape[1] // 3
+    np.testing.assert_allclose(rows[0, :width], weights(store.path("llama"))["token_embd.weight"][read[0]])
+    assert (rows[0, width : 2 * width] == rows[0, 2 * width :]).all()
+    np.testing.assert_allclose(logits[0, 16:], by_hand(weights(path), rows[0], int(read[1])), atol=1e-4)
+
+
+def weights(path: Path) -> dict[str, Array]:
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+
+
+def by_hand(weight: dict[str, Array], rows: Array, token: int) -> Array:
+    """Scores of an EAGLE-3 that sees one position: attention is its value then."""
+
+    def norm(x: Array, name: str) -> Array:
+        scaled: Array = x / np.sqrt(np.square(x).mean() + 1e-5) * weight[f"{name}.weight"]
+        return scaled
+
+    def layer(x: Array, name: str) -> Array:
+        product: Array = weight[f"blk.0.{name}.weight"] @ x
+        return product
+
+    g = weight["fc.weight"] @ rows
+    both = np.concatenate([
+        norm(weight["token_embd.weight"][token], "blk.0.attn_norm"), norm(g, "blk.0.attn_norm_2")
+    ])  # fmt: skip
+    h = g + layer(layer(both, "attn_v"), "attn_output")
+    x = norm(h, "blk.0.ffn_norm")
+    gate = layer(x, "ffn_gate")
+    h = h + layer(gate / (1 + np.exp(-gate)) * layer(x, "ffn_up"), "ffn_down")
+    scores: Array = weight["output.weight"] @ norm(h, "output_norm")
+    return scores
 
 
 def test_another_target(store: ModelStore) -> None:
