@@ -46,6 +46,14 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore, kind: str) 
             assert {round_.source for completion in found for round_ in completion.rounds} >= {Source.MTP}
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_tokens_that_it_does_not_have_trouble_no_rule(store: ModelStore, rule: str) -> None:
+    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+        sampling = Sampling(temperature=1.0, top_k=None)
+        found = pair.stream("a b", rule=rule, seed=1, sampling=sampling, max_tokens=30, policy=FixedLength(3))
+        assert found.run().summary.n_verified > 20
+
+
 def test_it_never_drafts_a_token_that_it_does_not_have(store: ModelStore) -> None:
     with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
         pair.target.forward(ForwardRequest(TARGET, text(20), n_logits=0))
