@@ -12,10 +12,11 @@ from command import invoke, said
 from forward_requests import EXACT, Count, text
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Sampling, open_pair
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.llama import head_files
+from llamaspec.llama import head_files, trial
+from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, TARGET, ForwardRequest, Source
 from model_store import ModelStore
-from tiny_models import Array, Recipe, write_vocabulary_only
+from tiny_models import Array, Recipe, write_eagle3, write_vocabulary_only
 
 ONE_THREAD = ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
 
@@ -129,6 +130,29 @@ def test_another_target(store: ModelStore) -> None:
         open_pair(store.path("gemma3"), eagle, target_options=ONE_THREAD)
     with pytest.raises(ModelFileError, match="no whole model but a part of one"):
         open_pair(eagle, target_options=ONE_THREAD)
+
+
+@pytest.fixture
+def untrusting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(trial.TRUST)
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("untrusting")
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-bare"])
+def test_a_sound_file_passes_its_trial(store: ModelStore, kind: str) -> None:
+    Weights(store.path(kind), ONE_THREAD).close()
+
+
+@pytest.mark.usefixtures("untrusting")
+def test_a_file_that_names_tokens_beyond_the_vocabulary_ends_no_process(tmp_path: Path) -> None:
+    path = write_eagle3(tmp_path / "eagle3.gguf")
+    reader = gguf.GGUFReader(path, "r+")
+    (tokens,) = (tensor for tensor in reader.tensors if tensor.name == "d2t")
+    tokens.data[-1] = 1 << 20
+    reader.data.flush()
+    with pytest.raises(ModelFileError, match="download or convert it again"):
+        Weights(path, ONE_THREAD)
 
 
 def test_a_build_without_the_functions(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
