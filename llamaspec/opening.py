@@ -13,12 +13,12 @@ from llamaspec.drafters.foreign import foreign_vocabulary
 from llamaspec.drafters.past import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
+from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.llama.pairing import check_pair, difference
-from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.values import MTP
@@ -84,11 +84,13 @@ def open_pair(
         raise PairError("a draft has drafts only where all of them are models of their own; drop one")
     if draft == NGRAM:
         draft, ngram = None, True
+    if draft == AUTO and not has_draft(str(target)):
+        resolve_model(target)  # it is fetched first: it may have heads
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
         path = resolve_model(target)
         return _open_with_heads(path, None, *how, past, ngram=ngram)
     draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and not stages and is_shared_head(draft_path):
+    if draft_path is not None and not stages and what_it_reads(draft_path):
         path = resolve_model(target)
         return _open_with_heads(path, draft_path, *how, past, ngram=ngram)
     options = draft_options or _DRAFT_OPTIONS

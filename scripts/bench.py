@@ -2,6 +2,7 @@
 
     python scripts/bench.py                                   # the embedded pair
     python scripts/bench.py --target big.gguf --draft small.gguf --llama-cpp path/to/build/bin
+    python scripts/bench.py --target mtp.gguf --draft auto --llama-cpp path/to/build/bin    # its own heads
     python scripts/bench.py --against ../before               # a worktree of an earlier commit
 
 The physics: a memory-bound target costs about the same for one position as for a few, so draft tokens
@@ -49,7 +50,9 @@ from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import stored_probe
 from llamaspec.protocols import LengthPolicy
+from llamaspec.values import Round
 from simple_length import SimpleLength
+from width_costs import show_costs, width_costs
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -84,6 +87,7 @@ class Score:
     worst: float
     worst_prompt: int
     same_text: bool | None
+    acceptance_rate: float | None  # mean over prompts
     overhead_share: float | None
     predictions: tuple[float, float, float] | None  # least, median and greatest
     per_prompt: dict[int, float] = field(default_factory=dict)
@@ -94,11 +98,10 @@ class Score:
 @click.option(
     "--draft",
     "drafts",
-    type=Path,
     multiple=True,
-    default=(demo_draft(),),
+    default=(str(demo_draft()),),
     show_default="the embedded pair",
-    help="Of several, each drafts for the one before it.",
+    help="A file, auto or mtp. Of several, each drafts for the one before it.",
 )
 @click.option("--ngram", is_flag=True, help="Earlier text is copied before the draft is asked.")
 @click.option("--prompts", type=Path, default=PROMPTS, show_default="scripts/prompts.yaml")
@@ -107,6 +110,7 @@ class Score:
 @click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0))
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
+@click.option("--widths", is_flag=True, help="Also what each width should have cost, and what it cost.")
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -114,7 +118,7 @@ class Score:
 )
 def main(
     target: Path,
-    drafts: tuple[Path, ...],
+    drafts: tuple[str, ...],
     ngram: bool,
     prompts: Path,
     max_prompts: int | None,
@@ -122,6 +126,7 @@ def main(
     temperatures: tuple[float, ...],
     turns: int,
     lengths: tuple[int, ...],
+    widths: bool,
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
@@ -131,6 +136,7 @@ def main(
     options = ModelOptions(threads=threads)
     draft_options = ModelOptions(threads=threads, max_scored=DRAFT_SCORED)
     runs: list[Run] = []
+    rounds: list[Round] = []  # of all texts, as they happened
     with (
         open_pair(
             target,
@@ -150,17 +156,26 @@ def main(
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
             for done, (temperature, prompt, turn) in enumerate(cases):
-                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens)
+                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens, rounds)
                 for peer in peers:
-                    for arm, n_tokens, speed in peer.turn(texts[prompt], temperature, turn, max_tokens):
-                        runs.append(Run(arm, prompt, temperature, turn, n_tokens, speed, None))
+                    for run in peer.turn(texts[prompt], temperature, turn, max_tokens):
+                        case = (prompt, temperature, turn)
+                        runs.append(
+                            Run(
+                                run.arm, *case, run.n_tokens, run.tokens_per_second, None, run.acceptance_rate
+                            )
+                        )
                 progress.part(done + 1, len(cases))
         description = pair.target.description
+        costs = width_costs(rounds) if widths else []
     scores = list(_scores(runs))
     _show(scores, description)
+    if costs:
+        show_costs(costs)
     print(json.dumps({
         "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
-        "scores": [asdict(score) for score in scores], "runs": [asdict(run) for run in runs],
+        "scores": [asdict(score) for score in scores], "widths": [asdict(cost) for cost in costs],
+        "runs": [asdict(run) for run in runs],
     }))  # fmt: skip
 
 
@@ -184,8 +199,9 @@ def _turn(
     text: str,
     case: tuple[float, int, int],
     max_tokens: int,
+    rounds: list[Round],
 ) -> Iterator[Run]:
-    """Every arm once, in an order that rotates from turn to turn."""
+    """Every arm once, in an order that rotates from turn to turn; `rounds` gets all that happened."""
     temperature, prompt, turn = case
     shift = (prompt + turn) % len(arms)
     order = [*list(arms)[shift:], *list(arms)[:shift]]
@@ -194,6 +210,7 @@ def _turn(
         policy = arms[name]()
         before = copy.deepcopy(policy)
         done[name] = (_run(pair, lambda: policy, text, temperature, turn, max_tokens), before)  # noqa: B023
+        rounds += done[name][0].rounds
     plain = done["plain"][0]
     for name, (completion, policy) in done.items():
         summary = completion.summary
@@ -255,6 +272,7 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
     worst_prompt = min(ratios, key=lambda prompt: ratios[prompt])
     shares = [run.overhead_share for run in own if run.overhead_share is not None]
     same = [run.same_text for run in own if run.same_text is not None]
+    rates = [run.acceptance_rate for run in own if run.acceptance_rate is not None]
     predictions = [run.prediction for run in own if run.prediction is not None]
     return Score(
         arm=arm,
@@ -264,6 +282,7 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
         worst=ratios[worst_prompt],
         worst_prompt=worst_prompt,
         same_text=all(same) if same else None,
+        acceptance_rate=statistics.mean(rates) if rates else None,
         overhead_share=statistics.median(shares) if shares else None,
         predictions=(min(predictions), statistics.median(predictions), max(predictions))
         if predictions
@@ -281,6 +300,7 @@ def _show(scores: list[Score], description: str) -> None:
         "spread",
         "worst prompt",
         "same text",
+        "accepted",
         "overhead",
         "predicted",
     )
@@ -294,6 +314,7 @@ def _show(scores: list[Score], description: str) -> None:
             f"×/÷ {score.spread:.2f}",
             f"{score.worst:.2f} (#{score.worst_prompt})",
             {True: "yes", False: "NO", None: "-"}[score.same_text],
+            f"{score.acceptance_rate:.0%}" if score.acceptance_rate is not None else "-",
             f"{score.overhead_share:.1%}" if score.overhead_share is not None else "-",
             "{1:.2f} ({0:.2f}-{2:.2f})".format(*score.predictions) if score.predictions else "-",
         )

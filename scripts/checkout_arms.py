@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from llama_cpp_arms import PeerRun
 from llamaspec import Pair
 from llamaspec.length.cost_curve import CostCurve
 
@@ -39,11 +40,13 @@ class Checkout:
     def __init__(self, folder: Path, pair: Pair, curve: CostCurve | None) -> None:
         if not (folder / "llamaspec" / "__init__.py").exists():
             raise click.UsageError(f"{folder} has no llamaspec; name the top of a checkout")
-        assert pair.draft is not None
+        draft = pair.draft or pair.heads
+        assert draft is not None
+        named = "mtp" if draft.path == pair.target.path else draft.path.resolve()
         self._arms = ARMS if curve is not None else tuple(arm for arm in ARMS if arm != "auto")
         self._curve = [curve.widths, curve.verify_seconds, curve.draft_step_seconds] if curve else None
         self._process = subprocess.Popen(
-            [sys.executable, WORKER, folder.resolve(), pair.target.path.resolve(), pair.draft.path.resolve()],
+            [sys.executable, WORKER, folder.resolve(), pair.target.path.resolve(), named],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -51,10 +54,8 @@ class Checkout:
             text=True,
         )
 
-    def turn(
-        self, text: str, temperature: float, seed: int, max_tokens: int
-    ) -> Iterator[tuple[str, int, float]]:
-        """Every arm once: its name, how many tokens, and tokens per second."""
+    def turn(self, text: str, temperature: float, seed: int, max_tokens: int) -> Iterator[PeerRun]:
+        """Every arm once."""
         for arm in self._arms:
             request = {
                 "arm": arm,
@@ -65,7 +66,7 @@ class Checkout:
                 "curve": self._curve,
             }
             answer = self._ask(request)
-            yield f"before: {arm}", len(answer["tokens"]), answer["speed"]
+            yield PeerRun(f"before: {arm}", len(answer["tokens"]), answer["speed"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018

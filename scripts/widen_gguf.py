@@ -32,6 +32,7 @@ Examples:
   python scripts/widen_gguf.py --check
   python scripts/widen_gguf.py --layers 16 --quantize Q4_0 --quantize Q8_0
   python scripts/widen_gguf.py small.gguf --factor 4 --vocabulary 131072 --folder /tmp
+  python scripts/widen_gguf.py --factor 4 --experts 32 --quantize Q4_0
 
 \b
 The first makes the embedded target 8 times as wide: 50 times the weights."""
@@ -42,6 +43,8 @@ The first makes the embedded target 8 times as wide: 50 times the weights."""
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
 @click.option("--layers", type=int, help="With layers that add nothing, up to this number.")
 @click.option("--vocabulary", type=int, help="With tokens that are never said, up to this number.")
+@click.option("--experts", type=int, help="Make it a mixture of that many experts in every layer.")
+@click.option("--used", type=int, default=4, show_default=True, help="Experts that each token uses.")
 @click.option(
     "--dtype", type=click.Choice(["F16", "F32"]), default="F16", show_default=True, help="Of the matrices."
 )
@@ -56,6 +59,8 @@ def main(
     factor: int,
     layers: int | None,
     vocabulary: int | None,
+    experts: int | None,
+    used: int,
     dtype: str,
     kinds: tuple[str, ...],
     folder: Path,
@@ -64,7 +69,7 @@ def main(
 ) -> None:
     """Widen SOURCE, by default the embedded target."""
     try:
-        plan = Plan(Source(source), Widening(factor, layers, vocabulary, dtype))
+        plan = Plan(Source(source), Widening(factor, layers, vocabulary, dtype, experts, used))
         wide = folder / f"{source.stem}-{plan.widening.label}.gguf"
         _widen(plan, wide)
         print(wide)

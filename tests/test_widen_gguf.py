@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forward_requests import EXACT, text
+from llamaspec import ModelOptions, open_pair
+from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits
+from mtp_target import export
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_llama, write_mamba
 from tiny_vocabulary import BYTES
@@ -40,6 +45,8 @@ def widened(tmp_path: Path, recipe: Recipe, widening: Widening) -> tuple[Path, P
         Widening(1, n_layers=5, dtype="F32"),
         Widening(2, n_vocabulary=1000, dtype="F32"),
         Widening(2, n_layers=3, n_vocabulary=500, dtype="F16"),
+        Widening(2, dtype="F32", n_experts=6, n_used=2),
+        Widening(2, n_layers=3, dtype="F16", n_experts=4),
     ],
     ids=lambda widening: widening.label,
 )
@@ -57,6 +64,59 @@ def test_the_scores_are_those_of_the_source(recipe: Recipe, widening: Widening, 
     if widening.n_vocabulary:
         assert found.shape[1] == widening.n_vocabulary
         assert found[:, n:].max() < found[:, :n].min() - 10
+
+
+def with_head(tmp_path: Path, recipe: Recipe) -> tuple[Path, Path]:
+    """A Llama, and the same with a prediction head: its last layer, over the embedding and a little more."""
+    path, width = write_llama(tmp_path / "llama.gguf", recipe), recipe.width
+    source = Source(path)
+    layer = f"blk.{recipe.n_layers - 1}."
+    head = {
+        name.removeprefix(layer): source.weight(name) for name in source.tensors if name.startswith(layer)
+    }
+    rows = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
+    head["nextn.eh_proj.weight"] = np.concatenate([np.eye(width, dtype=np.float32), 0.1 * rows], axis=1)
+    for name in ("enorm", "hnorm"):
+        head[f"nextn.{name}.weight"] = np.linspace(0.5, 1.5, width, dtype=np.float32)
+    export.write(tmp_path / "headed.gguf", source, head)
+    return path, tmp_path / "headed.gguf"
+
+
+@pytest.mark.parametrize("recipe", [TIED, SEPARATE])
+def test_a_llama_with_a_head_says_what_the_llama_says(recipe: Recipe, tmp_path: Path) -> None:
+    """As another architecture: heads turn their halves against each other, where a Llama turns neighbours."""
+    path, headed = with_head(tmp_path, recipe)
+    with PlainLlama(path) as one, PlainLlama(headed) as two:
+        tokens = one.tokenize(TEXT)
+        assert two.tokenize(TEXT) == tokens
+        # Tied, the output is repacked for another kernel, which rounds the activations.
+        tolerance = 0.5 if recipe.dtype == "q8_0" else 1e-2
+        np.testing.assert_allclose(one.logits(tokens), two.logits(tokens), atol=tolerance)
+
+
+@pytest.mark.parametrize("widening", [Widening(3, dtype="F32"), Widening(2, n_layers=4, dtype="F32")])
+def test_a_wide_head_drafts_what_the_source_drafts(widening: Widening, tmp_path: Path) -> None:
+    _, headed = with_head(tmp_path, SEPARATE)
+    floats, wide = tmp_path / "floats.gguf", tmp_path / "wide.gguf"  # the head itself is quantised
+    for path, made in ((floats, Widening(dtype="F32")), (wide, widening)):
+        write(Plan(Source(headed), made), path, lambda name, n_bytes: None)
+
+    def asking() -> Generator[ForwardRequest, Forward, list[Logits]]:
+        """The head's scores behind a text, and behind draft tokens."""
+        read = text(40)
+        yield ForwardRequest(TARGET, read, n_logits=0)
+        answers = []
+        for n in range(3):
+            forward = yield ForwardRequest(MTP, np.concatenate([read, text(41 + n)[40:]]))
+            answers.append(forward.logits.copy())
+        return answers
+
+    found = []
+    for path in (floats, wide):
+        with open_pair(path, "mtp", target_options=ModelOptions(threads=1, **EXACT)) as pair:  # type: ignore[arg-type]
+            found.append(pair.run(asking()))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(one, two, atol=5e-3)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -139,3 +199,9 @@ def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
         Plan(source, Widening(n_layers=1))
     with pytest.raises(ValueError, match="factor"):
         Widening(0)
+    with pytest.raises(ValueError, match="cannot use 4"):
+        Widening(2, n_experts=3)
+    headed = Source(with_head(tmp_path, SEPARATE)[1])
+    for widening in (Widening(2, n_vocabulary=1000), Widening(2, n_experts=8)):
+        with pytest.raises(UnsuitableFileError, match="can be added"):
+            Plan(headed, widening)

@@ -191,12 +191,12 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     named, target = choice.draft, demo_target()
-    if named == AUTO:
+    if choice.target is not None:
+        target = find(choice.target)
+    if named == AUTO:  # what was just fetched may have heads
         named = None
         if choice.target is not None:
             named = MTP if drafts_itself(choice.target) else known_draft(choice.target)
-    if choice.target is not None:
-        target = find(choice.target)
     heads = named == MTP and not choice.no_draft
     if heads:
         check_heads(target)

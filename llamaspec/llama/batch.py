@@ -31,9 +31,11 @@ class Batch:
     size : int
     width : int
         E, the size of a hidden row; 0 where none are given with the tokens.
+    with_tokens : bool
+        False: hidden rows alone.
     """
 
-    def __init__(self, size: int, width: int = 0) -> None:
+    def __init__(self, size: int, width: int = 0, *, with_tokens: bool = True) -> None:
         self._hidden = np.zeros((size, width), dtype=np.float32) if width else None
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
@@ -46,7 +48,7 @@ class Batch:
         self._pointers = pointers.astype(np.uintp)
         self._batch = lib.llama_batch(
             n_tokens=0,
-            token=_pointer(self._token, lib.llama_token),
+            token=_pointer(self._token, lib.llama_token) if with_tokens else None,
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._position, lib.llama_pos),
             n_seq_id=_pointer(self._n_sequences, ctypes.c_int32),

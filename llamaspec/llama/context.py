@@ -31,6 +31,7 @@ from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.layer_rows import layer_rows, show_layer
 from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
@@ -47,6 +48,7 @@ from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
+EAGLE_BATCH = 64  # it computes logits of every position
 STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
 
@@ -80,6 +82,7 @@ class Context:
         self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
+        self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
         n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
         self.context_size = n_ctx
         n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
@@ -94,7 +97,7 @@ class Context:
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
         self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
-        if head is not None:
+        if head is not None and weights.architecture != nextn.EAGLE:
             nextn.choose_head(pointer, head)
         if options.heads:
             scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
@@ -146,6 +149,17 @@ class Context:
             self._keep_hidden(new)
         return self._answers(batch, n_scored)
 
+    def encode(self, batch: lib.llama_batch) -> None:
+        """Let llama.cpp's encoder evaluate hidden rows; `hidden_rows` are then what it made of them."""
+        self._abort.clear()
+        self._check(lib.llama_encode(self.pointer, batch))
+
+    def keep_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep from now on, as hidden rows, what goes into some layers, side by side."""
+        for layer in layers:
+            show_layer(self.pointer, layer)
+        self._layers, self._keeps_hidden = layers, True
+
     def release(self, row: int) -> None:
         """The row has ended."""
         self.cache.release(row)
@@ -174,7 +188,8 @@ class Context:
 
     def _keep_hidden(self, evaluated: Sequence[tuple[int, TokenArray]]) -> None:
         """Note the hidden rows of what has just been committed."""
-        rows, end = self.hidden_rows(sum(len(tokens) for _, tokens in evaluated)), 0
+        n, end = sum(len(tokens) for _, tokens in evaluated), 0
+        rows = self._layer_rows(n) if self._layers else self.hidden_rows(n)
         for row, tokens in evaluated:
             start, end = end, end + len(tokens)
             sequence = self.cache.sequence(row)
@@ -193,6 +208,10 @@ class Context:
                 status = lib.llama_decode(pointer, batch)
         if self._governor is not None:
             self._governor.finish()
+        self._check(status)
+
+    def _check(self, status: int) -> None:
+        """Raise what llama.cpp's answer means."""
         if status == 0:
             return
         if status == 1:
@@ -233,6 +252,11 @@ class Context:
         """The same for hidden rows, of all positions or the scored ones: [n, E]."""
         return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
 
+    def _layer_rows(self, n: int) -> Rows:
+        """What went into the layers that are kept: [n, layers * E]."""
+        views = [self._view(layer_rows(self.pointer, i), n, self._hidden_size) for i in self._layers]
+        return np.concatenate(views, axis=1)
+
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
@@ -265,7 +289,9 @@ def _open(
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
     keeps_states = weights.keeps_states and not is_head
-    if is_head:
+    if is_head and weights.architecture == nextn.EAGLE:
+        parameters.n_batch = parameters.n_ubatch = EAGLE_BATCH
+    elif is_head:
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
     if other is not None:
         parameters.ctx_other = other.pointer

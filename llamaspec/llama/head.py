@@ -8,7 +8,7 @@ nobody knows any more, because the target had cached them, are left out: a gap. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from llamaspec.llama.cached_sequence import shared
 from llamaspec.llama.context import Context
 from llamaspec.llama.hidden_rows import HiddenRows, Rows
 from llamaspec.values import MTP, NO_TOKENS, ForwardRequest, Logits, TokenArray
+
+Encoder = Callable[[Rows], Rows]  # [n, any width] to [n, E]
 
 _OWN = -(1 << 30)  # keys from here down belong to one row: no other text may share what follows
 
@@ -44,12 +46,13 @@ class Reading:
             own_first >= own_end or self.own_first <= own_first < own_end <= self.own_first + len(self.own)
         )
 
-    def rows(self, start: int) -> Rows:
-        """These hidden rows: [n - start, E]; zeros for the first token of a text."""
+    def rows(self, start: int, encoder: Encoder | None = None) -> Rows:
+        """These hidden rows, the target's encoded: [n - start, E]; zeros for the first token of a text."""
         rows = np.zeros((len(self.tokens) - start, self.hidden_size), dtype=np.float32)
         first, end = max(start, 1), min(self.n_text, len(self.tokens))
         if first < end:
-            rows[first - start : end - start] = self.hidden.rows(first - 1, end - 1)
+            hidden = self.hidden.rows(first - 1, end - 1)
+            rows[first - start : end - start] = hidden if encoder is None else encoder(hidden)
         for position in range(max(start, self.n_text), len(self.tokens)):
             rows[position - start] = self.own[position - 1 - self.own_first]
         return rows
@@ -80,10 +83,14 @@ class Head:
         For heads, with a KV cache.
     scored_only : bool
         It has hidden rows only of scored positions.
+    encoder : callable, optional
+        Makes what it reads of the target's hidden rows. Such a head (EAGLE-3) never reads the first token of
+        a text, and gives scores of all positions of an evaluation, or of none.
     """
 
-    def __init__(self, context: Context, *, scored_only: bool) -> None:
+    def __init__(self, context: Context, *, scored_only: bool, encoder: Encoder | None = None) -> None:
         self.context = context
+        self._encoder = encoder
         self._scored_only = scored_only
         self._gaps: dict[int, _Gap] = {}  # by row
 
@@ -98,17 +105,12 @@ class Head:
 
     def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
         """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
-        stretches: list[Stretch] = []
-        keys: list[tuple[int, TokenArray]] = []
-        for reading in batch:
-            held = self.context.cache.sequence(reading.row)
-            start = held.n + self._gap(reading).n_left_out
-            new = reading.tokens[start:]
-            stretches.append(Stretch(held.number, held.n, new, reading.n_scored, reading.rows(start)))
-            keys.append((reading.row, self._keys(reading)[held.n :]))
+        scores_all = self._encoder is not None and any(reading.n_scored for reading in batch)
+        stretches = [self._stretch(reading, scores_all=scores_all) for reading in batch]
+        keys = [(r.row, self._keys(r)[self.context.cache.sequence(r.row).n :]) for r in batch]
         self.context.decode(stretches)
         self.context.cache.commit(keys)
-        return self._answers(stretches)
+        return self._answers(batch, stretches)
 
     def is_ready(self, reading: Reading) -> bool:
         """Whether what was prepared can still be read: not if the target has forgotten it since."""
@@ -133,6 +135,8 @@ class Head:
         """Where reading goes on; None where it must be asked again, because a gap has been opened."""
         if isinstance(prepared, ContextFullError):
             return prepared
+        if self._encoder is not None and len(reading.tokens) == 1:
+            return ContextFullError("there is nothing before the first token of a text")
         gap, resume = self._gap(reading), reading.hidden.first + 1
         if prepared < len(gap.keys):  # what was read before the gap has been given up
             del self._gaps[reading.row]
@@ -159,14 +163,23 @@ class Head:
             keys[len(gap.keys)] = _OWN - reading.row % -_OWN
         return keys
 
-    def _answers(self, stretches: Sequence[Stretch]) -> list[tuple[Logits, Rows]]:
+    def _stretch(self, reading: Reading, *, scores_all: bool) -> Stretch:
+        held = self.context.cache.sequence(reading.row)
+        start = held.n + self._gap(reading).n_left_out
+        n_passed = int(self._encoder is not None and start == 0)
+        new = reading.tokens[start + n_passed :]
+        rows = reading.rows(start + n_passed, self._encoder)
+        n_scored = len(new) if scores_all else reading.n_scored
+        return Stretch(held.number, held.n + n_passed, new, n_scored, rows)
+
+    def _answers(self, batch: Sequence[Reading], stretches: Sequence[Stretch]) -> list[tuple[Logits, Rows]]:
         n_scored = sum(stretch.n_scored for stretch in stretches)
         n_rows = n_scored if self._scored_only else sum(len(stretch.tokens) for stretch in stretches)
         logits, rows = self.context.logits(n_scored), self.context.hidden_rows(n_rows)
         answers, scored, end = [], 0, 0
-        for stretch in stretches:
+        for reading, stretch in zip(batch, stretches, strict=True):
             scored, end = scored + stretch.n_scored, end + len(stretch.tokens)
             last = scored if self._scored_only else end
-            first = last - stretch.n_scored
-            answers.append((logits[scored - stretch.n_scored : scored], rows[first:last]))
+            n = reading.n_scored
+            answers.append((logits[scored - n : scored], rows[last - n : last]))
         return answers

@@ -18,11 +18,12 @@ import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.llama.context import Context
+from llamaspec.llama.eagle import open_eagle
 from llamaspec.llama.head import Head, Reading
 from llamaspec.llama.hidden_rows import HiddenRows, Rows
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import SCORED_ROWS_ONLY, check_heads
+from llamaspec.llama.nextn import EAGLE, SCORED_ROWS_ONLY, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.shared_head import SharedHead
@@ -60,7 +61,7 @@ class PredictionHeads:
     options : ModelOptions, optional
         Threads, and types of the KV cache; default as the target's.
     path : Path, optional
-        A head in a file of its own, which reads the target's KV cache.
+        A head in a file of its own: an EAGLE-3, or one that reads the target's KV cache.
     on_load : callable, optional
         Told the fraction of it that is loaded.
 
@@ -93,12 +94,17 @@ class PredictionHeads:
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self._weights: Weights | None = None
+        self._hidden_size = target.weights.hidden_size  # of a row that a head leaves
         scored_only = target.weights.architecture in SCORED_ROWS_ONLY
         try:
             if path is not None:
                 self._weights = Weights(path, self.options, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
-                self._heads.append(SharedHead.over(self._weights, target))
+                if self._weights.architecture == EAGLE:
+                    self._heads.append(open_eagle(self._weights, target, self.options))
+                    self._hidden_size = self._weights.hidden_size
+                else:
+                    self._heads.append(SharedHead.over(self._weights, target))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
                 context = Context(target.weights, self.options, head=i)
@@ -203,7 +209,7 @@ class PredictionHeads:
             tokens=tokens,
             n_text=min(n_evaluated + 1, len(tokens)),
             n_scored=request.n_scored,
-            hidden_size=self._target.weights.hidden_size,
+            hidden_size=self._hidden_size,
             hidden=_UNKNOWN if cached is None else cached.hidden,
             own_first=own.first,
             own=own.of(tokens),

@@ -68,6 +68,7 @@ class LlamaModel:
                 self.weights.close()
             raise
         self._contexts = [context]
+        self._layers: tuple[int, ...] = ()
         self._of_row: dict[int, Context] = {}  # only where every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
@@ -130,9 +131,15 @@ class LlamaModel:
         context = self._of_row.get(row)
         return None if context is None else context.cache.find(row)
 
-    def context_beside(self, weights: Weights) -> Context:
+    def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        return Context(weights, self.options, head=0, other=self._contexts[0])
+        return Context(weights, options or self.options, head=0, other=self._contexts[0])
+
+    def keep_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep, as hidden rows, what goes into some layers."""
+        self._layers = layers
+        for context in self._contexts:
+            context.keep_layers(layers)
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Evaluate one request at once: for measurements and tests, beside no other row.
@@ -214,6 +221,8 @@ class LlamaModel:
             if len(self._contexts) >= N_SEQUENCES:
                 raise ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
             free = [Context(self.weights, self.options)]
+            if self._layers:
+                free[0].keep_layers(self._layers)
             self._contexts += free
         context = max(free, key=lambda context: _cached(context, tokens))
         self._of_row[row] = context

@@ -25,6 +25,7 @@ ONE_HEAD = frozenset({
     "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
 })  # fmt: skip
 SEVERAL_HEADS = frozenset({"hy_v3", "mimo2", "step35"})  # and those that run any number, one for each token
+EAGLE = "eagle3"  # a draft in a file of its own that is asked as heads are
 # Where the graph has a hidden row only for the positions that are scored; elsewhere for all of them.
 SCORED_ROWS_ONLY = frozenset({"deepseek4", "gemma4-assistant", "mimo2", "qwen3next", "step35"})
 try:

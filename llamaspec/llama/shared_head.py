@@ -8,40 +8,15 @@ out of the target's cache before. tests/llama/test_shared_head.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from llamaspec.errors import ContextFullError, PairError
 from llamaspec.llama.batch import Stretch
 from llamaspec.llama.context import Context
-from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.head import Reading
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import can_compute_heads
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits
-
-ARCHITECTURE = "gemma4-assistant"
-
-
-def is_shared_head(path: Path) -> bool:
-    """Whether a file holds such a head.
-
-    Raises
-    ------
-    PairError
-        It does, and this build of llama.cpp cannot compute it.
-    """
-    try:
-        if read_tensors(path).texts.get("general.architecture") != ARCHITECTURE:
-            return False
-    except OSError:
-        return False  # what is wrong is said by whoever loads the file
-    if not can_compute_heads():
-        raise PairError(
-            f"{path} is a prediction head, which this build of llama.cpp cannot compute; update it"
-        )
-    return True
 
 
 class SharedHead:

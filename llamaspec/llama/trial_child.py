@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
+from llamaspec.llama.eagle import try_eagle
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import PARTS, LlamaModel
-from llamaspec.llama.nextn import heads_in_file
+from llamaspec.llama.nextn import EAGLE, heads_in_file
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import available_bytes
 from llamaspec.llama.weights import Weights
@@ -70,8 +71,11 @@ def limit(seconds: int, n_bytes: int) -> None:
 def use(path: Path, n_ctx: int) -> None:
     """Open the file, use all of its vocabulary, and evaluate."""
     options = ModelOptions(n_ctx=n_ctx or None, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    if read_tensors(path).texts.get("general.architecture") in PARTS:
-        Weights(path, options)  # all that can be done without the other model
+    architecture = read_tensors(path).texts.get("general.architecture")
+    if architecture in PARTS:
+        weights = Weights(path, options)  # nearly all that can be done without the other model
+        if architecture == EAGLE:
+            try_eagle(weights, options)
         return
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:

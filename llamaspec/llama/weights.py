@@ -18,6 +18,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.facts import ModelFacts, model_facts
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
+from llamaspec.llama.nextn import EAGLE
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
@@ -121,7 +122,7 @@ class Weights:
 
     def _check_kind(self) -> None:
         remedy = "give a decoder-only text model"
-        if lib.llama_model_has_encoder(self.pointer):
+        if lib.llama_model_has_encoder(self.pointer) and self.architecture != EAGLE:
             raise ModelFileError(f"{self.path} has an encoder; {remedy}")
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")

@@ -17,10 +17,10 @@ from pathlib import Path
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
+from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.pairing import difference
-from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.threads import usage
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
@@ -56,8 +56,9 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
     yield from machine_findings(machine)
     yield from busy_finding(machine)
     draft = files.draft
-    if draft is not None and is_shared_head(draft.path):  # without its target it is nothing
-        yield Finding(OK, "draft", f"{draft.path.name} is a prediction head that reads the target's KV cache")
+    reads = None if draft is None else what_it_reads(draft.path)
+    if draft is not None and reads:  # without its target it is nothing
+        yield Finding(OK, "draft", f"{draft.path.name} is a prediction head that reads {reads}")
         files, draft = replace(files, draft=None, heads=True), None
     wanted = [("target", files.target)] + ([("draft", draft)] if draft is not None else [])
     examined: dict[str, Examined] = {}

@@ -7,6 +7,9 @@ see. So no matrix is ever divided: its numbers are the source's own, and it quan
 Padding tokens need a score that is low in *every* context, but a Llama has no bias. A spare hidden unit
 serves as one: every embedding sets it to c, no layer reads or writes it, so only the mean of squares
 notices, by c²/n. RMS norms add an epsilon of the very same kind, and give up as much: the function stays.
+
+A prediction head begins with a matrix over two norms, whose product is a hidden state: these norms do not
+give the factor back. Experts are added like layers: they say nothing, and the feed-forward is shared.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ SPARE_UNIT = 64.0  # its value behind the last norm, times the size of the hidde
 LARGEST_HALF = 65504.0  # of float16
 
 RESIDUAL_WRITERS = ("attn_output", "ffn_down")
+BEFORE_A_HIDDEN_STATE = ("nextn.enorm", "nextn.hnorm")
+JOIN = "nextn.eh_proj.weight"  # [E, 2E]: reads the norm of an embedding, and that of a hidden row behind it
+N_SHARED = 4  # experts that every token uses: together the source's feed-forward
+FEED_FORWARD = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
 
 
 @dataclass(frozen=True)
@@ -40,19 +47,24 @@ class Widening:
     n_layers: int | None = None  # with identity layers up to this number
     n_vocabulary: int | None = None  # with unused tokens up to this number
     dtype: str = "F16"  # of the matrices: F16 or F32
+    n_experts: int | None = None  # a mixture of that many in every layer, each a quarter of a feed-forward
+    n_used: int = 4  # experts that each token uses
 
     def __post_init__(self) -> None:
         if self.factor < 1:
             raise ValueError(f"the factor must be >= 1, got {self.factor}")
         if self.dtype not in ("F16", "F32"):
             raise ValueError(f"the type must be F16 or F32, got {self.dtype}")
+        if self.n_experts is not None and not 1 <= self.n_used <= self.n_experts:
+            raise ValueError(f"of {self.n_experts} experts a token cannot use {self.n_used}")
 
     @property
     def label(self) -> str:
-        """A short name for files: x8-L16-V32768-F16."""
+        """A short name for files: x8-L16-V32768-E32x4-F16."""
         layers = f"-L{self.n_layers}" if self.n_layers else ""
         vocabulary = f"-V{self.n_vocabulary}" if self.n_vocabulary else ""
-        return f"x{self.factor}{layers}{vocabulary}-{self.dtype}"
+        experts = f"-E{self.n_experts}x{self.n_used}" if self.n_experts else ""
+        return f"x{self.factor}{layers}{vocabulary}{experts}-{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -100,8 +112,13 @@ class Target:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it takes the type of the file; vectors stay float32."""
-        return len(self.shape) == 2
+        """Whether it takes the type of the file; vectors and routers stay float32, as llama.cpp has them."""
+        return len(self.shape) >= 2 and not self.is_router
+
+    @property
+    def is_router(self) -> bool:
+        """Whether it chooses experts."""
+        return "ffn_gate_inp" in self.name
 
 
 class Plan:
@@ -127,6 +144,16 @@ class Plan:
                 f"{source.path} has {sizes.n_vocabulary} tokens already, more than {self.n_vocabulary}"
             )
         pads = self.n_vocabulary > sizes.n_vocabulary
+        if pads and (sizes.n_heads_behind or widening.n_experts):
+            raise UnsuitableFileError(
+                f"{source.path}: no tokens can be added with prediction heads or experts"
+            )
+        if widening.n_experts and source.architecture != "llama":
+            raise UnsuitableFileError(
+                f"{source.path} is of architecture {source.architecture}: no experts can be added"
+            )
+        if widening.n_experts and sizes.n_ffn * widening.factor % N_SHARED:
+            raise UnsuitableFileError(f"{source.path} has a feed-forward that is not {N_SHARED} experts")
         self.spare = Spare.for_source(source, widening.factor) if pads else None
 
     @property
@@ -152,20 +179,43 @@ class Plan:
         if self.source.has("rope_freqs.weight"):
             shape = self.source.weight("rope_freqs.weight").shape
             yield Target("rope_freqs.weight", shape, "rope_freqs.weight")
+        n_trunk = self.source.sizes.n_layers
         for layer in range(self.n_layers):
-            yield from self._layer(layer)
+            yield from self._layer(layer, layer % n_trunk, silent=layer >= n_trunk)
+        for i in range(self.source.sizes.n_heads_behind):
+            yield from self._layer(self.n_layers + i, n_trunk + i, silent=False)
 
-    def _layer(self, layer: int) -> Iterator[Target]:
-        origin = f"blk.{layer % self.source.sizes.n_layers}."
+    def _layer(self, layer: int, source_layer: int, *, silent: bool) -> Iterator[Target]:
+        origin = f"blk.{source_layer}."
         for name in self.source.tensors:
-            if name.startswith(origin):
-                part = name.removeprefix(origin)
-                silent = layer >= self.source.sizes.n_layers and part.startswith(RESIDUAL_WRITERS)
-                yield Target(f"blk.{layer}.{part}", self._shape(part, name), name, silent)
+            if not name.startswith(origin):
+                continue
+            part = name.removeprefix(origin)
+            is_silent = silent and part.startswith(RESIDUAL_WRITERS)
+            if self.widening.n_experts and part in FEED_FORWARD:
+                kind = part.removesuffix(".weight")
+                shape = self._shape(part, name)
+                yield Target(f"blk.{layer}.{kind}_shexp.weight", shape, name, is_silent)
+                yield self._experts(layer, kind, name, shape)
+            else:
+                yield Target(f"blk.{layer}.{part}", self._shape(part, name), name, is_silent)
+        if self.widening.n_experts:
+            router = f"blk.{layer}.ffn_gate_inp.weight"
+            yield Target(router, (self.widening.n_experts, self.width), f"{origin}ffn_gate.weight")
+
+    def _experts(self, layer: int, kind: str, origin: str, shape: tuple[int, ...]) -> Target:
+        """The matrices of all experts of a layer: each is a part of the feed-forward, and adds nothing."""
+        assert self.widening.n_experts is not None
+        inner = 1 if kind == "ffn_down" else 0
+        sizes = [n // N_SHARED if i == inner else n for i, n in enumerate(shape)]
+        name = f"blk.{layer}.{kind}_exps.weight"
+        return Target(name, (self.widening.n_experts, *sizes), origin, silent=kind == "ffn_down")
 
     def _shape(self, part: str, origin: str) -> tuple[int, ...]:
         """The shape of a layer's tensor: repeated, and with room for the spare units."""
         factor, width = self.widening.factor, self.width
+        if part == JOIN:
+            return width, 2 * width
         sizes = [int(n) * factor for n in reversed(self.source.tensors[origin].shape)]  # GGUF: n_in first
         if part.startswith(RESIDUAL_WRITERS) or "norm" in part:
             sizes[0] = width
@@ -185,12 +235,26 @@ class Plan:
             self._fill_vocabulary(target.name, weight, out)
         elif "norm" in target.name:
             self._fill_norm(target.name, weight, out)
+        elif target.name.endswith(JOIN):
+            halves = weight.reshape(len(weight), 2, -1)
+            out[:] = np.tile(halves, (factor, 1, factor)).reshape(out.shape)
+        elif target.is_router:
+            self._fill_router(target, out)
+        elif len(target.shape) == 3:  # experts: each begins elsewhere in the feed-forward
+            wide = np.tile(weight, (factor,) * weight.ndim)
+            for i, expert in enumerate(out):
+                expert[:] = np.roll(wide, -i * len(expert) - i // N_SHARED, axis=0)[: len(expert)]
         else:
             wide = np.tile(weight, (factor,) * weight.ndim)
             if wide.ndim == 1 and any(name in target.name for name in RESIDUAL_WRITERS):
                 wide *= factor  # a bias is added to a hidden state that is so many times larger
             out[tuple(slice(n) for n in wide.shape)] = wide
         return out
+
+    def _fill_router(self, target: Target, out: Array) -> None:
+        """Directions at random: tokens whose hidden states are alike choose the same experts."""
+        layer = int(target.name.split(".")[1])
+        out[:] = np.random.default_rng(layer).standard_normal(out.shape, dtype=np.float32)
 
     def _fill_vocabulary(self, name: str, weight: Array, out: Array) -> None:
         factor, (n, width) = self.widening.factor, weight.shape
@@ -205,7 +269,9 @@ class Plan:
 
     def _fill_norm(self, name: str, weight: Array, out: Array) -> None:
         n = len(weight) * self.widening.factor
-        scale = np.sqrt(n / self.width) / self.widening.factor
+        scale = np.sqrt(n / self.width)
+        if not any(part in name for part in BEFORE_A_HIDDEN_STATE):
+            scale /= self.widening.factor
         out[:n] = np.tile(weight, self.widening.factor).astype(np.float64) * scale
         if self.spare and name == "output_norm.weight":
             out[-1] = self.spare.norm_weight

@@ -17,6 +17,8 @@ Array = npt.NDArray[np.float32]
 
 GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+ARCHITECTURES = ("llama", "step35")  # the second is a Llama with a prediction head: mtp_target/export.py
+HEAD_TENSORS = {"nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight"}
 LAYER_TENSORS = {
     "attn_norm.weight",
     "ffn_norm.weight",
@@ -32,7 +34,8 @@ class UnsuitableFileError(Exception):
 class Sizes:
     """The sizes of a Llama model."""
 
-    n_layers: int
+    n_layers: int  # without those of prediction heads
+    n_heads_behind: int  # prediction heads, one layer each
     width: int
     n_ffn: int
     n_heads: int
@@ -43,7 +46,7 @@ class Sizes:
 
 
 class Source:
-    """A Llama GGUF, memory-mapped.
+    """A Llama GGUF, memory-mapped; also with a prediction head.
 
     Raises
     ------
@@ -56,14 +59,17 @@ class Source:
         self.reader = _open(path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         architecture = self.reader.get_field("general.architecture")
-        found = architecture.contents() if architecture else "nothing"
-        if found != "llama":
-            raise UnsuitableFileError(f"{path} is of architecture {found}: only llama can be widened")
+        self.architecture = str(architecture.contents()) if architecture else "nothing"
+        if self.architecture not in ARCHITECTURES:
+            raise UnsuitableFileError(
+                f"{path} is of architecture {self.architecture}: "
+                f"only {' and '.join(ARCHITECTURES)} can be widened"
+            )
         self._refuse_variants()
         self.sizes = self._read_sizes()
 
     def _refuse_variants(self) -> None:
-        if self.number("llama.expert_count", 0):
+        if self.size("expert_count", 0):
             raise UnsuitableFileError(
                 f"{self.path} is a mixture of experts: only dense models can be widened"
             )
@@ -74,22 +80,31 @@ class Source:
         if "token_embd.weight" not in self.tensors:
             raise UnsuitableFileError(f"{self.path} holds no weights")
         for name in self.tensors:
-            if name not in GLOBAL_TENSORS and re.sub(r"^blk\.\d+\.", "", name) not in LAYER_TENSORS:
+            if (
+                name not in GLOBAL_TENSORS
+                and re.sub(r"^blk\.\d+\.", "", name) not in LAYER_TENSORS | HEAD_TENSORS
+            ):
                 raise UnsuitableFileError(f"{self.path} has tensor {name}, of which no widening is known")
 
     def _read_sizes(self) -> Sizes:
-        width = int(self.number("llama.embedding_length"))
-        n_heads = int(self.number("llama.attention.head_count"))
+        width = int(self.size("embedding_length"))
+        n_heads = int(self.size("attention.head_count"))
+        n_heads_behind = int(self.size("nextn_predict_layers", 0))
         return Sizes(
-            n_layers=int(self.number("llama.block_count")),
+            n_layers=int(self.size("block_count")) - n_heads_behind,
+            n_heads_behind=n_heads_behind,
             width=width,
-            n_ffn=int(self.number("llama.feed_forward_length")),
+            n_ffn=int(self.size("feed_forward_length")),
             n_heads=n_heads,
-            n_kv_heads=int(self.number("llama.attention.head_count_kv", n_heads)),
-            head_size=int(self.number("llama.attention.key_length", width // n_heads)),
+            n_kv_heads=int(self.size("attention.head_count_kv", n_heads)),
+            head_size=int(self.size("attention.key_length", width // n_heads)),
             n_vocabulary=int(self.tensors["token_embd.weight"].shape[1]),
-            epsilon=float(self.number("llama.attention.layer_norm_rms_epsilon")),
+            epsilon=float(self.size("attention.layer_norm_rms_epsilon")),
         )
+
+    def size(self, key: str, default: float | None = None) -> float:
+        """A number of the metadata that belongs to the architecture."""
+        return self.number(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number of the metadata."""

@@ -15,11 +15,12 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from widening.plan import Plan, Target
+from widening.plan import N_SHARED, Plan, Target
 from widening.source import UnsuitableFileError
 
 DROPPED = {"general.architecture", "general.size_label", "general.parameter_count"}
 DROPPED |= {"general.quantization_version", "general.file_type", "general.quantized_by"}
+WITH_EXPERTS = "deepseek"  # a Llama whose feed-forwards may be experts, some of which all tokens share
 FILE_TYPES = {"F32": 0, "F16": 1}  # llama.cpp's numbers
 UNUSED = 5  # llama.cpp's token type
 
@@ -62,7 +63,7 @@ def _type_of(plan: Plan, target: Target) -> GGMLQuantizationType:
 
 
 def _write_to(plan: Plan, targets: list[Target], path: Path, report: Callable[[str, int], None]) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, _architecture(plan))
     _add_metadata(writer, plan)
     for target in targets:
         kind = _type_of(plan, target)
@@ -80,6 +81,10 @@ def _write_to(plan: Plan, targets: list[Target], path: Path, report: Callable[[s
         writer.close()
 
 
+def _architecture(plan: Plan) -> str:
+    return WITH_EXPERTS if plan.widening.n_experts else plan.source.architecture
+
+
 def _dtype(kind: GGMLQuantizationType) -> np.dtype[Any]:
     return np.dtype(np.float16 if kind == GGMLQuantizationType.F16 else np.float32)
 
@@ -90,6 +95,7 @@ def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
     for key, field in plan.source.reader.fields.items():
         if key in DROPPED or key.startswith("GGUF."):
             continue
+        key = key.replace(f"{plan.source.architecture}.", f"{_architecture(plan)}.")
         value = changed.pop(key, None)
         value = field.contents() if value is None else value
         if value == []:
@@ -105,18 +111,32 @@ def _add_metadata(writer: gguf.GGUFWriter, plan: Plan) -> None:
 def _changed(plan: Plan) -> dict[str, Any]:
     """Metadata that widening changes."""
     source, factor, sizes = plan.source, plan.widening.factor, plan.source.sizes
-    changed: dict[str, Any] = {
-        "llama.block_count": plan.n_layers,
-        "llama.embedding_length": plan.width,
-        "llama.feed_forward_length": sizes.n_ffn * factor,
-        "llama.attention.head_count": sizes.n_heads * factor,
-        "llama.attention.head_count_kv": sizes.n_kv_heads * factor,
-        "llama.attention.key_length": sizes.head_size,
-        "llama.attention.value_length": sizes.head_size,
-        "llama.rope.dimension_count": int(source.number("llama.rope.dimension_count", sizes.head_size)),
-        "llama.attention.layer_norm_rms_epsilon": plan.epsilon,
-        "llama.vocab_size": plan.n_vocabulary,
+    n_blocks = plan.n_layers + sizes.n_heads_behind
+    numbers: dict[str, Any] = {
+        "block_count": n_blocks,
+        "embedding_length": plan.width,
+        "feed_forward_length": sizes.n_ffn * factor,
+        "attention.head_count": sizes.n_heads * factor,
+        "attention.head_count_kv": sizes.n_kv_heads * factor,
+        "attention.key_length": sizes.head_size,
+        "attention.value_length": sizes.head_size,
+        "rope.dimension_count": int(source.size("rope.dimension_count", sizes.head_size)),
+        "attention.layer_norm_rms_epsilon": plan.epsilon,
+        "vocab_size": plan.n_vocabulary,
     }
+    if source.architecture == "step35":
+        numbers["expert_feed_forward_length"] = sizes.n_ffn * factor
+        numbers["attention.sliding_window_pattern"] = [True] * n_blocks
+    if plan.widening.n_experts:
+        numbers |= {
+            "expert_count": plan.widening.n_experts,
+            "expert_used_count": plan.widening.n_used,
+            "expert_shared_count": N_SHARED,
+            "expert_feed_forward_length": sizes.n_ffn * factor // N_SHARED,
+            "leading_dense_block_count": 0,
+            "expert_weights_scale": 1.0,
+        }
+    changed = {f"{_architecture(plan)}.{key}": value for key, value in numbers.items()}
     if name := source.reader.get_field("general.name"):
         changed["general.name"] = f"{name.contents()} widened {plan.widening.label}"
     if plan.n_vocabulary > sizes.n_vocabulary:

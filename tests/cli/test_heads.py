@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from command import PROMPT, invoke, said
+from llamaspec.cli import model_options
+from llamaspec.errors import PairError
+from llamaspec.measure.pair_files import PairFiles
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -30,6 +35,30 @@ def test_the_text_is_the_targets_own(target: Path, draft: str) -> None:
     assert found["tokens"] == plain["tokens"]
     assert found["statistics"]["accepted"] > 0
     assert (found["draft"], plain["draft"]) == ("mtp", None)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "compare", "audit", "probe"])
+def test_auto_is_the_heads_in_every_command(
+    target: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+
+    def open_files(files: PairFiles, choice: object) -> None:
+        taken.append(files.heads)
+        raise PairError("enough")
+
+    monkeypatch.setattr(sys.modules[f"llamaspec.cli.{command}"], "open_files", open_files)
+    assert invoke(command, *options(target, "auto"), *(["x"] if command == "generate" else [])).code
+    assert taken == [True]
+
+
+def test_auto_looks_for_heads_in_what_was_just_fetched(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "fetched.gguf"
+    monkeypatch.setattr(model_options, "fetched_model", lambda name: shutil.copy(target, fetched))
+    answer = invoke("generate", *options(fetched, "auto"), "-n", "2", "--json", "-p", "x")
+    assert answer.json["draft"] == "mtp"
 
 
 @pytest.mark.parametrize("command", ["generate", "compare", "doctor", "probe"])
