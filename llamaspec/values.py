@@ -40,7 +40,8 @@ class ForwardRequest:
     """What a text wants evaluated: a sequence, and draft tokens behind it.
 
     The answer has a row of logits for each of the last `n_logits` tokens of the sequence, then one for each
-    draft token. With n_logits = 0 and no draft the sequence only goes into the KV cache (prefill).
+    draft token behind the first `n_read`. With n_logits = 0 and no draft the sequence only goes into the KV
+    cache (prefill).
 
     Raises
     ------
@@ -55,19 +56,26 @@ class ForwardRequest:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
+    n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already; n_logits is 0 then
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
+    is_tree: bool = field(init=False)
 
     def __post_init__(self) -> None:
         n, n_draft = len(self.tokens), len(self.draft)
         if not 0 <= self.n_logits <= n:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
-        if n_draft and not self.n_logits:
-            raise ValueError("draft tokens need the logits of the token before them")
-        if self.parents is not None and len(self.parents) != n_draft:
-            raise ValueError(f"{n_draft} draft tokens have {len(self.parents)} parents")
+        if n_draft and bool(self.n_logits) == bool(self.n_read):
+            raise ValueError("draft tokens need the logits of the token before them, once")
+        if self.n_read and (self.parents is None or not 0 < self.n_read <= n_draft):
+            raise ValueError(f"{self.n_read} tokens of a tree of {n_draft} cannot be known")
+        is_tree = False
+        if self.parents is not None:
+            _check_parents(self.parents, n_draft)
+            is_tree = self.n_read > 0 or bool((self.parents != np.arange(-1, n_draft - 1)).any())
         object.__setattr__(self, "n_tokens", n + n_draft)
-        object.__setattr__(self, "n_scored", self.n_logits + n_draft)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
+        object.__setattr__(self, "is_tree", is_tree)
 
 
 class Forward(NamedTuple):
@@ -133,10 +141,7 @@ class Draft:
         if len(self.confidences) != n or len(self.distributions) not in (0, n):
             raise ValueError(f"{n} draft tokens need {n} confidences, and {n} distributions or none")
         if self.parents is not None:
-            if len(self.parents) != n:
-                raise ValueError(f"{n} draft tokens need {n} parents, got {len(self.parents)}")
-            if any(not -1 <= parent < i for i, parent in enumerate(self.parents.tolist())):
-                raise ValueError("the parent of a draft token must stand before it")
+            _check_parents(self.parents, n)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -197,6 +202,13 @@ class Draft:
         if not self.distributions:
             return self
         return Draft(self.tokens, (), self.confidences, self.source, self.parents)
+
+
+def _check_parents(parents: TokenArray, n: int) -> None:
+    if len(parents) != n:
+        raise ValueError(f"{n} draft tokens have {len(parents)} parents")
+    if n and bool(((parents < -1) | (parents >= np.arange(n))).any()):
+        raise ValueError("the parent of a draft token must stand before it")
 
 
 NO_DRAFT = Draft()
