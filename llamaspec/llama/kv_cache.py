@@ -119,7 +119,7 @@ class KVCache:
         unused = [branch for branch in sequence.branches if branch.number not in tree.tips]
         n_wanted = n_leaves(request.parents) - max(len(tree.tips), 1)
         while len(unused) < n_wanted:
-            branch = self._free_branches.pop() if self._free_branches else self._taken_branch(rows)
+            branch = self._free_branches.pop() if self._free_branches else self._taken_branch(sequence, rows)
             sequence.branches.append(branch)
             unused.append(branch)
         growth = grown(tree, request, sequence.number, [branch.number for branch in unused])
@@ -309,10 +309,10 @@ class KVCache:
         self._top -= n_top
         sequence.append(tree.tokens[path], tree.cells[path])
 
-    def _taken_branch(self, rows: Collection[int]) -> Branch:
+    def _taken_branch(self, asking: CachedSequence, rows: Collection[int]) -> Branch:
         """A branch that was another row's: one that is not in use, or of a tree that can be read again."""
         others = [sequence for row, sequence in self._of_row.items() if row not in rows]
-        idle = list(self._of_row.values())
+        idle = [sequence for sequence in self._of_row.values() if sequence is not asking]
         for i, sequence in enumerate([*idle, *others]):
             if i >= len(idle) and sequence.tree is not None:
                 self._choose_path(sequence, sequence.tree, [])
