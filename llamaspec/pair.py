@@ -21,6 +21,7 @@ from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
+from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
@@ -37,7 +38,7 @@ from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.shared_head import is_shared_head
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES, Coupled
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
@@ -279,7 +280,8 @@ class Pair:
         """The drafter that asks the draft model, or the target's prediction heads."""
         model = self.draft if self.heads is None else self.heads
         assert model is not None
-        drafter = ModelDrafter(
+        can_branch = self.draft is not None and self.draft.can_branch and self.target.can_branch
+        drafter = (TreeDrafter if can_branch and rule == Coupled.name else ModelDrafter)(
             model.vocabulary_size,
             model.context_size,
             sampling,

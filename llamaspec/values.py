@@ -56,7 +56,7 @@ class ForwardRequest:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
-    n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already; n_logits is 0 then
+    n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
     is_tree: bool = field(init=False)
@@ -65,14 +65,14 @@ class ForwardRequest:
         n, n_draft = len(self.tokens), len(self.draft)
         if not 0 <= self.n_logits <= n:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
-        if n_draft and bool(self.n_logits) == bool(self.n_read):
-            raise ValueError("draft tokens need the logits of the token before them, once")
-        if self.n_read and (self.parents is None or not 0 < self.n_read <= n_draft):
-            raise ValueError(f"{self.n_read} tokens of a tree of {n_draft} cannot be known")
+        if n_draft and not self.n_logits and self.parents is None:
+            raise ValueError("draft tokens need the logits of the token before them")
+        if self.n_read and (self.parents is None or self.n_logits or not 0 < self.n_read <= n_draft):
+            raise ValueError(f"the logits of {self.n_read} draft tokens of {n_draft} cannot be known")
         is_tree = False
         if self.parents is not None:
             _check_parents(self.parents, n_draft)
-            is_tree = self.n_read > 0 or bool((self.parents != np.arange(-1, n_draft - 1)).any())
+            is_tree = not self.n_logits or bool((self.parents != np.arange(-1, n_draft - 1)).any())
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
         object.__setattr__(self, "is_tree", is_tree)

@@ -14,7 +14,7 @@ from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule, Stream
-from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.distributions import Floats, distribution
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
 
@@ -108,6 +108,9 @@ class WalkingStreams:
         self.probability *= probabilities[self.path[i]]
         return self.path[i]
 
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        raise AssertionError("only the coupled rule draws candidates")
+
 
 class TableStreams:
     """Noise from a table: one vector for each position, the same for draft and target."""
@@ -119,6 +122,10 @@ class TableStreams:
         assert (stream, attempt) == (Stream.TOKEN, 0), "the coupled rule draws nothing else"
         noise = np.array(self.noise[position])[distribution.tokens]
         return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
+
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        assert stream == Stream.TOKEN
+        return np.log(distribution.probabilities) + np.array(self.noise[position])[distribution.tokens]
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")
