@@ -73,7 +73,9 @@ class SimulatedCells:
         for position, token in enumerate(new[:n_new_text].tolist(), start):
             content = (*content, token)
             contents.append((position, content, set(numbers)))
-        for i, (token, parent) in enumerate(zip(growth.tokens.tolist(), growth.parents.tolist(), strict=True)):
+        for i, (token, parent) in enumerate(
+            zip(growth.tokens.tolist(), growth.parents.tolist(), strict=True)
+        ):
             path = [token]
             while parent >= 0:
                 path.append(int(growth.tokens[parent]))
@@ -212,7 +214,10 @@ class Checked:
                 path = [] if tree is None or number not in tree.tips else tree.path(tree.tips[number])
                 right, tokens = cells[:n], text[:n]
                 if tree is not None and path:
-                    right, tokens = right + tree.cells[path].tolist(), tokens + tuple(tree.tokens[path].tolist())
+                    right, tokens = (
+                        right + tree.cells[path].tolist(),
+                        tokens + tuple(tree.tokens[path].tolist()),
+                    )
                 found = self.cells.of(number)
                 assert found == right
                 assert found == sorted(found)

@@ -11,9 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from llamaspec.length.acceptance import FREE_DRIFT, TEXT_DRIFT, Acceptance
 from llamaspec.length.allocator import Pledge, expected_accepted, speed_up, stopping_threshold
 from llamaspec.length.shared import FREE, Shared
+from llamaspec.length.tree_growth import EDGE, WIDEST, TreeGrowth, tree_speed_up
 from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
@@ -71,6 +74,7 @@ class AutoRow:
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
+        self._growth: TreeGrowth | None = None  # of the open round's tree
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
@@ -87,6 +91,26 @@ class AutoRow:
         pledge.n_draft, pledge.is_drafting = n + wants, wants
         return wants
 
+    def tree(self) -> TreeGrowth | None:
+        """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
+        self._begin()
+        shared, allocator = self._shared, self._shared.allocator
+        plan = self._plans.get(shared.drafting, NOTHING)
+        if plan.limit < 2 or plan.explores:
+            return None
+        prices = np.array(allocator.level_seconds(self._pledge, 0.0)[: plan.limit + 1])
+        usual = shared.trees.usual(self._views[shared.drafting].acceptance.probability())
+        if self._rate * prices[-1] > plan.limit * usual[1]:
+            return None  # second candidates are not worth their positions
+        plain_rate = allocator.plain_rate(allocator.n_rows)
+        steps = shared.costs.wide_step_seconds(WIDEST) / max(sum(p.is_drafting for p in allocator.pledges), 1)
+        faster = tree_speed_up(usual, plain_rate * prices, plain_rate * steps)
+        if plain_rate * faster < EDGE * plan.rate:
+            return None
+        rate = plain_rate * faster
+        self._growth = TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
+        return self._growth
+
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all rows together."""
         return self._shared.costs.cheapest_width(n_positions)
@@ -100,8 +124,13 @@ class AutoRow:
         """Learn acceptance and costs, and what exploring showed."""
         shared, view, explores = self._shared, self._views[round_.source], self.explores(round_.source)
         n_drafted, n_made = len(round_.draft), round_.n_accepted + 1
-        shared.learn_acceptance(round_, view.acceptance)
-        seconds = shared.observe(round_, self.n_unread)
+        growth, self._growth = self._growth, None
+        if growth is None or round_.source is not shared.drafting:
+            shared.learn_acceptance(round_, view.acceptance)
+            seconds = shared.observe(round_, self.n_unread, round_.n_draft_steps)
+        else:
+            shared.learn_tree(round_, view.acceptance)
+            seconds = shared.observe(round_, self.n_unread, growth.n_steps)
         for source in shared.sources:
             self._views[source].acceptance.pass_tokens(n_made)
             self._views[source].n_since += n_made

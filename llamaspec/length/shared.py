@@ -12,6 +12,7 @@ from llamaspec.length.allocator import Allocator, Pledge
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
+from llamaspec.length.tree_growth import TreeAcceptance
 from llamaspec.values import Round, Source
 
 FREE = frozenset({Source.NGRAM, Source.GRAMMAR})  # sources that cost no draft step
@@ -36,6 +37,7 @@ class Shared:
         for source in Source:
             usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
+        self.trees = TreeAcceptance()
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
         self.n_tokens = self.n_since_plain = 0
@@ -61,9 +63,19 @@ class Shared:
             calibration.learn(is_accepted, confidence)
             of_text.learn(is_accepted, count=1.0 - SOFT)
 
-    def observe(self, round_: Round, n_unread: int) -> float:
-        """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
-        costs, n_rows, n_steps = self.costs, round_.n_rows, round_.n_draft_steps
+    def learn_tree(self, round_: Round, of_text: Acceptance) -> None:
+        """Learn from one row's round whose draft is a tree."""
+        for is_first in self.trees.learn(round_):
+            self.usual[round_.source].pass_tokens(1)
+            self.usual[round_.source].learn(is_first)
+            of_text.learn(is_first)
+
+    def observe(self, round_: Round, n_unread: int, n_steps: float) -> float:
+        """Learn from one row's round; returns the seconds of all rows that it should be judged by.
+
+        `n_steps`: draft steps, wide ones counted as what they cost next to others.
+        """
+        costs, n_rows = self.costs, round_.n_rows
         if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
             self._start_evaluation(round_)
         drafting, overhead = 0.0, round_.overhead_seconds

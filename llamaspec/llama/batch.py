@@ -54,7 +54,9 @@ class Batch:
         pointers[size] = 0
         self._pointers = pointers.astype(np.uintp)
         self._own_pointers = self._pointers.copy()
-        self._owners: npt.NDArray[np.int32] | None = None  # of positions in several sequences, one after the other
+        self._owners: npt.NDArray[np.int32] | None = (
+            None  # of positions in several sequences, one after the other
+        )
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token),

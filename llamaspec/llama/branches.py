@@ -75,7 +75,9 @@ class Growth:
     depths: list[int]  # [K] tokens of the tree before each
     owners: list[list[int]]  # [K - n_old] seq_ids that each new token belongs to
     tips: dict[int, int]  # seq_id -> last token, afterwards
-    new: dict[int, int]  # seq_id of a branch that begins -> the cached token that it begins behind; -1 = the text
+    new: dict[
+        int, int
+    ]  # seq_id of a branch that begins -> the cached token that it begins behind; -1 = the text
 
     @property
     def numbers(self) -> list[int]:
