@@ -157,6 +157,13 @@ class Draft:
         )
 
     @property
+    def n_branches(self) -> int:
+        """Draft tokens that no other follows: 1 for a chain, 0 for none."""
+        if self.parents is None:
+            return min(len(self.tokens), 1)
+        return len(self.tokens) - len(set(self.parents.tolist()) - {-1})
+
+    @property
     def is_chain(self) -> bool:
         """Whether every draft token follows the one before it."""
         return self.parents is None or bool((self.parents == np.arange(-1, len(self.tokens) - 1)).all())
@@ -239,6 +246,7 @@ class Round:
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
+    n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
 
     @property
     def drafted(self) -> TokenArray:

@@ -3,10 +3,10 @@
     python scripts/simulate_trees.py                            # the embedded pair
     python scripts/simulate_trees.py --draft weak.gguf --step 0.12
 
-Target and draft compute as always, so ranks, confidences and texts are real; only the clock is not. An evaluation
-takes what a curve says of its width, on top of nothing else, so figures repeat on any machine. Ratios to plain
-decoding, geometric mean over the prompts; texts are compared with plain decoding's. The last line of stdout is
-one JSON object.
+Target and draft compute as always, so ranks, confidences and texts are real; only the clock is not. An
+evaluation takes what a curve says of its width, on top of nothing else, so figures repeat on any machine.
+Ratios to plain decoding, geometric mean over the prompts; texts are compared with plain decoding's. The
+last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,7 @@ class Machine:
         self.now = 0.0
 
     def __call__(self) -> float:
+        """Seconds."""
         return self.now
 
     def pretend(self, model: LlamaModel, *, is_draft: bool) -> None:

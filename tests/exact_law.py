@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule, Stream
+from llamaspec.length.tree import FixedTree
+from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
 from llamaspec.sampling.distributions import Floats, distribution
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
+from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
@@ -64,7 +68,33 @@ CHAINS: dict[str, MakeDrafter] = {
     "more than asked for": lambda *_: OverDelivers(),
     "none": lambda *_: NoDrafter(),
 }
-TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()}
+
+
+@dataclass
+class Grown:
+    """A model's trees, always of one shape."""
+
+    drafter: TreeDrafter
+    length: FixedTree
+
+    def prepare(self, context: TokenArray) -> None:
+        pass
+
+    def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
+        return self.drafter.propose(context, self.length) if length.wants_more(NO_DRAFT) else NO_DRAFT
+
+
+def grown(models: Models, widths: tuple[int, ...], *chance: Any) -> Grown:
+    draft = models[DRAFT]
+    drafter = TreeDrafter(draft.vocabulary_size, draft.context_size, *chance, n_prompt=len(PROMPT))
+    return Grown(drafter, FixedTree(widths))
+
+
+SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))
+TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
+    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance)  # type: ignore[misc]
+    for widths in SHAPES
+}
 
 
 class RepeatedDrawError(Exception):
@@ -125,7 +155,8 @@ class TableStreams:
 
     def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
         assert stream == Stream.TOKEN
-        return np.log(distribution.probabilities) + np.array(self.noise[position])[distribution.tokens]
+        noise: Floats = np.log(distribution.probabilities)
+        return noise + np.array(self.noise[position])[distribution.tokens]
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")
@@ -135,7 +166,8 @@ def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
     """All combinations of a few noise vectors at every position that can be drawn."""
     vectors = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
     for choice in itertools.product(vectors, repeat=N_TOKENS):
-        yield {1 + i: vector for i, vector in enumerate(choice)}
+        behind = dict.fromkeys(range(1 + N_TOKENS, 1 + 3 * N_TOKENS), vectors[0])  # drafted, never verified
+        yield {1 + i: vector for i, vector in enumerate(choice)} | behind
 
 
 def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:

@@ -1,8 +1,8 @@
 """Trees of draft tokens from a small model: it reads a whole level in one step.
 
-The candidates of a position are the greatest log q + g, with the noise g that the target will draw with; the first
-is what a chain would draft. Where the length lets no tree grow this is the drafter of chains. Only the coupled
-rule verifies trees. tests/drafters/test_tree.py.
+The candidates of a position are the greatest log q + g, with the noise g that the target will draw with;
+the first is what a chain would draft. Where the length lets no tree grow this is the drafter of chains.
+Only the coupled rule verifies trees. tests/drafters/test_tree.py.
 """
 
 from __future__ import annotations

@@ -105,6 +105,13 @@ class CostModel:
         wide[0] = 0.0
         return np.maximum.accumulate(wide / wide[1]) * self.draft_step_seconds()
 
+    def narrow_steps(self, n_steps: int, n_scored: int) -> float:
+        """What some draft steps cost that score so many positions together, in steps that score one."""
+        if n_scored <= n_steps:
+            return n_steps
+        wide = self.wide_step_seconds(-(-n_scored // n_steps))
+        return n_steps * float(np.interp(n_scored / n_steps, np.arange(len(wide)), wide)) / float(wide[1])
+
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
         return (n_steps + CATCH_UP * n_unread) * self.draft_step_seconds()

@@ -74,7 +74,6 @@ class AutoRow:
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
-        self._growth: TreeGrowth | None = None  # of the open round's tree
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
@@ -108,8 +107,7 @@ class AutoRow:
         if plain_rate * faster < EDGE * plan.rate:
             return None
         rate = plain_rate * faster
-        self._growth = TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
-        return self._growth
+        return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
 
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all rows together."""
@@ -124,13 +122,8 @@ class AutoRow:
         """Learn acceptance and costs, and what exploring showed."""
         shared, view, explores = self._shared, self._views[round_.source], self.explores(round_.source)
         n_drafted, n_made = len(round_.draft), round_.n_accepted + 1
-        growth, self._growth = self._growth, None
-        if growth is None or round_.source is not shared.drafting:
-            shared.learn_acceptance(round_, view.acceptance)
-            seconds = shared.observe(round_, self.n_unread, round_.n_draft_steps)
-        else:
-            shared.learn_tree(round_, view.acceptance)
-            seconds = shared.observe(round_, self.n_unread, growth.n_steps)
+        shared.learn_acceptance(round_, view.acceptance)
+        seconds = shared.observe(round_, self.n_unread)
         for source in shared.sources:
             self._views[source].acceptance.pass_tokens(n_made)
             self._views[source].n_since += n_made

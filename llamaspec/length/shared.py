@@ -53,6 +53,9 @@ class Shared:
 
     def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:
         """Learn from one row's round."""
+        if round_.draft.parents is not None:
+            self._learn_tree(round_, of_text)
+            return
         usual, calibration = self.usual[round_.source], self.calibrations[round_.source]
         for confidence in round_.confidences:
             of_text.learn(calibration.probability(confidence), count=SOFT)
@@ -63,19 +66,16 @@ class Shared:
             calibration.learn(is_accepted, confidence)
             of_text.learn(is_accepted, count=1.0 - SOFT)
 
-    def learn_tree(self, round_: Round, of_text: Acceptance) -> None:
-        """Learn from one row's round whose draft is a tree."""
+    def _learn_tree(self, round_: Round, of_text: Acceptance) -> None:
         for is_first in self.trees.learn(round_):
             self.usual[round_.source].pass_tokens(1)
             self.usual[round_.source].learn(is_first)
             of_text.learn(is_first)
 
-    def observe(self, round_: Round, n_unread: int, n_steps: float) -> float:
-        """Learn from one row's round; returns the seconds of all rows that it should be judged by.
-
-        `n_steps`: draft steps, wide ones counted as what they cost next to others.
-        """
+    def observe(self, round_: Round, n_unread: int) -> float:
+        """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
         costs, n_rows = self.costs, round_.n_rows
+        n_steps = costs.narrow_steps(round_.n_draft_steps, round_.n_draft_scored)
         if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
             self._start_evaluation(round_)
         drafting, overhead = 0.0, round_.overhead_seconds

@@ -1,7 +1,7 @@
 """Trees of draft tokens: which candidates the draft reads next, and which the target verifies.
 
-A tree grows by levels: each is one step of the draft, which reads several tokens at once. Knows neither models
-nor tokens' meaning. tests/length/test_tree.py.
+A tree grows by levels: each is one step of the draft, which reads several tokens at once. Knows neither
+models nor tokens' meaning. tests/length/test_tree.py.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ class CandidateTree:
             stack += sorted(below.get(i, ()), reverse=True)
         place = {i: n for n, i in enumerate(order)}
         parents = np.array([place.get(self.parents[i], CONTEXT) for i in order], dtype=np.int32)
-        is_chain = bool((parents == np.arange(-1, len(order) - 1)).all())
         return Draft(
             np.array([self.tokens[i] for i in order], dtype=np.int32),
             (),
             tuple(self.confidences[i] for i in order),
             source,
-            None if is_chain else parents,
+            parents,
         )
 
 

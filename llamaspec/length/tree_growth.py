@@ -1,8 +1,9 @@
 """Trees whose tokens are worth their positions, and whose levels are worth a step of the draft.
 
-The value of a token is the chance that the text takes it: the product of calibrated chances along its path. The
-target verifies the most valuable ones, as many as pay; the draft reads on where what it would find pays for one
-more step, or for several. With steep costs that is a chain. Knows no model and no clock. tests/length/test_tree.py.
+The value of a token is the chance that the text takes it: the product of calibrated chances along its path.
+The target verifies the most valuable ones, as many as pay; the draft reads on where what it would find pays
+for one more step, or for several. With steep costs that is a chain. Knows no model and no clock.
+tests/length/test_tree.py.
 """
 
 from __future__ import annotations
@@ -96,15 +97,12 @@ class TreeGrowth:
     steps: Array
     pledge: Pledge
     n_candidates: int = N_CANDIDATES
-    n_steps: float = 0.0  # steps made, each as what it costs next to one that reads one token
     _values: list[float] = field(default_factory=list)
 
     def expand(self, tree: CandidateTree) -> list[int]:
         """What the draft reads next: where it pays."""
         self.pledge.is_drafting = True
-        nodes = self._most_promising(tree) if len(tree) else [CONTEXT]
-        self.n_steps += float(self.steps[len(nodes)] / self.steps[1]) if self.steps[1] else len(nodes) > 0
-        return nodes
+        return self._most_promising(tree) if len(tree) else [CONTEXT]
 
     def keep(self, tree: CandidateTree) -> list[int]:
         """The most valuable tokens, as many as pay."""

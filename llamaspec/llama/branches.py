@@ -1,18 +1,16 @@
 """Trees of draft tokens in a KV cache: every branch has a sequence of llama.cpp's of its own.
 
-llama.cpp needs no mask for a tree: a position belongs to the sequences of all leaves above it, and sees what its
-sequence holds. The first branch is the row's own sequence; the others hold the text before the tree too, and
-keep it from round to round, so that only what is new has to be shared. Tokens stand before their children, so the
-cells of every path ascend. tests/llama/test_branches.py compares with chains, tests/llama/test_kv_cache.py checks
-every cell.
+llama.cpp needs no mask for a tree: a position belongs to the sequences of all leaves above it, and sees
+what its sequence holds. The first branch is the row's own sequence; the others hold the text before the
+tree too, and keep it from round to round, so that only what is new has to be shared. Tokens stand before
+their children, so the cells of every path ascend. tests/llama/test_branches.py compares with chains,
+tests/llama/test_kv_cache.py checks every cell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray
 

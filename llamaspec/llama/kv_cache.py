@@ -111,7 +111,7 @@ class KVCache:
         return self._of_row.get(row)
 
     def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Growth:
-        """Give every branch of the tree of a prepared request a sequence; the evaluation of `rows` is next."""
+        """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
         assert request.parents is not None
         self._is_evaluating = True
         sequence = self._of_row[row]

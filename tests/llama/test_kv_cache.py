@@ -11,8 +11,8 @@ import pytest
 
 from forward_requests import RandomRows, RandomTrees, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cached_sequence import shared
 from llamaspec.llama.branches import n_leaves
+from llamaspec.llama.cached_sequence import shared
 from llamaspec.llama.kv_cache import TAKE_OVER
 from simulated_cells import Checked
 
@@ -148,11 +148,11 @@ def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
     assert checked.run(0, request(25)) == 10
 
 
-OWN_CODE = ("llama/kv_cache.py", "llama/cached_sequence.py", "llama/compaction.py")
+OWN_CODE = ("llama/kv_cache.py", "llama/branches.py", "llama/cached_sequence.py", "llama/compaction.py")
 
 
 def some_operations(checked: Checked) -> None:
-    """Taking over, going back, garbage, eviction and compaction."""
+    """Taking over, going back, garbage, trees, eviction and compaction."""
     checked.run(0, request(34, draft=text(3, 9)))
     checked.run(1, request(36))
     checked.run(0, request(35, draft=text(2, 8)))
@@ -217,7 +217,9 @@ def test_random_operations(seed: int, trees: bool, can_copy: bool) -> None:
         kind = rng.choice(["all", "some", "none", "interrupted"], p=[0.6, 0.2, 0.1, 0.1])
         if kind == "some":
             fitting = fitting[: int(rng.integers(0, len(fitting) + 1))]
-        n_branches = np.cumsum([n_leaves(wanted.parents) if wanted.is_tree else 0 for _, wanted in fitting])
+        n_branches = np.cumsum(
+            [0 if wanted.parents is None else n_leaves(wanted.parents) for _, wanted in fitting]
+        )
         fitting = fitting[: int((n_branches <= 10).sum())]
         if kind == "interrupted" and fitting and fitting[0][1].is_tree:
             row, wanted = fitting[0]
