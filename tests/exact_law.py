@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -84,16 +83,18 @@ class Grown:
         return self.drafter.propose(context, self.length) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 
-def grown(models: Models, widths: tuple[int, ...], *chance: Any) -> Grown:
+def grown(
+    models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
+) -> Grown:
     draft = models[DRAFT]
-    drafter = TreeDrafter(draft.vocabulary_size, draft.context_size, *chance, n_prompt=len(PROMPT))
+    drafter = TreeDrafter(draft.vocabulary_size, draft.context_size, sampling, rule, streams)
+    drafter.n_prompt = len(PROMPT)
     return Grown(drafter, FixedTree(widths))
 
 
 SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))
 TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
-    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance)  # type: ignore[misc]
-    for widths in SHAPES
+    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance) for widths in SHAPES
 }
 
 
@@ -155,8 +156,9 @@ class TableStreams:
 
     def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
         assert stream == Stream.TOKEN
-        noise: Floats = np.log(distribution.probabilities)
-        return noise + np.array(self.noise[position])[distribution.tokens]
+        noise: Floats = np.array(self.noise[position])[distribution.tokens]
+        noise += np.log(distribution.probabilities)
+        return noise
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")
@@ -164,10 +166,10 @@ class TableStreams:
 
 def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
     """All combinations of a few noise vectors at every position that can be drawn."""
-    vectors = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
+    vectors: list[tuple[float, ...]] = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
     for choice in itertools.product(vectors, repeat=N_TOKENS):
-        behind = dict.fromkeys(range(1 + N_TOKENS, 1 + 3 * N_TOKENS), vectors[0])  # drafted, never verified
-        yield {1 + i: vector for i, vector in enumerate(choice)} | behind
+        unverified = [vectors[0]] * 2 * N_TOKENS  # of tokens that are drafted beyond the text
+        yield dict(enumerate((*choice, *unverified), 1))
 
 
 def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:

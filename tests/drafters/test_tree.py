@@ -85,7 +85,7 @@ def test_where_the_context_ends_a_chain_is_drafted() -> None:
 def test_without_room_the_tree_stays_as_it_is() -> None:
     drafter = TreeDrafter(30, 256, WARM, RULES["coupled"], SeededStreams(0))
     proposing = drafter.propose(CONTEXT, FixedTree((2, 2, 2)))
-    wanted = next(proposing)  # type: ignore[arg-type]
+    wanted = next(proposing)
     proposing.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
     with pytest.raises(StopIteration) as end:
         proposing.throw(ContextFullError("full"))
@@ -95,7 +95,7 @@ def test_without_room_the_tree_stays_as_it_is() -> None:
 def test_scores_that_are_no_numbers_end_all_drafting() -> None:
     drafter = TreeDrafter(30, 256, WARM, RULES["coupled"], SeededStreams(0))
     proposing = drafter.propose(CONTEXT, FixedTree((2, 2)))
-    next(proposing)  # type: ignore[arg-type]
+    next(proposing)
     with pytest.raises(StopIteration) as end:
         proposing.send(Forward(np.full((1, 30), np.nan, np.float32), 0.0, 1, 1, 0, 0))
     assert len(end.value.value) == 0
