@@ -162,9 +162,13 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
+        length = (policy or self._length).start_row()
+        if drafter is None:
+            trees = hasattr(length, "tree")
+            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, trees=trees)
         speculation = Speculation(
-            drafter=drafter or self._drafter(sampling, rule, streams, len(tokens), row_constraint),
-            length=(policy or self._length).start_row(),
+            drafter=drafter,
+            length=length,
             rule=RULES[rule],
             sampling=sampling,
             streams=streams,
@@ -259,12 +263,15 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
+        *,
+        trees: bool,
     ) -> Drafter:
         drafters: list[Drafter] = [NgramDrafter()] if self.ngram else []
         if constraint is not None:
             drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
         if self.draft is not None or self.heads is not None:
-            drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
+            model = self.model_drafter(sampling, rule, streams, n_prompt, constraint, trees=trees)
+            drafters.append(model)
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
@@ -276,12 +283,18 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
+        *,
+        trees: bool = False,
     ) -> ModelDrafter:
-        """The drafter that asks the draft model, or the target's prediction heads."""
+        """The drafter that asks the draft model, or the target's prediction heads.
+
+        `trees`: it may branch, where both models and the rule can.
+        """
         model = self.draft if self.heads is None else self.heads
         assert model is not None
         can_branch = self.draft is not None and self.draft.can_branch and self.target.can_branch
-        drafter = (TreeDrafter if can_branch and rule == Coupled.name else ModelDrafter)(
+        trees = trees and can_branch and rule == Coupled.name
+        drafter = (TreeDrafter if trees else ModelDrafter)(
             model.vocabulary_size,
             model.context_size,
             sampling,

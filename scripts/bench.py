@@ -44,6 +44,7 @@ from llamaspec import (
 )
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.reasons import explain
@@ -98,6 +99,13 @@ class Score:
 @click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0))
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
+@click.option(
+    "--tree",
+    "trees",
+    multiple=True,
+    metavar="WxW",
+    help="Fixed trees: children on each level, such as 4x2x1.",
+)
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -112,6 +120,7 @@ def main(
     temperatures: tuple[float, ...],
     turns: int,
     lengths: tuple[int, ...],
+    trees: tuple[str, ...],
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
@@ -129,7 +138,7 @@ def main(
         if against is not None:
             probe = stored_probe(pair).value
             peers.append(stack.enter_context(Checkout(against, pair, probe.curve if probe else None)))
-        arms = _arms(pair, lengths)
+        arms = _arms(pair, lengths, trees)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
@@ -148,13 +157,19 @@ def main(
     }))  # fmt: skip
 
 
-def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], LengthPolicy]]:
+def _arms(
+    pair: Pair, lengths: tuple[int, ...], trees: tuple[str, ...]
+) -> dict[str, Callable[[], LengthPolicy]]:
     """Every arm with what makes its policy afresh."""
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    kept = AutoLength()
+    for tree in trees:
+        widths = tuple(int(width) for width in tree.split("x"))
+        arms[f"tree {tree}"] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
+    kept, chains = AutoLength(), AutoLength(trees=False)
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
+    arms["auto, chains, kept"] = lambda: chains
     arms["auto, cold"] = AutoLength
     if stored_probe(pair).value is not None:
         arms["auto"] = lambda: auto_length(pair)

@@ -23,13 +23,10 @@ import numpy as np
 import yaml
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
-from llamaspec.drafters.model import ModelDrafter
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.protocols import LengthPolicy
-from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.random_streams import SeededStreams
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 CURVES: dict[str, dict[int, float]] = {  # milliseconds of each width; the last two measured on two cores
@@ -80,12 +77,13 @@ class Machine:
         model.prepare, model.evaluate = prepared, evaluated  # type: ignore[method-assign]
 
 
-def _policies(kept: dict[str, AutoLength]) -> dict[str, Callable[[], LengthPolicy]]:
+def _policies() -> dict[str, Callable[[], LengthPolicy]]:
     arms: dict[str, Callable[[], LengthPolicy]] = {f"K={k}": lambda k=k: FixedLength(k) for k in CHAINS}  # type: ignore[misc]
     for widths in TREES:
         arms["tree " + "x".join(map(str, widths))] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
-    for name in ("auto, chains", "auto"):
-        arms[name] = lambda name=name: kept.setdefault(name, AutoLength())  # type: ignore[misc]
+    for name, trees in (("auto, chains", False), ("auto", True)):
+        policy = AutoLength(trees=trees)
+        arms[name] = lambda policy=policy: policy  # type: ignore[misc]
     return arms
 
 
@@ -126,7 +124,7 @@ def main(
 def _compare(
     pair: Pair, prompts: list[str], temperature: float, max_tokens: int, curve: str
 ) -> list[dict[str, Any]]:
-    arms = {"plain": lambda: FixedLength(0), **_policies({})}
+    arms = {"plain": lambda: FixedLength(0), **_policies()}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     drafted: dict[str, list[float]] = {arm: [] for arm in arms}
     n_other_texts = 0
@@ -134,20 +132,12 @@ def _compare(
         right: tuple[int, ...] | None = None
         for arm, make_policy in arms.items():
             pair.forget()
-            sampling, streams = Sampling(temperature=temperature), SeededStreams(seed)
-            drafter = None
-            if arm == "auto, chains":
-                drafter = pair.model_drafter(sampling, "coupled", streams)
-                fields = {name: getattr(drafter, name) for name in ("n_tokens", "model", "source")}
-                size, context = drafter.vocabulary_size, drafter.context_size
-                drafter = ModelDrafter(size, context, sampling, RULES["coupled"], streams, **fields)
             stream = pair.stream(
                 prompt,
-                sampling=sampling,
+                sampling=Sampling(temperature=temperature),
                 seed=seed,
                 max_tokens=max_tokens,
                 policy=make_policy(),
-                drafter=drafter,
             )
             done = stream.run()
             right = done.tokens if right is None else right

@@ -95,7 +95,7 @@ class AutoRow:
         self._begin()
         shared, allocator = self._shared, self._shared.allocator
         plan = self._plans.get(shared.drafting, NOTHING)
-        if plan.limit < 2 or plan.explores:
+        if plan.limit < 2 or plan.explores or not shared.grows_trees:
             return None
         prices = np.array(allocator.level_seconds(self._pledge, 0.0)[: plan.limit + 1])
         usual = shared.trees.usual(self._views[shared.drafting].acceptance.probability())

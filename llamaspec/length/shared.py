@@ -37,7 +37,7 @@ class Shared:
         for source in Source:
             usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
-        self.trees = TreeAcceptance()
+        self.trees, self.grows_trees = TreeAcceptance(), True
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
         self.n_tokens = self.n_since_plain = 0

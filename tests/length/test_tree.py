@@ -19,7 +19,7 @@ CONFIDENCES = (0.55, 0.2, 0.08, 0.04)
 def growth(position: float, step: float, longest: int = 16) -> TreeGrowth:
     """With linear prices, in tokens."""
     acceptance = TreeAcceptance()
-    prices, steps = position * np.arange(longest + 1), np.full(9, step)
+    prices, steps = np.linspace(0.0, position * longest, longest + 1), np.full(9, step)
     steps[0] = 0.0
     return TreeGrowth(acceptance, acceptance.usual(0.6), prices, steps, Pledge())
 
@@ -107,7 +107,7 @@ def test_along_a_path_each_position_teaches() -> None:
 def test_a_tree_is_as_fast_as_the_best_chain_at_least() -> None:
     usual, one = TreeAcceptance().usual(0.6), (0.6, 0.0)
     for position in (0.01, 0.1, 0.3):
-        prices, steps = position * np.arange(17), np.full(9, 0.05)
+        prices, steps = np.linspace(0.0, position * 16, 17), np.full(9, 0.05)
         assert tree_speed_up(usual, prices, steps) >= tree_speed_up(one, prices, steps)
 
 
