@@ -292,8 +292,8 @@ class Pair:
         """
         model = self.draft if self.heads is None else self.heads
         assert model is not None
-        can_branch = self.draft is not None and self.draft.can_branch and self.target.can_branch
-        trees = trees and can_branch and rule == Coupled.name
+        draft = self.draft if trees and rule == Coupled.name else None
+        trees = draft is not None and draft.can_branch and self.target.can_branch
         drafter = (TreeDrafter if trees else ModelDrafter)(
             model.vocabulary_size,
             model.context_size,

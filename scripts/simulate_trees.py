@@ -4,7 +4,7 @@
     python scripts/simulate_trees.py --draft weak.gguf --step 0.12
 
 Target and draft compute as always, so ranks, confidences and texts are real; only the clock is not. An
-evaluation takes what a curve says of its width, on top of nothing else, so figures repeat on any machine.
+evaluation takes what a curve says of its width, so figures repeat on any machine; automatic length knows the curve, as after a probe.
 Ratios to plain decoding, geometric mean over the prompts; texts are compared with plain decoding's. The
 last line of stdout is one JSON object.
 """
@@ -24,6 +24,7 @@ import yaml
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.protocols import LengthPolicy
@@ -38,7 +39,7 @@ CURVES: dict[str, dict[int, float]] = {  # milliseconds of each width; the last 
         zip((1, 2, 3, 4, 5, 6, 8, 12, 16), (16.4, 26.4, 36.5, 29.2, 42.3, 52.5, 54, 79, 89), strict=True)
     ),
 }
-CHAINS = (1, 2, 3, 4, 5, 6, 8, 12)
+CHAINS = (1, 2, 3, 4, 5, 6, 8)
 TREES = ((2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
 N_POSITIONS = 513
 
@@ -59,6 +60,12 @@ class Machine:
         """Seconds."""
         return self.now
 
+    def curve(self) -> CostCurve:
+        """What a probe would find."""
+        return CostCurve(
+            tuple(range(1, 18)), tuple(self._seconds[1:18].tolist()), self._step * self._seconds[1]
+        )
+
     def pretend(self, model: LlamaModel, *, is_draft: bool) -> None:
         """Let a model take the time of this machine."""
         cached: dict[int, int] = {}
@@ -77,12 +84,12 @@ class Machine:
         model.prepare, model.evaluate = prepared, evaluated  # type: ignore[method-assign]
 
 
-def _policies() -> dict[str, Callable[[], LengthPolicy]]:
+def _policies(machine: Machine) -> dict[str, Callable[[], LengthPolicy]]:
     arms: dict[str, Callable[[], LengthPolicy]] = {f"K={k}": lambda k=k: FixedLength(k) for k in CHAINS}  # type: ignore[misc]
     for widths in TREES:
         arms["tree " + "x".join(map(str, widths))] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
     for name, trees in (("auto, chains", False), ("auto", True)):
-        policy = AutoLength(trees=trees)
+        policy = AutoLength(machine.curve(), trees=trees)
         arms[name] = lambda policy=policy: policy  # type: ignore[misc]
     return arms
 
@@ -117,14 +124,14 @@ def main(
                 machine.pretend(big, is_draft=False)
                 machine.pretend(small, is_draft=True)
                 with Pair(big, small, 0.0, clock=machine) as pair:
-                    found += _compare(pair, prompts, temperature, max_tokens, curve)
+                    found += _compare(pair, machine, prompts, temperature, max_tokens, curve)
     print(json.dumps({"step": step, "max_tokens": max_tokens, "arms": found}))
 
 
 def _compare(
-    pair: Pair, prompts: list[str], temperature: float, max_tokens: int, curve: str
+    pair: Pair, machine: Machine, prompts: list[str], temperature: float, max_tokens: int, curve: str
 ) -> list[dict[str, Any]]:
-    arms = {"plain": lambda: FixedLength(0), **_policies()}
+    arms = {"plain": lambda: FixedLength(0), **_policies(machine)}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     drafted: dict[str, list[float]] = {arm: [] for arm in arms}
     n_other_texts = 0
