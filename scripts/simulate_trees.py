@@ -4,9 +4,9 @@
     python scripts/simulate_trees.py --draft weak.gguf --step 0.12
 
 Target and draft compute as always, so ranks, confidences and texts are real; only the clock is not. An
-evaluation takes what a curve says of its width, so figures repeat on any machine; automatic length knows the curve, as after a probe.
-Ratios to plain decoding, geometric mean over the prompts; texts are compared with plain decoding's. The
-last line of stdout is one JSON object.
+evaluation takes what a curve says of its width, so figures repeat on any machine; automatic length knows
+the curve, as after a probe. Ratios to plain decoding, geometric mean over the prompts; texts are compared
+with plain decoding's. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
