@@ -87,7 +87,7 @@ def grown(
     models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
 ) -> Grown:
     draft = models[DRAFT]
-    drafter = TreeDrafter(draft.vocabulary_size, draft.context_size, sampling, rule, streams)
+    drafter = TreeDrafter(draft.vocabulary_size, 4 * draft.context_size, sampling, rule, streams)
     drafter.n_prompt = len(PROMPT)
     return Grown(drafter, FixedTree(widths))
 
