@@ -20,6 +20,7 @@ from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
@@ -38,7 +39,7 @@ from llamaspec.protocols import (
     RowConstraint,
     Rule,
 )
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES, Coupled
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
@@ -169,11 +170,14 @@ class Pair:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         others: list[Closing] = []
+        length = (policy or self._length).start_row()
         if drafter is None:
-            drafter = self._drafter(sampling, rule, streams, len(tokens), row_constraint, others)
+            start = len(tokens), row_constraint
+            trees = hasattr(length, "tree")
+            drafter = self._drafter(sampling, rule, streams, *start, others, trees=trees)
         speculation = Speculation(
             drafter=drafter,
-            length=(policy or self._length).start_row(),
+            length=length,
             rule=RULES[rule],
             sampling=sampling,
             streams=streams,
@@ -270,6 +274,8 @@ class Pair:
         n_prompt: int,
         constraint: RowConstraint | None,
         others: list[Closing],
+        *,
+        trees: bool,
     ) -> Drafter:
         drafters: list[Drafter] = []
         if self.ngram:
@@ -288,7 +294,8 @@ class Pair:
             others += lengths
             drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
         elif self.draft is not None or self.heads is not None:
-            drafters.append(self.model_drafter(sampling, rule, streams, n_prompt, constraint))
+            model = self.model_drafter(sampling, rule, streams, n_prompt, constraint, trees=trees)
+            drafters.append(model)
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
@@ -300,12 +307,19 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
+        *,
+        trees: bool = False,
     ) -> Drafter:
-        """The drafter that asks the draft model, or the target's prediction heads."""
+        """The drafter that asks the draft model, or the target's prediction heads.
+
+        `trees`: it may branch, where both models and the rule can.
+        """
         chance = RULES[rule], streams
         if self.heads is None:
             assert self.draft is not None
-            drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint)
+            can_branch = trees and rule == Coupled.name and self.draft.can_branch and self.target.can_branch
+            kind = TreeDrafter if can_branch else ModelDrafter
+            drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint, kind=kind)
             return drafter if self.foreign is None else self.foreign.adapted(drafter)
         drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
         return replace(drafter, source=Source.MTP, longest=self.heads.longest)
@@ -319,8 +333,9 @@ class Pair:
         n_prompt: int,
         constraint: RowConstraint | None,
         model: str = DRAFT,
+        kind: type[ModelDrafter] = ModelDrafter,
     ) -> ModelDrafter:
-        return ModelDrafter(
+        return kind(
             asked.vocabulary_size,
             asked.context_size,
             sampling,

@@ -10,6 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from llamaspec.errors import ContextFullError
 from llamaspec.values import (
     Distribution,
@@ -225,6 +228,9 @@ class RandomStreams(Protocol):
 
     def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
         """Draw one token of `distribution`."""
+
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
+        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""

@@ -41,7 +41,8 @@ class ForwardRequest:
     """What a text wants evaluated: a sequence, and draft tokens behind it.
 
     The answer has a row of logits for each of the last `n_logits` tokens of the sequence, then one for each
-    draft token. With n_logits = 0 and no draft the sequence only goes into the KV cache (prefill).
+    draft token behind the first `n_read`. With n_logits = 0 and no draft the sequence only goes into the KV
+    cache (prefill).
 
     Raises
     ------
@@ -56,19 +57,26 @@ class ForwardRequest:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
+    n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
+    is_tree: bool = field(init=False)
 
     def __post_init__(self) -> None:
         n, n_draft = len(self.tokens), len(self.draft)
         if not 0 <= self.n_logits <= n:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
-        if n_draft and not self.n_logits:
+        if n_draft and not self.n_logits and self.parents is None:
             raise ValueError("draft tokens need the logits of the token before them")
-        if self.parents is not None and len(self.parents) != n_draft:
-            raise ValueError(f"{n_draft} draft tokens have {len(self.parents)} parents")
+        if self.n_read and (self.parents is None or self.n_logits or not 0 < self.n_read <= n_draft):
+            raise ValueError(f"the logits of {self.n_read} draft tokens of {n_draft} cannot be known")
+        is_tree = False
+        if self.parents is not None:
+            _check_parents(self.parents, n_draft)
+            is_tree = not self.n_logits or bool((self.parents != np.arange(-1, n_draft - 1)).any())
         object.__setattr__(self, "n_tokens", n + n_draft)
-        object.__setattr__(self, "n_scored", self.n_logits + n_draft)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
+        object.__setattr__(self, "is_tree", is_tree)
 
 
 class Forward(NamedTuple):
@@ -134,10 +142,7 @@ class Draft:
         if len(self.confidences) != n or len(self.distributions) not in (0, n):
             raise ValueError(f"{n} draft tokens need {n} confidences, and {n} distributions or none")
         if self.parents is not None:
-            if len(self.parents) != n:
-                raise ValueError(f"{n} draft tokens need {n} parents, got {len(self.parents)}")
-            if any(not -1 <= parent < i for i, parent in enumerate(self.parents.tolist())):
-                raise ValueError("the parent of a draft token must stand before it")
+            _check_parents(self.parents, n)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -151,6 +156,13 @@ class Draft:
             (confidence,) * len(tokens),
             source,
         )
+
+    @property
+    def n_branches(self) -> int:
+        """Draft tokens that no other follows: 1 for a chain, 0 for none."""
+        if self.parents is None:
+            return min(len(self.tokens), 1)
+        return len(self.tokens) - len(set(self.parents.tolist()) - {-1})
 
     @property
     def is_chain(self) -> bool:
@@ -200,6 +212,13 @@ class Draft:
         return Draft(self.tokens, (), self.confidences, self.source, self.parents)
 
 
+def _check_parents(parents: TokenArray, n: int) -> None:
+    if len(parents) != n:
+        raise ValueError(f"{n} draft tokens have {len(parents)} parents")
+    if n and bool(((parents < -1) | (parents >= np.arange(n))).any()):
+        raise ValueError("the parent of a draft token must stand before it")
+
+
 NO_DRAFT = Draft()
 NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
 NO_STORE_DRAFT = Draft(source=Source.STORE)
@@ -229,6 +248,7 @@ class Round:
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else that this row needed
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
+    n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
 
     @property
     def drafted(self) -> TokenArray:

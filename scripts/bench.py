@@ -45,6 +45,7 @@ from llamaspec import (
 )
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.reasons import explain
@@ -111,6 +112,13 @@ class Score:
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
 @click.option("--widths", is_flag=True, help="Also what each width should have cost, and what it cost.")
+@click.option(
+    "--tree",
+    "trees",
+    multiple=True,
+    metavar="WxW",
+    help="Fixed trees: children on each level, such as 4x2x1.",
+)
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -127,6 +135,7 @@ def main(
     turns: int,
     lengths: tuple[int, ...],
     widths: bool,
+    trees: tuple[str, ...],
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
@@ -151,7 +160,7 @@ def main(
         if against is not None:
             probe = stored_probe(pair).value
             peers.append(stack.enter_context(Checkout(against, pair, probe.curve if probe else None)))
-        arms = _arms(pair, lengths)
+        arms = _arms(pair, lengths, trees)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
@@ -179,14 +188,20 @@ def main(
     }))  # fmt: skip
 
 
-def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], LengthPolicy]]:
+def _arms(
+    pair: Pair, lengths: tuple[int, ...], trees: tuple[str, ...]
+) -> dict[str, Callable[[], LengthPolicy]]:
     """Every arm with what makes its policy afresh."""
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    kept = AutoLength(sources=pair.sources)
+    for tree in trees:
+        widths = tuple(int(width) for width in tree.split("x"))
+        arms[f"tree {tree}"] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
+    kept, chains = AutoLength(sources=pair.sources), AutoLength(sources=pair.sources, trees=False)
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
-    arms["auto, cold"] = AutoLength
+    arms["auto, chains, kept"] = lambda: chains
+    arms["auto, cold"] = lambda: AutoLength(sources=pair.sources)
     if stored_probe(pair).value is not None:
         arms["auto"] = lambda: auto_length(pair)
     arms["simple"] = SimpleLength

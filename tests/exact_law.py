@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,13 +13,15 @@ from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.staged import StagedDrafter
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule, Stream
-from llamaspec.sampling.distributions import distribution
+from llamaspec.length.tree import FixedTree
+from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
+from llamaspec.sampling.distributions import Floats, distribution
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import StageStreams
-from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
+from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
@@ -99,7 +102,35 @@ CHAINS: dict[str, MakeDrafter] = {
     "more than asked for": lambda *_: OverDelivers(),
     "none": lambda *_: NoDrafter(),
 }
-TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()}
+
+
+@dataclass
+class Grown:
+    """A model's trees, always of one shape."""
+
+    drafter: TreeDrafter
+    length: FixedTree
+
+    def prepare(self, context: TokenArray) -> None:
+        pass
+
+    def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
+        return self.drafter.propose(context, self.length) if length.wants_more(NO_DRAFT) else NO_DRAFT
+
+
+def grown(
+    models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
+) -> Grown:
+    draft = models[DRAFT]
+    drafter = TreeDrafter(draft.vocabulary_size, 4 * draft.context_size, sampling, rule, streams)
+    drafter.n_prompt = len(PROMPT)
+    return Grown(drafter, FixedTree(widths))
+
+
+SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))
+TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
+    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance) for widths in SHAPES
+}
 
 
 class RepeatedDrawError(Exception):
@@ -143,6 +174,9 @@ class WalkingStreams:
         self.probability *= probabilities[self.path[i]]
         return self.path[i]
 
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        raise AssertionError("only the coupled rule draws candidates")
+
 
 class TableStreams:
     """Noise from a table: one vector for each position, the same for draft and target."""
@@ -155,15 +189,22 @@ class TableStreams:
         noise = np.array(self.noise[position])[distribution.tokens]
         return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
 
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        assert stream == Stream.TOKEN
+        noise: Floats = np.array(self.noise[position])[distribution.tokens]
+        noise += np.log(distribution.probabilities)
+        return noise
+
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")
 
 
 def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
     """All combinations of a few noise vectors at every position that can be drawn."""
-    vectors = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
+    vectors: list[tuple[float, ...]] = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
     for choice in itertools.product(vectors, repeat=N_TOKENS):
-        yield {1 + i: vector for i, vector in enumerate(choice)}
+        unverified = [vectors[0]] * 2 * N_TOKENS  # of tokens that are drafted beyond the text
+        yield dict(enumerate((*choice, *unverified), 1))
 
 
 def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:

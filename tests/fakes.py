@@ -78,6 +78,7 @@ class FakeModel:
     released: list[int] = field(default_factory=list)
     _prepared: dict[int, tuple[ForwardRequest, int, int]] = field(default_factory=dict)
     _cached: dict[int, TokenArray] = field(default_factory=dict)
+    _trees: dict[int, ForwardRequest] = field(default_factory=dict)  # the last request of each row
     _latest: list[Logits] = field(default_factory=list)
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -98,6 +99,7 @@ class FakeModel:
         tree = Draft(request.draft, (), (0.5,) * len(request.draft), parents=request.parents)
         paths = [tokens[: n - request.n_logits + i + 1] for i in range(request.n_logits)]
         paths += [np.concatenate([tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
+        del paths[request.n_logits : request.n_logits + request.n_read]
         rows = [self.after(path) for path in paths]
         return np.array(rows, dtype=np.float32).reshape(request.n_scored, self.vocabulary_size)
 
@@ -115,9 +117,19 @@ class FakeModel:
         assert request.n_tokens + n_padding <= self.context_size
         n_cached = max((shared(tokens, request.tokens) for tokens in self._cached.values()), default=0)
         n_cached = min(n_cached, len(request.tokens) - request.n_logits)
+        n_cached += self._n_read(row, request) if n_cached == len(request.tokens) else 0
         self._cached[row] = request.tokens[:n_cached]
         self._prepared[row] = request, n_cached, n_padding
         return n_cached
+
+    def _n_read(self, row: int, request: ForwardRequest) -> int:
+        """Draft tokens of a request that the row's last one had, too."""
+        last, n = self._trees.get(row), request.n_read
+        if last is None or last.parents is None or request.parents is None or len(last.draft) != n:
+            return 0
+        is_same = last.tokens.tobytes() == request.tokens.tobytes()
+        is_same &= last.draft.tolist() == request.draft[:n].tolist()
+        return n if is_same and last.parents.tolist() == request.parents[:n].tolist() else 0
 
     def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
         assert self._busy.acquire(blocking=False), "two evaluations at once"
@@ -146,7 +158,9 @@ class FakeModel:
         self.clock.passes(self.seconds)
         self._latest = [self.logits(request) for _, request in batch]
         for row, request in batch:
-            self._cached[row] = np.concatenate([request.tokens, request.draft])
+            is_chain = request.parents is None
+            self._cached[row] = np.concatenate([request.tokens, request.draft if is_chain else NO_TOKENS])
+            self._trees[row] = request
             del self._prepared[row]
         rows, requests = tuple(row for row, _ in batch), tuple(request for _, request in batch)
         self.evaluated.append(Evaluated(rows, requests, n_new, n_padding))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
+from llamaspec.llama.branches import Growth
 from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.cells import Bytes
 from llamaspec.llama.kv_cache import KVCache
@@ -62,7 +63,35 @@ class SimulatedCells:
             new.append((start + i, content))
         self._put(sequence, new)
 
-    def _put(self, sequence: int, new: list[tuple[int, Content]]) -> None:
+    def evaluate_tree(self, growth: Growth, n_text: int, new: TokenArray) -> None:
+        """Put new text, and a tree behind it, into cells."""
+        numbers = growth.numbers
+        before = [self.cells[i] for i in self.of(numbers[0])]
+        start = min(len(before), n_text)
+        content = before[start - 1].content if start else ()
+        contents, n_new_text = [], n_text - start
+        for position, token in enumerate(new[:n_new_text].tolist(), start):
+            content = (*content, token)
+            contents.append((position, content, set(numbers)))
+        for i, (token, parent) in enumerate(
+            zip(growth.tokens.tolist(), growth.parents.tolist(), strict=True)
+        ):
+            path = [token]
+            while parent >= 0:
+                path.append(int(growth.tokens[parent]))
+                parent = int(growth.parents[parent])
+            if i >= growth.n_old:
+                owners = set(growth.owners[i - growth.n_old])
+                contents.append((n_text + growth.depths[i], (*content, *path[::-1]), owners))
+        for number in numbers:  # as llama_decode checks
+            held = [self.cells[i].position for i in self.of(number)]
+            added = [position for position, _, owners in contents if number in owners]
+            assert [*held, *added] == list(range(len(held) + len(added))), "positions must follow each other"
+        places = self._put(numbers[0], [(position, made) for position, made, _ in contents])
+        for i, (_, _, owners) in zip(places, contents, strict=True):
+            self.cells[i].owners = owners
+
+    def _put(self, sequence: int, new: list[tuple[int, Content]]) -> list[int]:
         head = 0 if self.head > self.n_used + 2 * len(new) else self.head
         order = [(head + i) % len(self.cells) for i in range(len(self.cells))]
         places = [i for i in order if not self.cells[i].owners][: len(new)]
@@ -70,6 +99,7 @@ class SimulatedCells:
         for i, (position, content) in zip(places, new, strict=True):
             self.cells[i] = Cell(position, content, {sequence})
         self.head = (places[-1] + 1) % len(self.cells) if places else head
+        return places
 
     def remove(self, sequence: int, start: int) -> None:
         freed = []
@@ -109,10 +139,12 @@ class SimulatedCells:
 class Checked:
     """A cache over simulated cells; everything is checked after every operation."""
 
-    def __init__(self, size: int = 64, n_sequences: int = 6, *, can_copy: bool = True) -> None:
+    def __init__(
+        self, size: int = 64, n_sequences: int = 6, n_branches: int = 0, *, can_copy: bool = True
+    ) -> None:
         self.size, self.garbage = size, n_sequences - 1
         self.cells = SimulatedCells(size, can_copy=can_copy)
-        self.cache = KVCache(self.cells, size, n_sequences)
+        self.cache = KVCache(self.cells, size, n_sequences, n_branches)
 
     def held(self, row: int) -> CachedSequence:
         return self.cache.sequence(row)
@@ -122,24 +154,36 @@ class Checked:
         for (row, wanted, n_padding), n_cached in zip(batch, answers, strict=True):
             if isinstance(n_cached, int):
                 held = self.held(row)
-                assert n_cached <= len(wanted.tokens) - wanted.n_logits
-                assert np.array_equal(held.tokens[:n_cached], wanted.tokens[:n_cached])
+                n_text = min(n_cached, len(wanted.tokens))
+                assert n_text <= len(wanted.tokens) - wanted.n_logits
+                assert np.array_equal(held.tokens[:n_text], wanted.tokens[:n_text])
                 if n_cached < wanted.n_tokens:
-                    assert held.n == n_cached
+                    assert n_cached - held.n in (0, wanted.n_read)
                     assert held.n_reserved == wanted.n_tokens - n_cached + n_padding
         self.check()
         return answers
 
     def evaluate(self, *batch: tuple[int, ForwardRequest], n_padding: int = 0) -> None:
-        new = [
-            (row, np.concatenate([wanted.tokens[self.held(row).n :], wanted.draft])) for row, wanted in batch
-        ]
+        rows, new, end = [row for row, _ in batch], [], 0
+        for row, wanted in batch:
+            held = self.held(row)
+            if wanted.is_tree:
+                growth = self.cache.grow(row, wanted, rows)
+                added = np.concatenate([wanted.tokens[held.n :], wanted.draft[growth.n_old :]])
+            else:
+                added = np.concatenate([wanted.tokens[held.n :], wanted.draft])
+            new.append((row, added))
         self.cache.begin()
-        for row, added in new:
-            self.cells.evaluate(self.held(row).number, self.held(row).n, added)
+        for (row, wanted), (_, added) in zip(batch, new, strict=True):
+            held = self.held(row)
+            if held.growth is None:
+                self.cells.evaluate(held.number, held.n, added)
+            else:
+                self.cells.evaluate_tree(held.growth, len(wanted.tokens), added)
+            end = len(self.cells.of(held.number))
         if n_padding:
-            last = self.held(new[-1][0])
-            self.cells.evaluate(last.number, last.n + len(new[-1][1]), np.zeros(n_padding, dtype=np.int32))
+            last = self.held(rows[-1])
+            self.cells.evaluate(last.number, end, np.zeros(n_padding, dtype=np.int32))
         self.cache.commit(new, n_padding)
         self.check()
 
@@ -156,17 +200,35 @@ class Checked:
         """
         if self.cache._is_evaluating or self.cache._is_changing:
             return
+        n_holders = [0] * self.size
         for sequence in self.cache._sequences:
-            cells = self.cells.of(sequence.number)
-            assert cells == sequence.cells[: sequence.n].tolist()
-            assert cells == sorted(cells)
-            contents = [self.cells.cells[i].content for i in cells]
-            tokens = tuple(sequence.tokens[: sequence.n].tolist())
-            assert contents == [tokens[: i + 1] for i in range(sequence.n)]
-            assert [self.cells.cells[i].position for i in cells] == list(range(sequence.n))
+            text = tuple(sequence.tokens[: sequence.n].tolist())
+            cells = sequence.cells[: sequence.n].tolist()
+            for i in cells:
+                n_holders[i] += 1
+            tree = sequence.tree
+            for i in [] if tree is None else tree.cells.tolist():
+                n_holders[i] += 1
+            numbers = {sequence.number: sequence.n} | {b.number: b.n for b in sequence.branches}
+            for number, n in numbers.items():
+                path = [] if tree is None or number not in tree.tips else tree.path(tree.tips[number])
+                right, tokens = cells[:n], text[:n]
+                if tree is not None and path:
+                    right, tokens = (
+                        right + tree.cells[path].tolist(),
+                        tokens + tuple(tree.tokens[path].tolist()),
+                    )
+                found = self.cells.of(number)
+                assert found == right
+                assert found == sorted(found)
+                assert [self.cells.cells[i].content for i in found] == [
+                    tokens[: i + 1] for i in range(len(tokens))
+                ]
+                assert [self.cells.cells[i].position for i in found] == list(range(len(found)))
         full = [i for i, cell in enumerate(self.cells.cells) if cell.owners]
         assert full == list(range(self.cache.n_used))  # new cells follow behind all others
-        owners = [len(cell.owners - {self.garbage}) for cell in self.cells.cells]
-        assert owners == self.cache._n_owners.tolist()
+        assert n_holders == self.cache._n_owners.tolist()
+        branches = [*self.cache._free_branches, *(b for s in self.cache._sequences for b in s.branches)]
+        assert sorted(b.number for b in branches) == [b.number for b in self.cache._branches]
         n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

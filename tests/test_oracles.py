@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forward_requests import scores
+from forward_requests import MEMORIES, scores
 from llamaspec import (
     Completion,
     Distribution,
@@ -26,6 +26,7 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.tree import FixedTree
 from llamaspec.protocols import Stream
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.random_streams import SeededStreams
@@ -216,6 +217,52 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
     path = store.path("llama", Recipe(dtype=dtype))
     with opened(path, path) as pair:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
+def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None:
+    """Siblings, and branches that come to nothing, change no token; accepted branches are not the first."""
+    target, n_aside = Recipe(dtype=dtype), 0
+    with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
+        for seed, temperature in enumerate(TEMPERATURES):
+            sampling = Sampling(temperature=temperature)
+            right = plain(pair, "the end", sampling, seed, 48).tokens
+            for widths in ((2,), (4, 2, 1), (1, 3, 2)):
+                pair.forget()
+                found = pair.stream(
+                    "the end", policy=FixedTree(widths), sampling=sampling, seed=seed, max_tokens=48
+                ).run()
+                assert found.tokens == right, f"temperature {temperature}, tree {widths}"
+                n_aside += sum(round_.path != tuple(range(len(round_.path))) for round_ in found.rounds)
+    assert n_aside > 20
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
+    """Where layers keep states, chains are drafted in place of trees."""
+    target = Recipe()
+    with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
+        sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
+        right = plain(pair, "the", sampling, 1, 40)
+        pair.forget()
+        found = pair.stream("the", policy=FixedTree((3, 2)), sampling=sampling, seed=1, max_tokens=40).run()
+        assert_same_or_close(pair, "the", sampling, 1, right, found)
+        shapes = {round_.draft.n_branches for round_ in found.rounds[:-3]}
+        assert shapes == ({6} if kind in ("llama", "gemma3") else {1})
+
+
+def test_the_first_branch_of_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore) -> None:
+    path = store.path("llama", Recipe(dtype="q8_0"))
+    with opened(path, path) as pair:
+        for seed, temperature in enumerate(TEMPERATURES):
+            found = pair.stream(
+                "the end",
+                policy=FixedTree((3, 2, 1)),
+                sampling=Sampling(temperature=temperature),
+                seed=seed,
+                max_tokens=41,
+            ).run()
+            assert {round_.path for round_ in found.rounds[:-1]} == {(0, 1, 2)}
 
 
 @contextmanager

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from forward_requests import EXACT, MEMORIES, text
+from forward_requests import EXACT, MEMORIES, paths, text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
 from llamaspec.errors import ContextFullError
+from llamaspec.length.tree import FixedTree
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import ForwardRequest, Logits
 from model_store import ModelStore
 from tiny_models import Recipe
 
+SHAPES = (None, None, (2, 2, 1), (4, 1), (1, 3, 2))
 LONG = 2048  # tokens that the longest model was trained on
 
 
@@ -38,6 +40,7 @@ class Wanted:
     max_tokens: int
     temperature: float
     n_draft: int
+    tree: tuple[int, ...] | None  # in place of a chain, where the memory can branch
     n_read: int | None  # pieces after which nobody wants more; None = all
 
     def stream(self, pair: Pair) -> TextStream:
@@ -48,7 +51,7 @@ class Wanted:
             sampling=Sampling(temperature=self.temperature),
             seed=self.seed,
             max_tokens=self.max_tokens,
-            policy=FixedLength(self.n_draft),
+            policy=FixedLength(self.n_draft) if self.tree is None else FixedTree(self.tree),
         )
 
 
@@ -62,6 +65,7 @@ def some_texts(rng: np.random.Generator, n: int, *, longest_prompt: int, longest
             int(rng.integers(1, longest)),
             float(rng.choice([0.0, 0.7, 1.3])),
             int(rng.integers(0, 6)),
+            SHAPES[int(rng.integers(len(SHAPES)))],
             int(rng.integers(0, 20)) if rng.random() < 0.2 else None,
         )
         for number in range(n)
@@ -283,16 +287,14 @@ class Recorder:
         monkeypatch.setattr(LlamaModel, "evaluate", recorded)
 
     def _note(self, wanted: ForwardRequest, logits: Logits, n_rows: int) -> None:
-        path = np.concatenate([wanted.tokens, wanted.draft])
-        first = len(path) - len(logits) + 1
-        for i, row in enumerate(logits):
-            key = path[: first + i].tobytes()
+        for path, row in zip(paths(wanted), logits, strict=True):
+            key = path.tobytes()
             known = self.seen.get(key)
             self.n_compared += known is not None
             if known is None:
                 self.seen[key] = row.copy()
             elif not np.array_equal(known, row):
-                self.differing.append((first + i, n_rows, float(np.abs(known - row).max())))
+                self.differing.append((len(path), n_rows, float(np.abs(known - row).max())))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "threads"), [

@@ -56,7 +56,7 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
 
 
 def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
-    draft = zip(round_.drafted.tolist(), round_.confidences, strict=True)
+    draft = zip(round_.drafted.tolist(), round_.confidences, range(len(round_.draft)), strict=True)
     return {
         "draft": round_.draft_seconds,
         "verify": round_.verify_seconds,
@@ -65,7 +65,13 @@ def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "verified": round_.n_verified,
         "copied": round_.source in (Source.NGRAM, Source.STORE),
         "drafted": [
-            {"text": _text(token, vocabulary), "confidence": confidence} for token, confidence in draft
+            {
+                "text": _text(token, vocabulary),
+                "confidence": confidence,
+                "parent": round_.draft.parent(i),
+                "kept": i in round_.path,
+            }
+            for token, confidence, i in draft
         ],
         "next": _text(round_.next_token, vocabulary),
     }

@@ -45,10 +45,11 @@ class Row(Generic[Event]):
     is_paused: bool = False  # nothing is evaluated for it
     has_rounds: bool = False  # what came before the first round is not part of it
     seconds: float = 0.0  # of the request's parts that are evaluated
-    draft_seconds: float = 0.0  # since the last round, as the next three
+    draft_seconds: float = 0.0  # since the last round, as the next four
     verify_seconds: float = 0.0
     overhead_seconds: float = 0.0
     n_draft_steps: int = 0
+    n_draft_scored: int = 0  # positions
 
     def cost(self, seconds: float) -> None:
         """Note that (a part of) the request has been evaluated."""
@@ -60,6 +61,7 @@ class Row(Generic[Event]):
         else:
             self.draft_seconds += seconds
             self.n_draft_steps += bool(request.n_scored)
+            self.n_draft_scored += request.n_scored
 
     def go_on(self, clock: Clock, answer: Forward | None, error: Exception | None) -> None:
         """Let the text go on until it wants something evaluated again.
@@ -113,6 +115,7 @@ class Row(Generic[Event]):
             self.verify_seconds,
             self.overhead_seconds,
             round_.logprobs,
+            self.n_draft_scored,
         )
         self.has_rounds = True
         self._begin_round()
@@ -120,4 +123,4 @@ class Row(Generic[Event]):
 
     def _begin_round(self) -> None:
         self.draft_seconds = self.verify_seconds = self.overhead_seconds = 0.0
-        self.n_draft_steps = 0
+        self.n_draft_steps = self.n_draft_scored = 0

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.coroutines import drafting
+from llamaspec.length.tree import Growth
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.logprobs import round_logprobs
 from llamaspec.sampling.parameters import Sampling
@@ -131,6 +132,10 @@ class _AtMost:
 
     def wants_more(self, draft: Draft) -> bool:
         return len(draft) < self.n_draft and self.length.wants_more(draft)
+
+    def tree(self) -> Growth | None:
+        tree = getattr(self.length, "tree", None)  # not every length knows trees
+        return None if tree is None else tree()
 
     def width(self, n_positions: int) -> int | None:
         return self.length.width(n_positions)

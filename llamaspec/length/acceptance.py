@@ -63,10 +63,16 @@ class Acceptance:
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
-    """Confidence of each draft token that was verified, and whether it was accepted."""
-    found = [(round_.confidences[i], True) for i in round_.path]
-    missed = round_.draft.children(round_.path[-1] if round_.path else -1)
-    return found + [(round_.confidences[i], False) for i in missed]
+    """Confidence of each draft token that was verified, and whether it was accepted.
+
+    Of a tree, the best one of each position.
+    """
+    found: list[tuple[float, bool]] = []
+    for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
+        children = round_.draft.children(node)
+        if children:
+            found.append((round_.confidences[children[0]], children[0] == drawn))
+    return found
 
 
 def _logit(confidence: float) -> float:

@@ -33,6 +33,8 @@ class AutoLength:
         Never more draft tokens in a row's round than this.
     sources : collection of Source
         Who drafts.
+    trees : bool
+        Draft tokens may branch where that pays.
 
     Raises
     ------
@@ -46,6 +48,8 @@ class AutoLength:
         widths: Collection[int] | None = None,
         longest: int = 16,
         sources: Collection[Source] = frozenset({Source.MODEL}),
+        *,
+        trees: bool = True,
     ) -> None:
         if longest < 1:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
@@ -54,6 +58,7 @@ class AutoLength:
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior.of_probe(prior) if prior is not None else LearnedPrior()
         self.shared = Shared(CostModel(prior, widths), longest, sources, prior.log_odds)  # others only look
+        self.shared.grows_trees = trees
 
     def start_row(self) -> AutoRow:
         """A text begins."""

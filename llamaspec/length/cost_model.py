@@ -97,7 +97,21 @@ class CostModel:
         mean = float(self._mean[PLAIN] + self._mean[STEP])
         return exp(mean + z * sqrt(float(self._covariance[STEP, STEP])))
 
-    def drafting_seconds(self, n_steps: int, n_unread: int) -> float:
+    def wide_step_seconds(self, widest: int) -> FloatArray:
+        """[1 + widest] draft steps that read 0, 1, ... tokens: dearer as the target's evaluations are."""
+        self._cover(widest)
+        wide = np.array(self._seconds[: widest + 1])
+        wide[0] = 0.0
+        return np.maximum.accumulate(wide / wide[1]) * self.draft_step_seconds()
+
+    def narrow_steps(self, n_steps: int, n_scored: int) -> float:
+        """What some draft steps cost that score so many positions together, in steps that score one."""
+        if n_scored <= n_steps:
+            return n_steps
+        wide = self.wide_step_seconds(-(-n_scored // n_steps))
+        return n_steps * float(np.interp(n_scored / n_steps, np.arange(len(wide)), wide)) / float(wide[1])
+
+    def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
         return (n_steps + CATCH_UP * n_unread) * self.draft_step_seconds()
 
@@ -124,7 +138,7 @@ class CostModel:
             self._believe(LearnedPrior())
             self._mean[PLAIN], self._covariance[PLAIN, PLAIN] = plain
 
-    def observe_draft(self, n_steps: int, n_unread: int, seconds: float) -> None:
+    def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from draft steps, the first of which had to read `n_unread` tokens more than one."""
         if seconds > 0 and n_steps > 0:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))

@@ -11,14 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from llamaspec.length.acceptance import FREE_DRIFT, TEXT_DRIFT, Acceptance
 from llamaspec.length.allocator import Pledge, expected_accepted, speed_up, stopping_threshold
 from llamaspec.length.shared import COPIES, FREE, Shared
+from llamaspec.length.tree_growth import EDGE, WIDEST, TreeGrowth, tree_speed_up
 from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
-EDGE = 1.03  # what a width that nobody has timed must promise, next to the best that is known
+PROMISE = 1.03  # what a width that nobody has timed must promise, next to the best that is known
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
@@ -89,6 +92,25 @@ class AutoRow:
             wants = n < plan.limit
         pledge.n_draft, pledge.is_drafting = n + wants, wants
         return wants
+
+    def tree(self) -> TreeGrowth | None:
+        """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
+        self._begin()
+        shared, allocator = self._shared, self._shared.allocator
+        plan = self._plans.get(shared.drafting, NOTHING)
+        if plan.limit < 2 or plan.explores or not shared.grows_trees:
+            return None
+        prices = np.array(allocator.level_seconds(self._pledge, 0.0)[: plan.limit + 1])
+        usual = shared.trees.usual(self._views[shared.drafting].acceptance.probability())
+        if self._rate * prices[-1] > plan.limit * usual[1]:
+            return None  # second candidates are not worth their positions
+        plain_rate = allocator.plain_rate(allocator.n_rows)
+        steps = shared.costs.wide_step_seconds(WIDEST) / max(sum(p.is_drafting for p in allocator.pledges), 1)
+        faster = tree_speed_up(usual, plain_rate * prices, plain_rate * steps)
+        if plain_rate * faster < EDGE * plan.rate:
+            return None
+        rate = plain_rate * faster
+        return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
 
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all rows together."""
@@ -174,7 +196,7 @@ class AutoRow:
         limit = self._limit(source, rate, left, dearer=0.0)
         usual = (1.0 + gains[n_best]) / (1.0 + rate * prices[n_best])
         faster, n = speed_up(prices[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
-        return n if faster > EDGE * usual else 0
+        return n if faster > PROMISE * usual else 0
 
     def _plan_free(self, source: Source, plain_rate: float, left: float) -> Plan:
         """Copies stand in the place of a draft: they must be worth more than that, or be explored."""

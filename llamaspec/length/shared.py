@@ -12,6 +12,7 @@ from llamaspec.length.allocator import Allocator, Pledge
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
+from llamaspec.length.tree_growth import TreeAcceptance
 from llamaspec.values import Round, Source
 
 COPIES = (Source.NGRAM, Source.STORE)
@@ -37,6 +38,7 @@ class Shared:
         for source in Source:
             usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
+        self.trees, self.grows_trees = TreeAcceptance(), True
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
         self.n_tokens = self.n_since_plain = 0
@@ -52,6 +54,9 @@ class Shared:
 
     def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:
         """Learn from one row's round."""
+        if round_.draft.parents is not None:
+            self._learn_tree(round_, of_text)
+            return
         usual, calibration = self.usual[round_.source], self.calibrations[round_.source]
         for confidence in round_.confidences:
             of_text.learn(calibration.probability(confidence), count=SOFT)
@@ -62,9 +67,16 @@ class Shared:
             calibration.learn(is_accepted, confidence)
             of_text.learn(is_accepted, count=1.0 - SOFT)
 
+    def _learn_tree(self, round_: Round, of_text: Acceptance) -> None:
+        for is_first in self.trees.learn(round_):
+            self.usual[round_.source].pass_tokens(1)
+            self.usual[round_.source].learn(is_first)
+            of_text.learn(is_first)
+
     def observe(self, round_: Round, n_unread: int) -> float:
         """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
-        costs, n_rows, n_steps = self.costs, round_.n_rows, round_.n_priced_steps
+        costs, n_rows = self.costs, round_.n_rows
+        n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
         if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
             self._start_evaluation(round_)
         drafting, overhead = 0.0, round_.overhead_seconds

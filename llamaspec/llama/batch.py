@@ -13,18 +13,27 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.values import TokenArray
 
 
+class Places(NamedTuple):
+    """Where the positions of a stretch are that branches."""
+
+    positions: TokenArray  # [n]
+    owners: Sequence[Sequence[int]]  # [n] the sequences that hold each; at least one
+    end: int  # position behind the last of the stretch's own sequence
+
+
 class Stretch(NamedTuple):
-    """Consecutive positions of one sequence."""
+    """Consecutive positions of one sequence, or of one with branches."""
 
     sequence: int
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # the last of them whose logits are wanted
     hidden: npt.NDArray[np.float32] | None = None  # [n, E] what a prediction head gets with the tokens
+    places: Places | None = None  # None = one after the other
 
 
 class Batch:
-    """Room for up to `size` positions, each in one sequence.
+    """Room for up to `size` positions.
 
     Parameters
     ----------
@@ -46,6 +55,10 @@ class Batch:
         pointers = self._sequence.ctypes.data + self._sequence.itemsize * np.arange(size + 1)
         pointers[size] = 0
         self._pointers = pointers.astype(np.uintp)
+        self._own_pointers = self._pointers.copy()
+        self._owners: npt.NDArray[np.int32] | None = (
+            None  # of positions in several sequences, one after the other
+        )
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token) if with_tokens else None,
@@ -58,7 +71,9 @@ class Batch:
 
     def fill(self, stretches: Sequence[Stretch]) -> lib.llama_batch:
         """The batch that evaluates these positions; valid until the next call."""
-        end = 0
+        end, branches = 0, False
+        if self._owners is not None:
+            self._pointers[:], self._n_sequences[:], self._owners = self._own_pointers, 1, None
         for stretch in stretches:
             start, end = end, end + len(stretch.tokens)
             self._token[start:end] = stretch.tokens
@@ -68,8 +83,25 @@ class Batch:
             self._wanted[end - stretch.n_scored : end] = 1
             if self._hidden is not None and stretch.hidden is not None:
                 self._hidden[start:end] = stretch.hidden
+            if stretch.places is not None:
+                self._position[start:end] = stretch.places.positions
+                branches = True
+        if branches:
+            self._place(stretches)
         self._batch.n_tokens = end
         return self._batch
+
+    def _place(self, stretches: Sequence[Stretch]) -> None:
+        """Let positions that branch belong to all their sequences."""
+        lists = [stretch.places.owners for stretch in stretches if stretch.places is not None]
+        self._owners = np.array([number for owners in lists for each in owners for number in each], np.int32)
+        end, address = 0, self._owners.ctypes.data
+        for stretch in stretches:
+            start, end = end, end + len(stretch.tokens)
+            if stretch.places is not None:
+                for i, owners in enumerate(stretch.places.owners, start):
+                    self._n_sequences[i], self._pointers[i] = len(owners), address
+                    address += self._owners.itemsize * len(owners)
 
 
 def _pointer(array: np.ndarray, kind: type) -> object:

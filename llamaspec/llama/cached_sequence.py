@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llamaspec.llama.branches import Branch, CachedTree, Growth
 from llamaspec.llama.hidden_rows import HiddenRows
 from llamaspec.values import NO_TOKENS, TokenArray
 
@@ -23,6 +24,9 @@ class CachedSequence:
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] the first n count
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
     hidden: HiddenRows = field(default_factory=HiddenRows)  # of its last tokens, for prediction heads
+    tree: CachedTree | None = None  # draft tokens behind these, of which some may become text
+    growth: Growth | None = None  # what the evaluation that is running adds to the tree
+    branches: list[Branch] = field(default_factory=list)  # of such trees
 
     def append(self, tokens: TokenArray, cells: TokenArray) -> None:
         """Hold more tokens. The length is set last, so an interruption leaves what was held before."""

@@ -26,7 +26,8 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
-from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.batch import Batch, Places, Stretch
+from llamaspec.llama.branches import Growth, n_leaves
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
@@ -38,6 +39,7 @@ from llamaspec.llama.options import (
     CACHE_TYPES,
     DEFAULT_CONTEXT,
     FLASH_ATTENTION,
+    N_BRANCHES,
     N_SEQUENCES,
     ModelOptions,
 )
@@ -110,7 +112,8 @@ class Context:
             self.cache = StateCache(pointer, n_ctx, snapshots)
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
-            self.cache = KVCache(cells, n_cells, _n_sequences(options))
+            n_branches = 0 if head is not None else N_BRANCHES
+            self.cache = KVCache(cells, n_cells, _n_sequences(options), n_branches)
 
     @property
     def pointer(self) -> Any:
@@ -129,9 +132,14 @@ class Context:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
         stretches: list[Stretch] = []
         new: list[tuple[int, TokenArray]] = []
-        n_positions, n_scored = n_padding, 0
+        n_positions, n_scored, n_branches = n_padding, 0, 0
+        for _, request in batch:
+            if request.parents is not None:
+                n_branches += n_leaves(request.parents) - 1
+        if n_branches > N_BRANCHES and len(batch) > 1:
+            return self._evaluate_in_halves(batch, n_padding)
         for row, request in batch:
-            stretch = self._stretch(row, request)
+            stretch = self._stretch(row, request, batch)
             stretches.append(stretch)
             new.append((row, stretch.tokens))
             n_positions += len(stretch.tokens)
@@ -177,10 +185,22 @@ class Context:
         """Free the context, once no view of its logits is left; more than once is allowed."""
         self._handle = None
 
-    def _stretch(self, row: int, request: ForwardRequest) -> Stretch:
-        if request.parents is not None and (request.parents != np.arange(-1, len(request.draft) - 1)).any():
-            raise ValueError("this model evaluates chains of draft tokens, not trees")
+    def _evaluate_in_halves(
+        self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int
+    ) -> list[Logits]:
+        """Trees with so many branches, one half of the rows after the other."""
+        half = len(batch) // 2
+        first = [logits.copy() for logits in self.evaluate(batch[:half])]
+        return first + self.evaluate(batch[half:], n_padding)
+
+    def _stretch(
+        self, row: int, request: ForwardRequest, batch: Sequence[tuple[int, ForwardRequest]]
+    ) -> Stretch:
         held = self.cache.sequence(row)
+        if request.is_tree:
+            assert isinstance(self.cache, KVCache)
+            growth = self.cache.grow(row, request, [other for other, _ in batch])
+            return _branching(held.number, held.n, request, growth)
         new = request.tokens[held.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))
@@ -193,7 +213,8 @@ class Context:
         for row, tokens in evaluated:
             start, end = end, end + len(tokens)
             sequence = self.cache.sequence(row)
-            sequence.hidden.add(sequence.n - len(tokens), rows[start:end])
+            n_text = len(tokens) if sequence.tree is None else len(tokens) - len(sequence.tree.tokens)
+            sequence.hidden.add(sequence.n - n_text, rows[start : start + n_text])
 
     def decode(self, stretches: Sequence[Stretch]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
@@ -263,10 +284,23 @@ class Context:
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
 
 
+def _branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Stretch:
+    """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
+    n, n_old = len(request.tokens), growth.n_old
+    behind = [n + depth for depth in growth.depths]
+    positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
+    tip = growth.tips[number]
+    owners = [growth.numbers] * (n - start) + growth.owners
+    places = Places(positions, owners, n if tip < 0 else behind[tip] + 1)
+    new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
+    return Stretch(number, start, new, request.n_scored, places=places)
+
+
 def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
     """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
-    return Stretch(last.sequence, last.start + len(last.tokens), tokens, max(0, min(n, n_scorable)))
+    end = last.start + len(last.tokens) if last.places is None else last.places.end
+    return Stretch(last.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 
 def _can_restore_states(weights: Weights) -> bool:
@@ -275,7 +309,7 @@ def _can_restore_states(weights: Weights) -> bool:
 
 
 def _n_sequences(options: ModelOptions) -> int:
-    """Sequences that llama.cpp tells apart: it wants room for one row of logits for each."""
+    """Sequences of rows that llama.cpp tells apart: it wants room for one row of logits for each."""
     return max(2, min(N_SEQUENCES, options.max_scored))
 
 
@@ -295,7 +329,7 @@ def _open(
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
     if other is not None:
         parameters.ctx_other = other.pointer
-    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options)
+    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + (0 if is_head else N_BRANCHES)
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
     parameters.swa_full = True

@@ -10,12 +10,13 @@ tests/test_rows.py compares, bit by bit, with texts that are alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from llamaspec.errors import ContextFullError
+from llamaspec.llama.branches import Branch, CachedTree, Growth, grown, n_leaves
 from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.cells import Cells
 from llamaspec.llama.compaction import Moved, copied_out
@@ -36,13 +37,17 @@ class KVCache:
         Number of cells.
     n_sequences : int
         Sequences that llama.cpp can tell apart; the last one holds the garbage.
+    n_branches : int
+        More sequences, for branches of trees.
     """
 
-    def __init__(self, cells: Cells, size: int, n_sequences: int) -> None:
+    def __init__(self, cells: Cells, size: int, n_sequences: int, n_branches: int = 0) -> None:
         self._cells = cells
         self._size = size
         self._garbage = n_sequences - 1
         self._sequences = [CachedSequence(i) for i in range(n_sequences - 1)]
+        self._branches = [Branch(n_sequences + i) for i in range(n_branches)]
+        self._free_branches = list(self._branches)
         self._of_row: dict[int, CachedSequence] = {}
         self._n_owners = np.zeros(size, dtype=np.int16)  # of each cell: sequences that hold it
         self._top = 0  # cells below are full, cells from here on are empty
@@ -76,6 +81,7 @@ class KVCache:
             self._settle()
         self._is_changing = True
         sequence = self._of_row.get(row) or self._assign(row)
+        n_read = 0 if sequence.tree is None else self._go_on_with_tree(sequence, request)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
         n = min(sequence.shared(request.tokens), n_before)
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
@@ -83,7 +89,7 @@ class KVCache:
             self._cut(sequence, n)
             if other is not None:
                 self._take_over(sequence, other, n_other)
-            n = sequence.n
+            n = sequence.n + n_read
             sequence.n_reserved, sequence.n_padding = request.n_tokens - n + n_padding, n_padding
         else:
             sequence.n_reserved = 0
@@ -104,6 +110,32 @@ class KVCache:
         """What is held of a row that may not have asked yet."""
         return self._of_row.get(row)
 
+    def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Growth:
+        """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
+        assert request.parents is not None
+        self._is_evaluating = True
+        sequence = self._of_row[row]
+        tree = sequence.tree or CachedTree()
+        unused = [branch for branch in sequence.branches if branch.number not in tree.tips]
+        n_wanted = n_leaves(request.parents) - max(len(tree.tips), 1)
+        while len(unused) < n_wanted:
+            branch = self._free_branches.pop() if self._free_branches else self._taken_branch(sequence, rows)
+            sequence.branches.append(branch)
+            unused.append(branch)
+        growth = grown(tree, request, sequence.number, [branch.number for branch in unused])
+        for branch in unused:
+            if branch.number not in growth.new:
+                continue
+            if branch.n < sequence.n:
+                self._cells.share(sequence.number, branch.number, branch.n, sequence.n)
+                branch.n = sequence.n
+            before = growth.new[branch.number]
+            if before >= 0:
+                n = sequence.n
+                self._cells.share(tree.through[before], branch.number, n, n + growth.depths[before] + 1)
+        sequence.growth = growth
+        return growth
+
     def begin(self) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
         self._is_evaluating = True
@@ -118,14 +150,19 @@ class KVCache:
             sequence = self._of_row[row]
             top = self._top + len(tokens)
             self._n_owners[self._top : top] = 1
-            sequence.append(tokens, np.arange(self._top, top, dtype=np.int32))
+            cells = np.arange(self._top, top, dtype=np.int32)
+            if sequence.growth is None:
+                sequence.append(tokens, cells)
+            else:
+                self._commit_tree(sequence, sequence.growth, tokens, cells)
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
             self._top = top
         if n_padding:
             last = self._of_row[evaluated[-1][0]]
-            self._cells.remove(last.number, last.n)
+            n = last.n if last.tree is None else last.n + len(last.tree.path(last.tree.tips[last.number]))
+            self._cells.remove(last.number, n)
         self._is_evaluating = self._is_changing = False
 
     def release(self, row: int) -> None:
@@ -133,6 +170,8 @@ class KVCache:
         was_changing, self._is_changing = self._is_changing, True
         sequence = self._of_row.pop(row, None)
         if sequence is not None:
+            if (sequence.branches or sequence.tree is not None) and not was_changing:
+                self._end_branches(sequence)
             sequence.row, sequence.n_reserved = None, 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
         self._is_changing = was_changing
@@ -142,7 +181,10 @@ class KVCache:
         self._is_changing = True
         self._cells.clear()
         for sequence in self._sequences:
-            sequence.n = 0
+            sequence.n, sequence.tree, sequence.growth, sequence.branches = 0, None, None, []
+        for branch in self._branches:
+            branch.n = 0
+        self._free_branches = list(self._branches)
         self._n_owners[:] = 0
         self._top = 0
         self._is_evaluating = self._is_changing = False
@@ -165,9 +207,15 @@ class KVCache:
             for sequence in self._sequences:
                 sequence.row, sequence.n_reserved = None, 0
         elif self._is_evaluating:
+            self._is_changing = True
             for sequence in self._sequences:
+                if sequence.tree is not None:
+                    self._choose_path(sequence, sequence.tree, [])
+                sequence.growth = None
                 self._cells.remove(sequence.number, sequence.n)
-            self._is_evaluating = False
+                for branch in sequence.branches:
+                    self._cells.remove(branch.number, branch.n)
+            self._is_evaluating = self._is_changing = False
 
     def _assign(self, row: int) -> CachedSequence:
         """A sequence for a new row: an empty one, or the prefix that was used least recently."""
@@ -203,6 +251,90 @@ class KVCache:
         sequence.append(other.tokens[start:n], cells)
         sequence.hidden = other.hidden.tail(n)
 
+    def _go_on_with_tree(self, sequence: CachedSequence, request: ForwardRequest) -> int:
+        """How many cached draft tokens a request goes on with; where none, keep those that are text now."""
+        tree, n = sequence.tree, sequence.n
+        assert tree is not None
+        is_behind = sequence.shared(request.tokens) == n
+        if is_behind and len(request.tokens) == n and tree.begins(request):
+            return request.n_read
+        behind = request.tokens[n : n + len(tree.tokens)].tolist() if is_behind else []
+        self._choose_path(sequence, tree, tree.follow(behind))
+        return 0
+
+    def _commit_tree(
+        self, sequence: CachedSequence, growth: Growth, tokens: TokenArray, cells: TokenArray
+    ) -> None:
+        """Note new text and, behind it, new tokens of a tree."""
+        n_text = len(tokens) - len(growth.owners)
+        old = sequence.tree or CachedTree()
+        sequence.append(tokens[:n_text], cells[:n_text])
+        sequence.tree = CachedTree(
+            growth.tokens,
+            growth.parents,
+            np.concatenate((old.cells, cells[n_text:])),
+            old.through + [owners[0] for owners in growth.owners],
+            growth.tips,
+        )
+        for branch in sequence.branches:
+            if branch.number in growth.tips:
+                branch.n = sequence.n
+        sequence.growth = None
+
+    def _choose_path(self, sequence: CachedSequence, tree: CachedTree, path: list[int]) -> None:
+        """Make a path of a tree text; the cells of its other tokens become empty, or garbage."""
+        n, own, n_top, n_nodes = sequence.n, sequence.number, 0, len(tree.tokens)
+        while n_top < n_nodes:
+            last = n_nodes - 1 - n_top
+            if last in path or tree.cells[last] != self._top - 1 - n_top:
+                break
+            n_top += 1
+        held = {*path, *range(n_nodes - n_top, n_nodes)}
+        lost = np.array([i for i in range(n_nodes) if i not in path], dtype=np.int64)
+        for number, tip in tree.tips.items():
+            branch = tree.path(tip)
+            garbage = [depth for depth, i in enumerate(branch) if i not in held]
+            if garbage:
+                self._cells.share(number, self._garbage, n + garbage[0], n + garbage[-1] + 1)
+                held.update(branch)
+        n_own = sum(a == b for a, b in zip(tree.path(tree.tips[own]), path, strict=False))
+        self._cells.remove(own, n + n_own)
+        if n_own < len(path):
+            self._cells.share(tree.through[path[-1]], own, n + n_own, n + len(path))
+        for other in sequence.branches:
+            if other.number in tree.tips:
+                self._cells.remove(other.number, n)
+        sequence.tree = None
+        self._n_owners[tree.cells[lost]] = 0
+        self._top -= n_top
+        sequence.append(tree.tokens[path], tree.cells[path])
+
+    def _taken_branch(self, asking: CachedSequence, rows: Collection[int]) -> Branch:
+        """A branch that was another row's: one that is not in use, or of a tree that can be read again."""
+        others = [sequence for row, sequence in self._of_row.items() if row not in rows]
+        idle = [sequence for sequence in self._of_row.values() if sequence is not asking]
+        for i, sequence in enumerate([*idle, *others]):
+            if i >= len(idle) and sequence.tree is not None:
+                self._choose_path(sequence, sequence.tree, [])
+            used = sequence.growth or sequence.tree
+            for branch in sequence.branches:
+                if used is None or branch.number not in used.tips:
+                    sequence.branches.remove(branch)
+                    self._cells.remove(branch.number, 0)
+                    branch.n = 0
+                    return branch
+        raise ValueError("a tree has too many branches")
+
+    def _end_branches(self, sequence: CachedSequence) -> None:
+        """Give a sequence's branches away."""
+        if sequence.tree is not None:
+            self._choose_path(sequence, sequence.tree, [])
+        for branch in sequence.branches:
+            self._cells.remove(branch.number, 0)
+            branch.n = 0
+        self._free_branches += sequence.branches
+        sequence.branches, sequence.growth = [], None
+
     def _cut(self, sequence: CachedSequence, n: int) -> None:
         """Take the tokens from `n` on out of a sequence.
 
@@ -222,6 +354,10 @@ class KVCache:
             self._cells.share(sequence.number, self._garbage, n, n_held - n_top)
         sequence.n = n
         self._cells.remove(sequence.number, n)
+        for branch in sequence.branches:
+            if branch.n > n:
+                self._cells.remove(branch.number, n)
+                branch.n = n
         self._n_owners[cells] = owners - 1
         self._top -= n_top
 
@@ -232,6 +368,9 @@ class KVCache:
             n_reserved += sequence.n_reserved
         if self._top + n_reserved <= self._size:
             return
+        for sequence in self._of_row.values():
+            if sequence.tree is not None and not sequence.n_reserved:
+                self._choose_path(sequence, sequence.tree, [])
         unused = (sequence for sequence in self._sequences if sequence.row is None and sequence.n)
         for sequence in sorted(unused, key=lambda sequence: sequence.last_used):
             if self._n_live + n_reserved <= SLACK * self._size:
@@ -258,6 +397,9 @@ class KVCache:
         What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
         reads its text again.
         """
+        for sequence in self._of_row.values():
+            if sequence.tree is not None:  # it is read again
+                self._choose_path(sequence, sequence.tree, [])
         moved = copied_out(self._cells, [sequence for sequence in self._sequences if sequence.n])
         self.forget()
         self._is_changing = True

@@ -14,11 +14,12 @@ from types import TracebackType
 import numpy as np
 
 from llamaspec.errors import ContextFullError, ModelFileError
+from llamaspec.llama.branches import n_leaves
 from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import Prepared
-from llamaspec.llama.options import N_SEQUENCES, ModelOptions
+from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.state_cache import StateCache
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
@@ -78,6 +79,11 @@ class LlamaModel:
     def vocabulary_size(self) -> int:
         """V, the number of logits for each position."""
         return self.vocabulary.size
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether it evaluates trees of draft tokens: not where layers keep states."""
+        return not self.weights.keeps_states
 
     @property
     def description(self) -> str:
@@ -202,10 +208,18 @@ class LlamaModel:
         """Raise ValueError where llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
+        if request.parents is not None:
+            self._check_tree(request)
         for tokens in (request.tokens, request.draft):
             # As unsigned numbers negative ones are large: one pass over the array instead of two.
             if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
                 raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
+
+    def _check_tree(self, request: ForwardRequest) -> None:
+        if request.is_tree and not self.can_branch:
+            raise ValueError("this model evaluates chains of draft tokens, not trees")
+        if request.parents is not None and n_leaves(request.parents) > N_BRANCHES:
+            raise ValueError(f"a tree of draft tokens has at most {N_BRANCHES} branches")
 
     def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
         try:

@@ -11,6 +11,7 @@ DEFAULT_CONTEXT = 4096  # tokens; a model trained on less gets what it was train
 BATCH = 512  # positions that llama.cpp takes at once
 DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
 N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
+N_BRANCHES = 32  # besides: branches of trees of draft tokens, in one evaluation
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,

@@ -108,7 +108,8 @@ class _Tally:
         self.measured_seconds += round_.seconds
         self.predicted_seconds += costs.seconds(round_.width) + costs.overhead_seconds
         if round_.n_draft_steps:
-            self.predicted_seconds += costs.drafting_seconds(round_.n_priced_steps, n_unread)
+            n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
+            self.predicted_seconds += costs.drafting_seconds(n_steps, n_unread)
 
     def count(self, round_: Round) -> None:
         """Count the draft and what came of it."""

@@ -55,6 +55,12 @@ class SeededStreams:
         noise = -np.log(-np.log(uniform))
         return int(distribution.tokens[(np.log(distribution.probabilities) + noise).argmax()])
 
+    def perturbed(self, distribution: Distribution, use: Stream, position: int) -> npt.NDArray[np.float64]:
+        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
+        uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, 0)
+        noise: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
+        return noise
+
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
         return float(self._uniform(np.zeros(1, dtype=np.uint64), use, position, attempt)[0]) < probability
@@ -87,6 +93,10 @@ class StageStreams:
     def choose(self, distribution: Distribution, use: Stream, position: int, attempt: int = 0) -> int:
         """Draw one token of `distribution`."""
         return self._streams.choose(distribution, use, position, self._own(attempt))
+
+    def perturbed(self, distribution: Distribution, use: Stream, position: int) -> npt.NDArray[np.float64]:
+        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
+        return self._streams.perturbed(distribution, use, position)
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""

@@ -35,6 +35,7 @@ def rounds(end: End) -> list[dict[str, Any]]:
             "verify_ms": 1e3 * round_.verify_seconds,
             "overhead_ms": 1e3 * round_.overhead_seconds,
             "drafted": round_.n_verified,
+            "branches": round_.draft.n_branches,
             "accepted": round_.n_accepted,
             "source": round_.source.value,
             "rows": round_.n_rows,

@@ -16,12 +16,14 @@ from exact_law import (
     LENGTHS,
     SAMPLINGS,
     SELF,
+    SHAPES,
     THREE,
     TREES,
     Models,
     RepeatedDrawError,
     TableStreams,
     distance,
+    grown,
     model_drafter,
     noise_tables,
     plain_law,
@@ -34,6 +36,7 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
+from llamaspec.sampling.distributions import Floats
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Verification
 
@@ -80,6 +83,9 @@ class Instead:
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         return self.streams.chance(probability, self._taken(stream), position, attempt)
+
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        return self.streams.perturbed(distribution, self._taken(stream), position)
 
     def _taken(self, stream: Stream) -> Stream:
         return self.wrong if stream is self.right else stream
@@ -215,3 +221,18 @@ def test_another_vocabulary_is_drafted_within_the_targets() -> None:
             return text(rounds(models, drafter, Length(2), rule, chain, streams))
 
         assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("widths", SHAPES, ids=str)
+def test_the_first_branch_of_a_tree_that_is_the_targets_is_never_rejected(
+    widths: tuple[int, ...], sampling: str
+) -> None:
+    """A tree read with a stale context, or drawn with other noise, stays lossless: only this sees it."""
+    rule, chain = RULES["coupled"], SAMPLINGS[sampling]
+    for seed in range(5):
+        streams = SeededStreams(seed)
+        made = rounds(SELF, grown(SELF, widths, chain, rule, streams), Length(30), rule, chain, streams, 39)
+        full = [round_ for round_ in made if len(round_.draft) and round_ is not made[-1]]
+        assert {round_.n_accepted for round_ in full[:-1]} == {len(widths)}
+        assert all(round_.path == tuple(range(len(round_.path))) for round_ in full)

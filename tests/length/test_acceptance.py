@@ -98,9 +98,9 @@ def test_bounds_surround_the_estimate_and_close_in() -> None:
         (None, (), [(0.9, False)]),
         (None, (0,), [(0.9, True), (0.7, False)]),
         (None, (0, 1, 2), [(0.9, True), (0.7, True), (0.2, True)]),
-        ([-1, 0, -1], (2,), [(0.2, True)]),  # a tree: nobody knows what came of the first branch
-        ([-1, 0, -1], (), [(0.9, False), (0.2, False)]),
-        ([-1, 0, 0], (0,), [(0.9, True), (0.7, False), (0.2, False)]),
+        ([-1, 0, -1], (2,), [(0.9, False)]),  # a tree: of each position the best
+        ([-1, 0, -1], (), [(0.9, False)]),
+        ([-1, 0, 0], (0,), [(0.9, True), (0.7, False)]),
     ],
 )
 def test_tokens_behind_a_rejection_are_not_verified(

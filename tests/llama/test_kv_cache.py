@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forward_requests import RandomRows, request, text
+from forward_requests import RandomRows, RandomTrees, request, text
 from llamaspec.errors import ContextFullError
+from llamaspec.llama.branches import n_leaves
 from llamaspec.llama.cached_sequence import shared
 from llamaspec.llama.kv_cache import TAKE_OVER
 from simulated_cells import Checked
@@ -147,11 +148,11 @@ def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
     assert checked.run(0, request(25)) == 10
 
 
-OWN_CODE = ("llama/kv_cache.py", "llama/cached_sequence.py", "llama/compaction.py")
+OWN_CODE = ("llama/kv_cache.py", "llama/branches.py", "llama/cached_sequence.py", "llama/compaction.py")
 
 
 def some_operations(checked: Checked) -> None:
-    """Taking over, going back, garbage, eviction and compaction."""
+    """Taking over, going back, garbage, trees, eviction and compaction."""
     checked.run(0, request(34, draft=text(3, 9)))
     checked.run(1, request(36))
     checked.run(0, request(35, draft=text(2, 8)))
@@ -193,10 +194,13 @@ def test_an_interrupt_at_any_line_leaves_no_wrong_note() -> None:
 
 
 @pytest.mark.parametrize("can_copy", [True, False])
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_operations(seed: int, can_copy: bool) -> None:
-    rng, checked = np.random.default_rng(seed), Checked(160, 8, can_copy=can_copy)
-    rows, n_full = RandomRows(rng, longest=50, n_rows=5), 0
+def test_random_operations(seed: int, trees: bool, can_copy: bool) -> None:
+    """Trees have hardly more branches than one of them needs, so rows take them from each other."""
+    rng, checked = np.random.default_rng(seed), Checked(160, 8, 10 if trees else 0, can_copy=can_copy)
+    rows, n_full = (RandomTrees if trees else RandomRows)(rng, longest=50, n_rows=5), 0
+    n_trees = 0
     for _ in range(400):
         for row in rows.leaving():
             checked.cache.release(row)
@@ -213,7 +217,19 @@ def test_random_operations(seed: int, can_copy: bool) -> None:
         kind = rng.choice(["all", "some", "none", "interrupted"], p=[0.6, 0.2, 0.1, 0.1])
         if kind == "some":
             fitting = fitting[: int(rng.integers(0, len(fitting) + 1))]
-        if kind == "interrupted" and fitting:
+        n_branches = np.cumsum(
+            [0 if wanted.parents is None else n_leaves(wanted.parents) for _, wanted in fitting]
+        )
+        fitting = fitting[: int((n_branches <= 10).sum())]
+        if kind == "interrupted" and fitting and fitting[0][1].is_tree:
+            row, wanted = fitting[0]
+            growth = checked.cache.grow(row, wanted, [row])
+            if rng.random() < 0.7:
+                checked.cache.begin()
+                n_text = checked.held(row).n
+                added = np.concatenate([wanted.tokens[n_text:], wanted.draft[growth.n_old :]])
+                checked.cells.evaluate_tree(growth, len(wanted.tokens), added)
+        elif kind == "interrupted" and fitting:
             row, wanted = fitting[0]
             checked.cache.begin()
             checked.cells.evaluate(
@@ -221,8 +237,10 @@ def test_random_operations(seed: int, can_copy: bool) -> None:
             )
         elif kind != "none" and fitting:
             checked.evaluate(*fitting, n_padding=n_padding)
+            n_trees += sum(wanted.is_tree for _, wanted in fitting)
         if rng.random() < 0.02:
             checked.cache.forget()
             checked.check()
     assert checked.cache._n_compactions > 3
     assert n_full > 0
+    assert (n_trees > 100) == trees

@@ -34,7 +34,12 @@ export function draw(svg, rounds) {
       at += ms;
     }
     add(group, "line", { x1: x(start), x2: x(start), y1: TOP, y2: TOP + HEIGHT });
-    const what = `${round.accepted} of ${round.drafted} draft tokens accepted, ${(at - start).toFixed(1)} ms`;
+    for (let i = 1; i < round.branches; i++) {
+      const y = TOP + (HEIGHT * i) / round.branches;
+      add(group, "line", { class: "branch", x1: x(start), x2: x(start + round.draft_ms), y1: y, y2: y });
+    }
+    const shape = round.branches > 1 ? ` in ${round.branches} branches` : "";
+    const what = `${round.accepted} of ${round.drafted} draft tokens${shape} accepted, ${(at - start).toFixed(1)} ms`;
     add(group, "title", {}, what);
   }
   const step = axisStep(total);

@@ -1,0 +1,74 @@
+"""Trees of draft tokens from a small model: it reads a whole level in one step.
+
+The candidates of a position are the greatest log q + g, with the noise g that the target will draw with;
+the first is what a chain would draft. Where the length lets no tree grow this is the drafter of chains.
+Only the coupled rule verifies trees. tests/drafters/test_tree.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.errors import ContextFullError
+from llamaspec.length.tree import CONTEXT, CandidateTree, Growth
+from llamaspec.protocols import Drafting, RowLength
+from llamaspec.sampling.candidates import candidates
+from llamaspec.sampling.sampler import Sampler
+from llamaspec.values import ForwardRequest, TokenArray
+
+DEEPEST = 64  # draft tokens that a tree may have in a row
+
+
+@dataclass(slots=True)
+class TreeDrafter(ModelDrafter):
+    """Draws draft tokens from a model: chains, or trees where the length lets them grow."""
+
+    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+        """A tree, or a chain."""
+        tree = getattr(length, "tree", None)  # not every length knows trees
+        growth: Growth | None = None if tree is None else tree()
+        has_room = len(context) + DEEPEST <= self.context_size
+        is_plain = self.tokens is None and self.constraint is None
+        if growth is None or self.is_silent or not is_plain or not has_room:
+            return ModelDrafter.propose(self, context, length)
+        return self._grow(context, growth)
+
+    def _grow(self, context: TokenArray, growth: Growth) -> Drafting:
+        known, tree = self.known(context), CandidateTree()
+        sampler = Sampler(self.sampling, self.n_prompt)
+        while (nodes := growth.expand(tree)) and not self.is_silent:
+            try:
+                forward = yield self._request(known, tree, nodes)
+            except ContextFullError:
+                break
+            for node, row in zip(nodes, forward.logits, strict=True):
+                logits = row[: self.n_drawn]
+                if not np.isfinite(logits.max()):
+                    self.is_silent = True
+                    break
+                path = np.concatenate([known, _path(tree, node)])
+                tree.add(node, *candidates(logits, sampler, path, self.streams, growth.n_candidates))
+        return tree.draft(growth.keep(tree), self.source)
+
+    def _request(self, context: TokenArray, tree: CandidateTree, nodes: Sequence[int]) -> ForwardRequest:
+        """Let the model read some tokens of the tree, each behind those before it."""
+        if nodes[0] == CONTEXT:
+            return ForwardRequest(self.model, context)
+        n_read = len(tree.read)
+        tree.read += nodes
+        place = {node: i for i, node in enumerate(tree.read)}
+        draft = np.array([tree.tokens[node] for node in tree.read], dtype=np.int32)
+        parents = np.array([place.get(tree.parents[node], CONTEXT) for node in tree.read], dtype=np.int32)
+        return ForwardRequest(self.model, context, 0, draft, parents, n_read)
+
+
+def _path(tree: CandidateTree, node: int) -> TokenArray:
+    path: list[int] = []
+    while node != CONTEXT:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return np.array(path[::-1], dtype=np.int32)

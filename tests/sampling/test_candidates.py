@@ -1,0 +1,49 @@
+"""The candidates of a position: the first is what a chain draws, the others are the next best."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.protocols import Stream
+from llamaspec.sampling.candidates import candidates
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
+from llamaspec.values import Distribution
+
+PATH = np.array([1, 2, 3], dtype=np.int32)
+SCORES = np.log(np.array([0.1, 0.4, 0.3, 0.2], dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.8), Sampling(temperature=1.0, top_k=3), Sampling(1.7)]
+)
+def test_each_is_what_would_be_drawn_without_those_before(sampling: Sampling) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        scores, streams = rng.standard_normal(50).astype(np.float32) * 2, SeededStreams(seed)
+        found = candidates(scores, Sampler(sampling), PATH, streams, 4)
+        q = Sampler(sampling).distribution(scores, PATH)
+        for token in found.tokens:
+            assert token == streams.choose(q, Stream.TOKEN, len(PATH))
+            rest = q.tokens != token
+            q = Distribution(q.tokens[rest], q.probabilities[rest])
+        assert list(found.confidences) == sorted(found.confidences, reverse=True)
+        assert sum(found.confidences) <= 1 + 1e-12
+
+
+def test_greedy_ones_are_the_most_probable() -> None:
+    found = candidates(SCORES, Sampler(Sampling(temperature=0)), PATH, SeededStreams(1), 3)
+    assert found.tokens == (1, 2, 3)
+    assert found.confidences == pytest.approx((0.4, 0.3, 0.2))
+
+
+def test_penalties_come_first() -> None:
+    sampling = Sampling(temperature=0, presence_penalty=5.0)
+    assert candidates(SCORES, Sampler(sampling), PATH, SeededStreams(1), 4).tokens[0] == 0
+
+
+def test_no_more_than_there_are() -> None:
+    sampling = Sampling(temperature=1.0, top_k=2)
+    assert len(candidates(SCORES, Sampler(sampling), PATH, SeededStreams(1), 4).tokens) == 2
