@@ -10,14 +10,14 @@ tests/test_rows.py compares, bit by bit, with texts that are alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.cached_sequence import CachedSequence
-from llamaspec.llama.cells import Cells
+from llamaspec.llama.cells import Bytes, Cells
 from llamaspec.llama.compaction import Moved, copied_out
 from llamaspec.values import ForwardRequest, TokenArray
 
@@ -147,6 +147,38 @@ class KVCache:
         self._top = 0
         self._is_evaluating = self._is_changing = False
 
+    def take_out(self) -> Iterator[Moved]:
+        """What is held, the last used first, for `put_in` of another cache; this one is empty afterwards."""
+        self._settle()
+        self._is_changing = True
+        try:
+            yield from copied_out(self._cells, self._held()[::-1])
+        finally:
+            self.forget()
+
+    def put_in(
+        self, tokens: TokenArray, content: Bytes, trunk: CachedSequence | None, n_shared: int
+    ) -> CachedSequence | None:
+        """Hold a prefix that was taken out, older than all others; None where that failed or has no room.
+
+        Parameters
+        ----------
+        tokens : [n] int32
+        content : Bytes
+            Of the cells behind the first `n_shared`, which `trunk` holds.
+        """
+        free = next(
+            (sequence for sequence in self._sequences if sequence.row is None and not sequence.n), None
+        )
+        if free is None or self._top + len(tokens) - n_shared > SLACK * self._size:
+            return None
+        self._is_changing = True
+        free.append(tokens, np.zeros_like(tokens))  # the cells are known below
+        free.n, free.last_used = 0, -next(self._clock)
+        self._put_back(Moved(free, len(tokens), trunk, n_shared, content))
+        self._is_changing = False
+        return free if free.n else None
+
     @property
     def size(self) -> int:
         """Cells."""
@@ -252,13 +284,18 @@ class KVCache:
         """Cells that some sequence holds, without garbage."""
         return int(np.count_nonzero(self._n_owners))
 
+    def _held(self) -> list[CachedSequence]:
+        """The sequences that hold something, the last used last."""
+        held = [sequence for sequence in self._sequences if sequence.n]
+        return sorted(held, key=lambda sequence: sequence.last_used)
+
     def _compact(self) -> None:
         """Move what is held to the beginning, in order and without the garbage.
 
         What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
         reads its text again.
         """
-        moved = copied_out(self._cells, [sequence for sequence in self._sequences if sequence.n])
+        moved = list(copied_out(self._cells, self._held()))
         self.forget()
         self._is_changing = True
         self._n_compactions += 1
