@@ -16,13 +16,15 @@ from typing import TypeAlias
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cached_sequence import CachedSequence, shared
 from llamaspec.llama.cells import Bytes, Cells
 from llamaspec.llama.compaction import Moved, copied_out
+from llamaspec.llama.parked import ParkedPrefixes
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
+CLUTTER = 1024  # cells besides twice those of rows that may be full; more would slow every evaluation down
 SLACK = 0.875  # part of the cells that may be full when unused prefixes are given up
 
 
@@ -50,6 +52,7 @@ class KVCache:
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self._n_compactions = 0
+        self._parked = ParkedPrefixes(size)
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room.
@@ -75,8 +78,12 @@ class KVCache:
         if self._is_changing or self._is_evaluating:
             self._settle()
         self._is_changing = True
-        sequence = self._of_row.get(row) or self._assign(row)
+        sequence = self._of_row.get(row)
+        is_new = sequence is None
+        sequence = sequence or self._assign(row)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
+        if is_new:
+            self._fetch(sequence, request.tokens[:n_before])
         n = min(sequence.shared(request.tokens), n_before)
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             other, n_other = self._best_other(sequence, request.tokens[:n_before], n)
@@ -88,6 +95,8 @@ class KVCache:
         else:
             sequence.n_reserved = 0
         sequence.last_used = next(self._clock)
+        if is_new:
+            self._park()
         try:
             self._make_room(sequence)
         except ContextFullError:
@@ -139,6 +148,10 @@ class KVCache:
 
     def forget(self) -> None:
         """Empty everything."""
+        self._parked.clear()
+        self._empty()
+
+    def _empty(self) -> None:
         self._is_changing = True
         self._cells.clear()
         for sequence in self._sequences:
@@ -153,6 +166,7 @@ class KVCache:
         self._is_changing = True
         try:
             yield from copied_out(self._cells, self._held()[::-1])
+            yield from self._parked.moved()
         finally:
             self.forget()
 
@@ -173,9 +187,8 @@ class KVCache:
         if free is None or self._top + len(tokens) - n_shared > SLACK * self._size:
             return None
         self._is_changing = True
-        free.append(tokens, np.zeros_like(tokens))  # the cells are known below
-        free.n, free.last_used = 0, -next(self._clock)
-        self._put_back(Moved(free, len(tokens), trunk, n_shared, content))
+        self._fill(free, tokens, content, trunk, n_shared)
+        free.last_used = -next(self._clock)
         self._is_changing = False
         return free if free.n else None
 
@@ -289,6 +302,48 @@ class KVCache:
         held = [sequence for sequence in self._sequences if sequence.n]
         return sorted(held, key=lambda sequence: sequence.last_used)
 
+    def _park(self) -> None:
+        """Put prefixes that nobody uses aside, where they are so many that attention slows down.
+
+        For llama.cpp goes over all cells up to the last full one, whoever needs them.
+        """
+        n_needed = sum(sequence.n + sequence.n_reserved for sequence in self._of_row.values())
+        unused = [sequence for sequence in self._held() if sequence.row is None]
+        if not unused or self._top <= 2 * n_needed + CLUTTER:
+            return
+        for sequence in unused:
+            content = self._cells.copy_out(sequence.number, 0)
+            if content is None:
+                break
+            self._parked.add(sequence.tokens[: sequence.n].copy(), content)
+            self._cut(sequence, 0)
+        else:
+            self._compact()
+
+    def _fetch(self, sequence: CachedSequence, tokens: TokenArray) -> None:
+        """Let a sequence hold the prefix that shares most of some tokens, if no other knows as much."""
+        found = self._parked.best(tokens)
+        if found is None or self._top + len(found.tokens) > self._size:
+            return
+        n_shared = shared(found.tokens, tokens)
+        if n_shared > max(other.shared(tokens) for other in self._sequences):
+            self._fill(sequence, found.tokens, found.content)
+            if sequence.n == n_shared:  # else the rest of it may still be wanted
+                self._parked.remove(found)
+
+    def _fill(
+        self,
+        sequence: CachedSequence,
+        tokens: TokenArray,
+        content: Bytes,
+        trunk: CachedSequence | None = None,
+        n_shared: int = 0,
+    ) -> None:
+        """Let an empty sequence hold what was copied out; it stays empty where that fails."""
+        sequence.append(tokens, np.zeros_like(tokens))  # the cells are known below
+        sequence.n = 0
+        self._put_back(Moved(sequence, len(tokens), trunk, n_shared, content))
+
     def _compact(self) -> None:
         """Move what is held to the beginning, in order and without the garbage.
 
@@ -296,7 +351,7 @@ class KVCache:
         reads its text again.
         """
         moved = list(copied_out(self._cells, self._held()))
-        self.forget()
+        self._empty()
         self._is_changing = True
         self._n_compactions += 1
         for move in moved:
