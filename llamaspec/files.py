@@ -12,12 +12,13 @@ import os
 import secrets
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
 from llamaspec.errors import printable
 
@@ -80,6 +81,13 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
     OSError
         The old content is still there, and nothing else.
     """
+    with replacing(path, private=private) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` at the end of the block: as `write_file`."""
     real = Path(os.path.realpath(path))
     path = real if real.is_file() else path
     prefix = f".{path.name[:40]}."
@@ -88,7 +96,8 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
     try:
         if private:
             new.touch(mode=0o600, exist_ok=False)
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        with new.open("wb") as file:
+            yield file
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -131,10 +131,10 @@ class AnswerParser:
         """What the model thinks."""
         self._text(text, ReasoningDelta)
 
-    def begin_call(self, name: str) -> None:
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
         """A call, whose arguments follow; empty lines around it are not part of the text."""
         self._begin_text()
-        self._deltas.append(CallDelta(self.n_calls, self._new_id(), name))
+        self._deltas.append(CallDelta(self.n_calls, call_id or self._new_id(), name))
         self.n_calls += 1
 
     def arguments(self, text: str) -> None:

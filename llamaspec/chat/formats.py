@@ -22,6 +22,10 @@ class CallFormat(str, Enum):
     MISTRAL = "mistral"  # [TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]: Mistral up to Nemo
     MISTRAL_ARGS = "mistral-args"  # [TOOL_CALLS]name[ARGS]{…}: Mistral Small 3.2, Devstral, Ministral 3
     GEMMA4 = "gemma4"  # <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>
+    DEEPSEEK = "deepseek"  # <｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜> in a section: V3.1
+    DEEPSEEK_R1 = "deepseek-r1"  # the same with function<｜tool▁sep｜>name and a block ```json: V3, R1
+    GLM = "glm"  # <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…: GLM 4.5 to 4.7
+    KIMI = "kimi"  # <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}: Kimi K2
     HARMONY = "harmony"  # <|channel|>commentary to=functions.name<|message|>{…}<|call|>: gpt-oss
 
 
@@ -102,12 +106,20 @@ _REASONING = (
 # All of these must be found; in this order, for Qwen's XML stands in <tool_call>, too.
 _CALLS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (CallFormat.GEMMA4, (r"<\|tool_call>call:", r"<tool_call\|>")),
+    (CallFormat.KIMI, (r"<\|tool_call_begin\|>", r"<\|tool_call_argument_begin\|>")),
+    (CallFormat.DEEPSEEK_R1, (r"<｜tool▁call▁begin｜>", r"<｜tool▁sep｜>", r"```json")),
+    (CallFormat.DEEPSEEK, (r"<｜tool▁call▁begin｜>", r"<｜tool▁sep｜>")),
+    (CallFormat.GLM, (r"<tool_call>", r"</arg_key>(\s|\\n)*<arg_value>")),
     (CallFormat.QWEN_XML, (r"<tool_call>", r"<function=", r"<parameter=")),
     (CallFormat.HERMES, (r"<tool_call>", r"</tool_call>", r'"arguments\\?"', r"^(?!(?s:.*)<tool_calls>)")),
     (CallFormat.MISTRAL_ARGS, (r"\[TOOL_CALLS\]", r"\[ARGS\]")),
     (CallFormat.MISTRAL, (r"\[TOOL_CALLS\]",)),
     (CallFormat.LLAMA3, (r"<\|start_header_id\|>", r'"parameters": ')),
 )
+_DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)  # fmt: skip
 _CALL_MARKS: dict[CallFormat, tuple[str, ...]] = {
     CallFormat.HERMES: ("<tool_call>", "</tool_call>"),
     CallFormat.QWEN_XML: ("<tool_call>", "</tool_call>"),
@@ -115,5 +127,14 @@ _CALL_MARKS: dict[CallFormat, tuple[str, ...]] = {
     CallFormat.MISTRAL: ("[TOOL_CALLS]",),
     CallFormat.MISTRAL_ARGS: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     CallFormat.GEMMA4: ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    CallFormat.DEEPSEEK: _DEEPSEEK_MARKS,
+    CallFormat.DEEPSEEK_R1: _DEEPSEEK_MARKS,
+    CallFormat.GLM: (
+        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    ),
+    CallFormat.KIMI: (
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+    ),
     CallFormat.HARMONY: ("<|constrain|>", "<|call|>", "<|end|>", "<|return|>"),
-}
+}  # fmt: skip

@@ -12,7 +12,7 @@ import re
 from typing import Protocol
 
 from llamaspec.chat.answer_text import Held, MalformedError, Reading, Sink
-from llamaspec.chat.call_readers import Receiver
+from llamaspec.chat.reading_calls import Receiver
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _HEADER = re.compile(r"\s*(assistant)?(\s*to=|\s*<\|channel\|>)")

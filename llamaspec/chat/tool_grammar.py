@@ -8,10 +8,10 @@ llguidance.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llamaspec.chat.call_grammar import AROUND, NO_PARAMETERS, Marks, call_rules, escaped
 from llamaspec.chat.formats import HARMONY_MARKS, AnswerFormat, CallFormat
 from llamaspec.errors import PromptError
 
@@ -19,7 +19,6 @@ Json = Any  # what json.loads makes
 ToolChoice = str | Mapping[str, Json]  # auto, none, required, or OpenAI's naming of one function
 
 _ANYTHING = r"/(?s:.*)/"
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool_grammar(
@@ -67,7 +66,7 @@ def tool_grammar(
     arguments_0: %json {"type": "object", "properties": {}, "additionalProperties": false}
     """
     chosen = _chosen(tools, tool_choice)
-    if not chosen or answer_format.calls in (None, CallFormat.GEMMA4):
+    if not chosen or answer_format.calls is None:
         return None
     grammar = _Grammar(answer_format, dict(controls or {}), thinking)
     if answer_format.calls is CallFormat.HARMONY and not all(
@@ -109,6 +108,7 @@ class _Grammar:
 
     def __init__(self, answer_format: AnswerFormat, controls: Mapping[str, int], is_thinking: bool) -> None:
         self.controls = controls
+        self._mark = Marks(controls)
         self._format = answer_format
         self._is_thinking = is_thinking
         self._rules: list[str] = []
@@ -120,9 +120,10 @@ class _Grammar:
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
-            schema = function.get("parameters") or _NO_PARAMETERS
+            schema = function.get("parameters") or NO_PARAMETERS
             schema = schema if "type" in schema else {"type": "object", **schema}
-            self._call(i, str(function["name"]), schema)
+            assert self._format.calls is not None
+            self._rules += call_rules(self._format.calls, i, str(function["name"]), schema, self._mark)
         return "\n".join([f"start: {start}", *self._rules])
 
     def write_answer(self, schema: Mapping[str, Json]) -> str:
@@ -139,21 +140,19 @@ class _Grammar:
 
     def _usual(self, is_forced: bool, is_parallel: bool) -> str:
         """What an answer consists of, but in harmony."""
-        opening, closing, between = _AROUND[self._format.calls or CallFormat.LLAMA3]
-        one = " ".join(filter(None, ["call", self._parts(closing)]))
-        if self._format.calls is CallFormat.MISTRAL:
-            one = '"[" call' + (' (", " call)*' if is_parallel else "") + ' "]"'
-        is_parallel = is_parallel and self._format.calls not in (CallFormat.MISTRAL, CallFormat.LLAMA3)
+        around = AROUND[self._format.calls or CallFormat.LLAMA3]
+        many = f" ({around.between} call)*" if is_parallel and around.between is not None else ""
+        is_parallel = is_parallel and around.again is not None
+        calls = " ".join(filter(None, [f"call{many}", self._mark.all(around.closing)]))
         think = self._think()
         if is_forced:
-            one = " ".join(filter(None, [self._parts(opening), one]))
-            more = f" ({_quoted(between)} {one})*" if between else f" ({one})*"
-            return f"{think}{one}{more if is_parallel else ''}"
-        if not opening:  # JSON as the whole answer
+            one = " ".join(filter(None, [self._mark.all(around.opening), calls]))
+            return f"{think}{one} ({around.again} {one})*" if is_parallel else f"{think}{one}"
+        if not around.opening:  # JSON as the whole answer
             self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
-            return f"{think}(TEXT | {one})?"
-        begin, tail = self._up_to(opening[0], "begin"), self._without(opening[0])
-        one = " ".join(filter(None, [begin, self._parts(opening[1:]), one]))
+            return f"{think}(TEXT | {calls})?"
+        begin, tail = self._up_to(around.opening[0], "begin"), self._without(around.opening[0])
+        one = " ".join(filter(None, [begin, self._mark.all(around.opening[1:]), calls]))
         return f"{think}({one})* {tail}" if is_parallel else f"{think}({tail} | {one})"
 
     def _harmony(self, is_forced: bool, _is_parallel: bool) -> str:
@@ -178,78 +177,19 @@ class _Grammar:
             return f"{thought} "
         return f"({self._mark(self._format.reasoning.opening.strip())} {thought})? "
 
-    def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
-        calls, arguments = self._format.calls, f"arguments_{i}"
-        if calls is CallFormat.QWEN_XML:
-            self._rules.append(
-                f'call_{i}: {_quoted(f"<function={name}>{chr(10)}")} {arguments} "</function>\\n"'
-            )
-            self._rules.append(f"{arguments}: {self._parameters(i, schema)}")
-            return
-        if calls is CallFormat.HARMONY:
-            constrain = (
-                self._mark("<|constrain|>") + ' "json"' if "<|constrain|>" in self.controls else '"json"'
-            )
-            header = f"{self._mark('<|channel|>')} {_quoted(f'commentary to=functions.{name} ')} {constrain}"
-            self._rules.append(f"call_{i}: {header} {self._mark('<|message|>')} {arguments}")
-        elif calls is CallFormat.MISTRAL_ARGS:
-            self._rules.append(f"call_{i}: {_quoted(name)} {self._mark('[ARGS]')} {arguments}")
-        else:
-            key = "parameters" if calls is CallFormat.LLAMA3 else "arguments"
-            beginning = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-            self._rules.append(f'call_{i}: {_quoted(beginning)} {arguments} "}}"')
-        self._rules.append(f"{arguments}: %json {json.dumps(schema)}")
-
-    def _parameters(self, i: int, schema: Mapping[str, Json]) -> str:
-        """Parameters between tags, in the order of the schema."""
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or ()
-        parts = []
-        for j, (key, inner) in enumerate(properties.items()):
-            rule = f"value_{i}_{j}"
-            inner = inner if isinstance(inner, Mapping) else {}
-            kinds = inner.get("type")
-            if "string" in (kinds if isinstance(kinds, list) else [kinds]) and "enum" not in inner:
-                self._rules.append(rf"{rule}[lazy]: /(?s:.*)\n<\/parameter>\n/")
-            else:
-                values = inner.get("enum", [])
-                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                value = " | ".join(_quoted(v if isinstance(v, str) else json.dumps(v)) for v in values)
-                value = f"({value})" if value else f"%json {json.dumps({**inner, **shared})}"
-                self._rules.append(f'{rule}_json: {value}\n{rule}: {rule}_json "\\n</parameter>\\n"')
-            part = f"{_quoted(f'<parameter={key}>{chr(10)}')} {rule}"
-            parts.append(part if key in required else f"({part})?")
-        return " ".join(parts) or '""'
-
-    def _mark(self, text: str) -> str:
-        return f"<[{self.controls[text]}]>" if text in self.controls else _quoted(text)
-
-    def _parts(self, texts: Sequence[str]) -> str:
-        return " ".join(map(self._mark, texts))
-
     def _up_to(self, mark: str, name: str) -> str:
         """Any text up to a mark, and the mark."""
         if mark in self.controls:
             self._rules.append(f"{name.upper()}: {_ANYTHING}")
             return f"{name.upper()} {self._mark(mark)}"
-        self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
+        self._rules.append(f"{name}[lazy]: /(?s:.*){escaped(mark)}/")
         return name
 
     def _without(self, mark: str) -> str:
         """Any text without a mark."""
-        without = "" if mark in self.controls else f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/"
+        without = "" if mark in self.controls else f" & ~/(?s:.*){escaped(mark)}(?s:.*)/"
         self._rules.append(f"TAIL: {_ANYTHING}{without}")
         return "TAIL"
-
-
-# What stands before a call, behind it, and between two.
-_AROUND: dict[CallFormat, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    CallFormat.HERMES: (("<tool_call>", "\n"), ("\n", "</tool_call>"), "\n"),
-    CallFormat.QWEN_XML: (("<tool_call>", "\n"), ("</tool_call>",), "\n"),
-    CallFormat.LLAMA3: ((), (), ""),
-    CallFormat.MISTRAL: (("[TOOL_CALLS]",), (), ""),
-    CallFormat.MISTRAL_ARGS: (("[TOOL_CALLS]",), (), ""),
-}
 
 
 def _chosen(tools: Sequence[Mapping[str, Json]], choice: ToolChoice) -> Sequence[Mapping[str, Json]]:
@@ -263,11 +203,3 @@ def _chosen(tools: Sequence[Mapping[str, Json]], choice: ToolChoice) -> Sequence
     if not chosen:
         raise PromptError(f"tool_choice names {name}, which is not among the tools; name one of them")
     return chosen
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")

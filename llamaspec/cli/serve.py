@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.llama.saved_prefixes import PrefixFolder
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
@@ -58,6 +60,11 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
     click.option("--exact", is_flag=True,
                  help="Evaluate only batch widths that are bit-identical with single tokens here."),
+    click.option("--cache-dir", metavar="DIR",
+                 help="Save what the KV caches hold there when the server stops, and begin with it the next "
+                      "time: prompts are not read again."),
+    click.option("--cache-dir-gib", type=click.FloatRange(min=0.0), default=8.0, show_default=True,
+                 help="The most that may lie there."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
                  help="One line on stderr for each request."),
 )  # fmt: skip
@@ -71,6 +78,14 @@ class ServeOptions:
     ctx_per_request: int | None
     chat_template: str | None
     decoding: DecodingOptions
+    cache_dir: str | None
+    cache_dir_gib: float
+
+    def prefix_folder(self) -> PrefixFolder | None:
+        """Where prefixes are saved, if they are."""
+        if self.cache_dir is None:
+            return None
+        return PrefixFolder(Path(self.cache_dir), int(self.cache_dir_gib * 2**30))
 
 
 def _options(**given: Any) -> ServeOptions:
@@ -79,9 +94,10 @@ def _options(**given: Any) -> ServeOptions:
     decoding = DecodingOptions(
         Sampling(), 1, None, DEFAULT_RULE, given.pop("draft_length"), given.pop("exact")
     )
-    per_request, template = given.pop("ctx_per_request"), given.pop("chat_template")
+    names = ("ctx_per_request", "chat_template", "cache_dir", "cache_dir_gib")
+    per_request, template, *cache = [given.pop(name) for name in names]
     given["request_timeout"] = given["request_timeout"] or None
-    return ServeOptions(ServeSettings(keys=keys, **given), per_request, template, decoding)
+    return ServeOptions(ServeSettings(keys=keys, **given), per_request, template, decoding, *cache)
 
 
 def _keys_of(name: str | None) -> Sequence[str]:
@@ -128,8 +144,8 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
 
     with refusing_values():
         files = _with_room(find_files(models), models, options)
-    opened = open_socket(options.settings)
-    with opened, open_files(files, models) as pair:
+    folder, opened = options.prefix_folder(), open_socket(options.settings)
+    with opened, open_files(files, models) as pair, _prefixes(folder, pair):
         template = _template(pair, options.chat_template)
         policy = make_policy(pair, options.decoding)
         try:
@@ -171,6 +187,17 @@ def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> 
     draft = None if files.draft is None else roomy(files.draft, models.draft_ctx or per_request)
     stages = tuple(roomy(file, models.draft_ctx or per_request) for file in files.stages)
     return replace(files, target=roomy(files.target, per_request), draft=draft, stages=stages)
+
+
+@contextmanager
+def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
+    """Prefixes are loaded before, and saved afterwards."""
+    models = [model for model in (pair.target, pair.draft) if model is not None]
+    if folder is not None:
+        folder.load(models, say)
+    yield
+    if folder is not None:
+        folder.save(models, say)
 
 
 def _template(pair: Pair, name: str | None) -> ChatTemplate | None:

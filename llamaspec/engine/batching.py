@@ -80,17 +80,14 @@ class Batching:
 
     def _together(self, name: str, rows: list[Row[Any]]) -> Group:
         """As many rows as fit one evaluation; those that came first, first."""
-        model, first = self._models[name], rows[0]
-        group = Group(name, rows[:1], _width(name, rows[:1]) or first.n_new)
-        n_scored = 0 if first.request is None else first.request.n_scored
-        for row in rows[1:]:
-            wider = [*group.rows, row]
-            width = _width(name, wider)
-            n_scored += 0 if row.request is None else row.request.n_scored
-            if width is None or width > model.batch_size or n_scored > model.max_scored:
-                break
-            group = Group(name, wider, width)
-        return group
+        model = self._models[name]
+        for n in range(len(rows), 1, -1):  # a narrower batch may be refused where a wider one is not
+            together = rows[:n]
+            n_scored = sum(row.request.n_scored for row in together if row.request is not None)
+            width = _width(name, together) if n_scored <= model.max_scored else None
+            if width is not None and width <= model.batch_size:
+                return Group(name, together, width)
+        return Group(name, rows[:1], _width(name, rows[:1]) or rows[0].n_new)
 
 
 def _reading(row: Row[Any]) -> Group:

@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.llama import runtime
+
+LARGE = 64 << 20  # bytes of a copy for which the machine is asked whether it has room
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -27,7 +31,7 @@ class Cells(Protocol):
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it.
 
-        None where the content cannot be copied.
+        None where the content cannot be copied, or the machine has no room for it.
         """
 
     def copy_in(self, sequence: int, content: Bytes) -> bool:
@@ -65,7 +69,11 @@ class LlamaCells:
         if not self._can_copy:
             return None
         lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
-        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
+        n_bytes = lib.llama_state_seq_get_size(self._context, sequence)
+        room = runtime.available_bytes() if n_bytes >= LARGE else None
+        if room is not None and room < 2 * n_bytes:
+            return None
+        content = np.empty(n_bytes, dtype=np.uint8)
         n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
         return content if n == len(content) else None
 

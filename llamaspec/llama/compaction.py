@@ -1,8 +1,8 @@
-"""Sequences whose cells move together to the beginning of a KV cache, so that garbage falls out."""
+"""Sequences whose cells move: to the beginning of a KV cache, so that garbage falls out, or to a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llamaspec.llama.cached_sequence import CachedSequence, shared
@@ -20,14 +20,17 @@ class Moved:
     content: Bytes | None
 
 
-def copied_out(cells: Cells, sequences: Sequence[CachedSequence]) -> list[Moved]:
-    """The content of some sequences, in the order in which it goes back; what they share, once."""
-    moved: list[Moved] = []
-    for sequence in sorted(sequences, key=lambda sequence: sequence.last_used):
-        trunk, n_shared = _trunk(sequence, [before.sequence for before in moved])
+def copied_out(cells: Cells, sequences: Sequence[CachedSequence]) -> Iterator[Moved]:
+    """The content of some sequences, in this order; what one shares with an earlier one, once.
+
+    The sequences hold less and less of it: empty the cells afterwards.
+    """
+    moved: list[CachedSequence] = []
+    for sequence in sequences:
+        trunk, n_shared = _trunk(sequence, moved)
         content = cells.copy_out(sequence.number, n_shared)
-        moved.append(Moved(sequence, sequence.n, trunk, n_shared, content))
-    return moved
+        moved.append(sequence)
+        yield Moved(sequence, sequence.n, trunk, n_shared, content)
 
 
 def _trunk(sequence: CachedSequence, others: Sequence[CachedSequence]) -> tuple[CachedSequence | None, int]:

@@ -10,20 +10,22 @@ tests/test_rows.py compares, bit by bit, with texts that are alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Branch, CachedTree, Growth, grown, n_leaves
-from llamaspec.llama.cached_sequence import CachedSequence
-from llamaspec.llama.cells import Cells
+from llamaspec.llama.cached_sequence import CachedSequence, shared
+from llamaspec.llama.cells import Bytes, Cells
 from llamaspec.llama.compaction import Moved, copied_out
+from llamaspec.llama.parked import ParkedPrefixes
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
+CLUTTER = 1024  # cells besides twice those of rows that may be full; more would slow every evaluation down
 SLACK = 0.875  # part of the cells that may be full when unused prefixes are given up
 
 
@@ -55,6 +57,7 @@ class KVCache:
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self._n_compactions = 0
+        self._parked = ParkedPrefixes(size)
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room.
@@ -80,9 +83,13 @@ class KVCache:
         if self._is_changing or self._is_evaluating:
             self._settle()
         self._is_changing = True
-        sequence = self._of_row.get(row) or self._assign(row)
+        sequence = self._of_row.get(row)
+        is_new = sequence is None
+        sequence = sequence or self._assign(row)
         n_read = 0 if sequence.tree is None else self._go_on_with_tree(sequence, request)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
+        if is_new:
+            self._fetch(sequence, request.tokens[:n_before])
         n = min(sequence.shared(request.tokens), n_before)
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             other, n_other = self._best_other(sequence, request.tokens[:n_before], n)
@@ -94,6 +101,8 @@ class KVCache:
         else:
             sequence.n_reserved = 0
         sequence.last_used = next(self._clock)
+        if is_new:
+            self._park()
         try:
             self._make_room(sequence)
         except ContextFullError:
@@ -178,6 +187,10 @@ class KVCache:
 
     def forget(self) -> None:
         """Empty everything."""
+        self._parked.clear()
+        self._empty()
+
+    def _empty(self) -> None:
         self._is_changing = True
         self._cells.clear()
         for sequence in self._sequences:
@@ -188,6 +201,38 @@ class KVCache:
         self._n_owners[:] = 0
         self._top = 0
         self._is_evaluating = self._is_changing = False
+
+    def take_out(self) -> Iterator[Moved]:
+        """What is held, the last used first, for `put_in` of another cache; this one is empty afterwards."""
+        self._settle()
+        self._is_changing = True
+        try:
+            yield from copied_out(self._cells, self._held()[::-1])
+            yield from self._parked.moved()
+        finally:
+            self.forget()
+
+    def put_in(
+        self, tokens: TokenArray, content: Bytes, trunk: CachedSequence | None, n_shared: int
+    ) -> CachedSequence | None:
+        """Hold a prefix that was taken out, older than all others; None where that failed or has no room.
+
+        Parameters
+        ----------
+        tokens : [n] int32
+        content : Bytes
+            Of the cells behind the first `n_shared`, which `trunk` holds.
+        """
+        free = next(
+            (sequence for sequence in self._sequences if sequence.row is None and not sequence.n), None
+        )
+        if free is None or self._top + len(tokens) - n_shared > SLACK * self._size:
+            return None
+        self._is_changing = True
+        self._fill(free, tokens, content, trunk, n_shared)
+        free.last_used = -next(self._clock)
+        self._is_changing = False
+        return free if free.n else None
 
     @property
     def size(self) -> int:
@@ -391,6 +436,53 @@ class KVCache:
         """Cells that some sequence holds, without garbage."""
         return int(np.count_nonzero(self._n_owners))
 
+    def _held(self) -> list[CachedSequence]:
+        """The sequences that hold something, the last used last."""
+        held = [sequence for sequence in self._sequences if sequence.n]
+        return sorted(held, key=lambda sequence: sequence.last_used)
+
+    def _park(self) -> None:
+        """Put prefixes that nobody uses aside, where they are so many that attention slows down.
+
+        For llama.cpp goes over all cells up to the last full one, whoever needs them.
+        """
+        n_needed = sum(sequence.n + sequence.n_reserved for sequence in self._of_row.values())
+        unused = [sequence for sequence in self._held() if sequence.row is None]
+        if not unused or self._top <= 2 * n_needed + CLUTTER:
+            return
+        for sequence in unused:
+            content = self._cells.copy_out(sequence.number, 0)
+            if content is None:
+                break
+            self._parked.add(sequence.tokens[: sequence.n].copy(), content)
+            self._cut(sequence, 0)
+        else:
+            self._compact()
+
+    def _fetch(self, sequence: CachedSequence, tokens: TokenArray) -> None:
+        """Let a sequence hold the prefix that shares most of some tokens, if no other knows as much."""
+        found = self._parked.best(tokens)
+        if found is None or self._top + len(found.tokens) > self._size:
+            return
+        n_shared = shared(found.tokens, tokens)
+        if n_shared > max(other.shared(tokens) for other in self._sequences):
+            self._fill(sequence, found.tokens, found.content)
+            if sequence.n == n_shared:  # else the rest of it may still be wanted
+                self._parked.remove(found)
+
+    def _fill(
+        self,
+        sequence: CachedSequence,
+        tokens: TokenArray,
+        content: Bytes,
+        trunk: CachedSequence | None = None,
+        n_shared: int = 0,
+    ) -> None:
+        """Let an empty sequence hold what was copied out; it stays empty where that fails."""
+        sequence.append(tokens, np.zeros_like(tokens))  # the cells are known below
+        sequence.n = 0
+        self._put_back(Moved(sequence, len(tokens), trunk, n_shared, content))
+
     def _compact(self) -> None:
         """Move what is held to the beginning, in order and without the garbage.
 
@@ -400,8 +492,8 @@ class KVCache:
         for sequence in self._of_row.values():
             if sequence.tree is not None:  # it is read again
                 self._choose_path(sequence, sequence.tree, [])
-        moved = copied_out(self._cells, [sequence for sequence in self._sequences if sequence.n])
-        self.forget()
+        moved = list(copied_out(self._cells, self._held()))
+        self._empty()
         self._is_changing = True
         self._n_compactions += 1
         for move in moved:

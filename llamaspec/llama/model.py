@@ -18,7 +18,7 @@ from llamaspec.llama.branches import n_leaves
 from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
-from llamaspec.llama.kv_cache import Prepared
+from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.state_cache import StateCache
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -136,6 +136,12 @@ class LlamaModel:
             return self._contexts[0].cache.find(row)
         context = self._of_row.get(row)
         return None if context is None else context.cache.find(row)
+
+    @property
+    def prefix_cache(self) -> KVCache | None:
+        """The KV cache of all rows, where prefixes can be copied out of it and back."""
+        cache = self._contexts[0].cache
+        return cache if isinstance(cache, KVCache) and self.weights.window is None else None
 
     def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""

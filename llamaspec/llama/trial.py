@@ -71,7 +71,7 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
         return
     try:
-        record = cache_folder() / "tried" / _identity(path)
+        record = cache_folder() / "tried" / file_identity(path)
     except OSError as error:  # of another part of the file
         raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
     if record.is_file():
@@ -89,7 +89,7 @@ def _parts(path: Path) -> list[Path]:
     return sorted(path.parent.glob(_PART.sub("-?????-of-?????.gguf", escape(path.name)))) or [path]
 
 
-def _identity(path: Path) -> str:
+def file_identity(path: Path) -> str:
     """What tells files apart, and releases of llama.cpp, as a name."""
     key = hashlib.sha256(version("llama-cpp-python").encode())
     for part in _parts(path):

@@ -102,11 +102,14 @@ class Answer:
 
     async def next_event(self, patience: float) -> tuple[int, Event] | None:
         """The next event and the row that it is of; None if nothing happens for so many seconds."""
-        while not self._events:
+        if not self._events:
             self._arrived.clear()
+            timer = self._loop.call_later(patience, self._arrived.set)  # cheaper than a task for each event
             try:
-                await asyncio.wait_for(self._arrived.wait(), patience)
-            except asyncio.TimeoutError:
+                await self._arrived.wait()
+            finally:
+                timer.cancel()
+            if not self._events:
                 return None
         run, event = self._events.popleft()
         was_clogged = run.is_clogged

@@ -17,6 +17,7 @@ from llamaspec.chat.formats import AnswerFormat, CallFormat
 from llamaspec.chat.message import Message
 from llamaspec.chat.template import RESERVED
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
+from llamaspec.errors import PromptError
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.grammar import WHITESPACE
 from llamaspec.serve.constraints import Constraints, Shape
@@ -166,24 +167,24 @@ async def _with_tools(manner: Manner, use: ToolUse, prompts: Prompts, constraint
 
     async def constraint(answer_format: AnswerFormat, is_thinking: bool) -> Constraint | None:
         choice = {"name": use.choice} if use.is_named else use.choice
-        text = tool_grammar(
-            answer_format,
-            [_bare(tool, is_strict=use.is_strict) for tool in use.tools],
-            choice,
-            use.is_parallel,
-            thinking=is_thinking,
-            controls=prompts.controls,
-        )
-        if text is None:
-            if use.is_forced:
-                raise not_supported("tool_choice", "this model's format of calls cannot be forced")
-            return None
         try:
-            return await constraints.compiled(Shape("grammar", text, "tools"))
-        except RequestError:
+            text = tool_grammar(
+                answer_format,
+                [_bare(tool, is_strict=use.is_strict) for tool in use.tools],
+                choice,
+                use.is_parallel,
+                thinking=is_thinking,
+                controls=prompts.controls,
+            )
+            if text is not None:
+                return await constraints.compiled(Shape("grammar", text, "tools"))
+        except (PromptError, RequestError) as error:
             if use.is_forced or use.is_strict:
-                raise
+                raise error if isinstance(error, RequestError) else _bad_tools(error) from None
             return None  # the model calls as it was trained to
+        if use.is_forced:
+            raise not_supported("tool_choice", "this model's format of calls cannot be forced")
+        return None
 
     if is_harmony:
         # A cut would lead to the answer, and so past the call.
@@ -191,6 +192,10 @@ async def _with_tools(manner: Manner, use: ToolUse, prompts: Prompts, constraint
     after = await constraint(silent, False)
     first = after if manner.budget == 0 else await constraint(manner.answer_format, manner.is_thinking)
     return replace(manner, constraint=first, constraint_after_cut=after)
+
+
+def _bad_tools(error: PromptError) -> RequestError:
+    return RequestError(400, f"tools: {error}", field="tools")
 
 
 def _is_harmony(answer_format: AnswerFormat) -> bool:

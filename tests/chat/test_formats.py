@@ -48,7 +48,27 @@ TEMPLATES = {
     ),
     "DeepSeek R1": ("content.split('</think>')[-1]", None, "<think>"),
     "Gemma 2": ("<start_of_turn>", None, None),
-    "GLM 4.6, arguments in tags of its own": ("<tool_call>{name}\\n<arg_key>…</tool_call>", None, None),
+    "GLM 4.6": (
+        "'\\n<tool_call>' + tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value> </think>",
+        CallFormat.GLM,
+        "<think>",
+    ),
+    "GLM 4.7": ("<tool_call>' <arg_key>{{ k }}</arg_key><arg_value>{{ v }}", CallFormat.GLM, None),
+    "Kimi K2": (
+        "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
+        CallFormat.KIMI,
+        None,
+    ),
+    "DeepSeek V3.1": (
+        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' '</think>'",
+        CallFormat.DEEPSEEK,
+        "<think>",
+    ),
+    "DeepSeek V3": (
+        "'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json'",
+        CallFormat.DEEPSEEK_R1,
+        None,
+    ),
     "Apriel, a list": ('<tool_call></tool_call> <tool_calls>[{"arguments": 1}]</tool_calls>', None, None),
     "Llama 3, without tools": ("<|start_header_id|>", None, None),
 }  # fmt: skip

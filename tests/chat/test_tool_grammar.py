@@ -29,6 +29,10 @@ MARKS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
     "<|end|>",
     "<|constrain|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|channel>", "<channel|>",
 ]  # fmt: skip
 
 
@@ -82,6 +86,24 @@ OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n{}</function>\n</tool_call>"
 DAYS = "<parameter=days>\n{}\n</parameter>\n"
 UNIT = "<parameter=unit>\n{}\n</parameter>\n"
+Q = '<|"|>'
+GEMMA = "<|tool_call>call:weather{{{}}}<tool_call|>"
+GEMMA_PARIS = GEMMA.format(f"city:{Q}Paris{Q}")
+V31 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+V31_CALL = "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+V31_NOW = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+R1_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```<｜tool▁call▁end｜>"
+R1_NOW = R1_CALL.replace("weather", "now").format("{}")
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n{}</tool_call>"
+GLM_DAYS = "<arg_key>days</arg_key>\n<arg_value>{}</arg_value>\n"
+
+
+def kimi_call(number: Any) -> str:
+    begin, middle = f"<|tool_call_begin|>functions.weather:{number}", "<|tool_call_argument_begin|>"
+    return f"{begin}{middle}{PARIS}<|tool_call_end|>"
+
+
 # Format, choice, right answers, wrong ones.
 CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
     "hermes": (
@@ -141,6 +163,82 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
             '{"name": "now", "arguments": {}}]',
         ],
         ["[TOOL_CALLS][]", "Hello"],
+    ),
+    "gemma4": (
+        AnswerFormat(CallFormat.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
+        "required",
+        [
+            GEMMA_PARIS,
+            GEMMA.format(f'city:{Q}a, {{b}}: "c"{Q},days:-3,unit:{Q}C{Q}'),
+            f"<|channel>thought\nHm.<channel|>{GEMMA_PARIS}<|tool_call>call:now{{}}<tool_call|>",
+        ],
+        [
+            "Hello",
+            GEMMA.format(""),
+            GEMMA.format("city:1"),
+            GEMMA.format(f"city:{Q}Paris{Q},"),
+            GEMMA.format(f"city:{Q}Paris{Q},unit:{Q}K{Q}"),
+            GEMMA.format(f"city:{Q}Paris{Q},days:1.5"),
+            GEMMA.format("days:1"),
+            GEMMA_PARIS.replace("weather", "other"),
+            GEMMA_PARIS[:-5],
+        ],
+    ),
+    "gemma4, auto": (
+        AnswerFormat(CallFormat.GEMMA4),
+        "auto",
+        ["Hello", f"So: {GEMMA_PARIS}."],
+        [f"So: {GEMMA.format('')}"],
+    ),
+    "deepseek": (
+        AnswerFormat(CallFormat.DEEPSEEK, THINK),
+        "required",
+        [
+            V31.format(V31_CALL.format(PARIS)),
+            V31.format(V31_NOW + V31_CALL.format(PARIS)),
+            f"<think>Hm.</think>{V31.format(V31_NOW)}",
+        ],
+        ["Hello", V31.format(""), V31.format(V31_CALL.format("{}")), V31_CALL.format(PARIS)],
+    ),
+    "deepseek, auto": (
+        AnswerFormat(CallFormat.DEEPSEEK),
+        "auto",
+        ["Hello", "So: " + V31.format(V31_NOW)],
+        ["So: " + V31.format(V31_CALL.format("{}"))],
+    ),
+    "deepseek r1": (
+        AnswerFormat(CallFormat.DEEPSEEK_R1),
+        "required",
+        [V31.format(R1_CALL.format(PARIS)), V31.format(f"{R1_NOW}\n{R1_CALL.format(PARIS)}")],
+        [V31.format(R1_CALL.format("{}")), V31.format(V31_CALL.format(PARIS)), V31.format(R1_NOW + R1_NOW)],
+    ),
+    "kimi": (
+        AnswerFormat(CallFormat.KIMI),
+        "required",
+        [KIMI.format(kimi_call(0)), KIMI.format(kimi_call(10) + kimi_call(11))],
+        [
+            "Hello",
+            KIMI.format(kimi_call("")),
+            KIMI.format(kimi_call(0).replace("city", "town")),
+            KIMI.format(kimi_call(0).replace("weather", "other")),
+        ],
+    ),
+    "glm": (
+        AnswerFormat(CallFormat.GLM, THINK),
+        "required",
+        [
+            GLM.format(""),
+            GLM.replace("\n", "").format(""),
+            "\n".join([GLM.format(GLM_DAYS.format(3))] * 2),
+            "<think></think>\n<tool_call>now\n</tool_call>",
+        ],
+        ["Hello", GLM.format(GLM_DAYS.format("three")), GLM.replace("Paris</arg_value>", "Paris").format("")],
+    ),
+    "glm, auto": (
+        AnswerFormat(CallFormat.GLM),
+        "auto",
+        ["", "Hello", "So:\n" + GLM.format("")],
+        ["So: " + GLM.format(GLM_DAYS.format("three"))],
     ),
     "mistral-args": (
         AnswerFormat(CallFormat.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
@@ -229,7 +327,6 @@ def test_where_nothing_is_forced() -> None:
     assert tool_grammar(HERMES, TOOLS, "none") is None
     assert tool_grammar(HERMES, [], "auto") is None
     assert tool_grammar(AnswerFormat(), TOOLS, "required") is None
-    assert tool_grammar(AnswerFormat(CallFormat.GEMMA4), TOOLS, "required") is None
     assert tool_grammar(AnswerFormat(CallFormat.HARMONY, HARMONY), TOOLS, "required") is None
     with pytest.raises(PromptError, match="names other, which is not among the tools"):
         tool_grammar(HERMES, TOOLS, "other")
@@ -282,3 +379,94 @@ def test_json_behind_reasoning(
     grammar = answer_grammar(answer_format, schema, thinking=thinking, controls=words.controls)
     assert all(matches(grammar, words, text) for text in right)
     assert not any(matches(grammar, words, text) for text in wrong)
+
+
+def gemma(value: Any) -> str:
+    """As Gemma's template writes it."""
+    if isinstance(value, str):
+        return f"{Q}{value}{Q}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        entries = (f"{key}:{gemma(value[key])}" for key in sorted(value, key=str.lower))
+        return f"{{{','.join(entries)}}}"
+    return json.dumps(value)
+
+
+TREE = {
+    "type": "object",
+    "properties": {"Name": {"type": "string"}, "below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    "required": ["Name"],
+}
+# Schema of the parameter `a`, values that it takes, others.
+SCHEMAS: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "integer", "minimum": 2, "maximum": 5}, [2, 5], [1, 6, "2", None]),
+    ({"type": ["string", "null"], "maxLength": 3}, ["", "abc", None], ["abcd", 1]),
+    ({"type": "string", "nullable": True}, ["x", None], [True]),
+    ({"enum": ["b", 1, None, [True], {"k": "v"}]}, ["b", 1, None, [True], {"k": "v"}], ["c", 2, [False]]),
+    ({"const": "x y"}, ["x y"], ["x"]),
+    ({"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 2},
+     [[1.5], [1, -2e3]], [[], [1, 2, 3]]),
+    ({"type": "array", "items": {"type": "string"}}, [[], ["[", "]"]], [[1], "x"]),
+    ({"type": "array", "maxItems": 0}, [[]], [[1]]),
+    ({"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 2}]}, [True, "ab"], [1, "a"]),
+    ({"$ref": "#/$defs/tree"}, [{"Name": "a"}, {"Name": "a", "below": [{"Name": "b", "below": []}]}],
+     [{}, {"below": []}]),
+    (
+        {"allOf": [{"$ref": "#/$defs/tree"}, {"properties": {"n": {"type": "integer"}}, "required": ["n"]}]},
+        [{"Name": "a", "n": 1}],
+        [{"Name": "a"}, {"n": 1}],
+    ),
+    ({"type": "object"}, [{}, {"x": {"y": [1, "z", None]}, "w": True}], [1]),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1}], [{"x": "y"}]),
+    ({"type": "object", "additionalProperties": False}, [{}], [{"x": 1}]),
+    ({"properties": {"p": {}, "q": {}, "r": {}}}, [{}, {"p": 1}, {"q": 1}, {"p": 1, "r": "x"}], [{"s": 1}]),
+    ({}, [1, "x", None, [], [[{"k": "v"}]]], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
+@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS)
+def test_gemma_writes_what_a_schema_says_and_it_is_read(
+    schema: Any, right: list[Any], wrong: list[Any], marks: list[str]
+) -> None:
+    parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"tree": TREE}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    words, answer_format = Bytes(marks), AnswerFormat(CallFormat.GEMMA4)
+    grammar = tool_grammar(answer_format, tools, "required", controls=words.controls)
+    assert grammar is not None
+    for value in right:
+        text = f"<|tool_call>call:f{gemma({'a': value})}<tool_call|>"
+        assert matches(grammar, words, text), text
+        parser = AnswerParser(answer_format, tools)
+        (call,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
+        assert json.loads(call.arguments) == {"a": value}
+    for value in wrong:
+        assert not matches(grammar, words, f"<|tool_call>call:f{gemma({'a': value})}<tool_call|>"), value
+
+
+def test_what_gemma_cannot_be_held_to() -> None:
+    """Is left aside, but for strict tools."""
+    schema: Any = {
+        "properties": {"a": {"type": "string", "pattern": "^b+$"}},
+        "x-guidance": {"lenient": True},
+    }
+    tools = [{"function": {"name": "f", "parameters": schema}}]
+    assert tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools) is not None
+    schema["x-guidance"]["lenient"] = False
+    with pytest.raises(PromptError, match="pattern of a schema is not supported"):
+        tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools)
+    schema["properties"]["a"] = {"$ref": "#/nowhere"}
+    with pytest.raises(PromptError, match="refers to '#/nowhere', which is not there"):
+        tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools)
+
+
+def test_names_never_become_control_tokens() -> None:
+    """They come from clients."""
+    name = "<arg_key>"
+    tools = [{"function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}]
+    controls = {name: 7}
+    for calls in CallFormat:
+        grammar = tool_grammar(AnswerFormat(calls), tools, "required", controls=controls)
+        if grammar is not None:
+            assert grammar.count("<[7]>") == (1 if calls is CallFormat.GLM else 0)

@@ -153,6 +153,24 @@ def test_the_batch_is_padded_not_the_row() -> None:
     assert {round_.width for of in streams for round_ in of.completion.rounds if round_.n_rows == 3} == {4}
 
 
+def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
+    """A policy that believes three positions cheaper than two: four rows had become four evaluations."""
+
+    def not_two(n: int) -> int:
+        return 3 if n == 2 else n
+
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    streams = [
+        stream(scheduler, models, seed=i, drafter=NoDrafter(), length=Length(0, not_two)) for i in range(4)
+    ]
+    run_together(streams)
+    n_rows = [len(evaluated.rows) for evaluated in scored(models[TARGET])]
+    assert n_rows.count(4) > len(n_rows) // 2
+    for i, of in enumerate(streams):
+        assert of.completion.tokens == alone(seed=i)
+
+
 @pytest.mark.parametrize("allowed", [(1, 2), (1, 4), (1, 2, 3), (1, 6)])
 @pytest.mark.parametrize("context_size", [64, 16])
 def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int) -> None:

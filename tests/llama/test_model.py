@@ -21,6 +21,7 @@ from forward_requests import (
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
+from llamaspec.llama import kv_cache
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import BATCH
@@ -46,20 +47,29 @@ def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_calls", "longest", "n_rows"),
+    ("kind", "n_calls", "longest", "n_rows", "clutter"),
     [
-        ("llama", 500, 60, 4),
-        ("llama", 500, 110, 3),
-        ("gemma3", 500, 60, 4),
-        ("mamba", 150, 60, 3),
-        ("jamba", 150, 60, 3),
-        ("lfm2", 150, 60, 3),
+        ("llama", 500, 60, 4, 1000),
+        ("llama", 500, 110, 3, 1000),
+        ("llama", 300, 60, 4, 0),
+        ("gemma3", 500, 60, 4, 0),
+        ("mamba", 150, 60, 3, 0),
+        ("jamba", 150, 60, 3, 0),
+        ("lfm2", 150, 60, 3, 0),
     ],
 )
 def test_cached_answers_are_those_of_a_fresh_model(
-    opened: OpenModel, compactions: list[int], kind: str, n_calls: int, longest: int, n_rows: int
+    opened: OpenModel,
+    compactions: list[int],
+    kind: str,
+    n_calls: int,
+    longest: int,
+    n_rows: int,
+    clutter: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """256 cells, so that prefixes are evicted and cells are moved all the time."""
+    """256 cells, so that prefixes are evicted, or put aside, and cells are moved all the time."""
+    monkeypatch.setattr(kv_cache, "CLUTTER", clutter)
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
     rng = np.random.default_rng(100 * longest + n_calls)
     rows, n_answers = RandomRows(rng, longest, n_rows), 0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -167,3 +171,38 @@ def test_curl(server: Served, expected: str) -> None:
     *chunks, (_, last) = parse_events(done.stdout)
     assert last == "[DONE]"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for _, chunk in chunks) == expected
+
+
+Ask = Callable[..., str]
+
+
+@pytest.fixture
+def llm(server: Served, tmp_path: Path) -> Ask:
+    """simonw's `llm`, told of the server as the README says."""
+    model = {"model_id": "llamaspec", "model_name": "any", "api_base": f"{server.url}/v1"}
+    listed = json.dumps([{**model, "supports_schema": True}])  # JSON is YAML
+    (tmp_path / "extra-openai-models.yaml").write_text(listed)
+    env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
+
+    def ask(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", "-m", "llamaspec", "--no-log", "-o", "seed", str(SEED), *arguments],
+            capture_output=True, text=True, env=env, timeout=PATIENCE_SECONDS, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return ask
+
+
+def test_llm(llm: Ask, expected: str) -> None:
+    """As a stream, and whole with a schema."""
+    assert llm("def f(x):", "-o", "max_tokens", str(N)) == f"{expected}\n"
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+    }
+    answer = json.loads(llm("Which one?", "--no-stream", "--schema", json.dumps(schema)))
+    assert answer["n"] in (1, 2)
+    assert isinstance(answer["ok"], bool)

@@ -20,6 +20,7 @@ from llamaspec.serve.chat import ChatRequest
 from llamaspec.serve.messages import MessagesRequest
 from llamaspec.serve.responses import ResponsesRequest
 from serve_soak import SCHEMA
+from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, Served, served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -281,3 +282,35 @@ def test_all_apis_say_the_same_to_the_template() -> None:
     ]})  # fmt: skip
     for request in (chat, claude, response):
         assert list(request.question(takes_tools=True).messages) == expected
+
+
+GEMMA, GLM = "<|tool_call>call: <tool_call|>", "<tool_call> </arg_key><arg_value>"
+KIMI = "<|tool_call_begin|> <|tool_call_argument_begin|>"
+DEEPSEEK = "<｜tool▁call▁begin｜> <｜tool▁sep｜>"
+
+
+@pytest.mark.parametrize("marks", [GEMMA, GLM, KIMI, DEEPSEEK, f"{DEEPSEEK} ```json"])
+def test_calls_of_other_families_are_held_to_their_schemas(demo: Pair, marks: str) -> None:
+    """The template's text tells the family. Drafts change nothing."""
+    with served(demo, template=f"{{# {marks} #}}{TALKER}") as server:
+        drafted, plain = (
+            server.post(CHAT, {**FORCED, "seed": 1, "speculative": {"enabled": enabled}}).json()
+            for enabled in (True, False)
+        )
+    choice = drafted["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    check(call["function"]["name"], call["function"]["arguments"])
+    assert call["function"] == plain["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert drafted["timings"]["draft_n_accepted"] > 0
+
+
+def test_a_strict_schema_that_a_family_cannot_be_held_to_is_refused(demo: Pair) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^b+$"}}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}]
+    with served(demo, template=f"{{# {GEMMA} #}}{TALKER}") as server:
+        answer = server.post(CHAT, {"messages": USER, "tools": tools, "max_tokens": 8})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert "pattern" in answer.json()["error"]["message"]
+        tools[0]["function"]["strict"] = False
+        assert server.post(CHAT, {"messages": USER, "tools": tools, "max_tokens": 8}).status_code == 200

@@ -1,0 +1,64 @@
+"""Prefixes outside of the KV cache, in memory: kept there they cost evaluations nothing.
+
+The oldest go first. Knows nothing of llama.cpp: contents are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from llamaspec.llama.cached_sequence import CachedSequence, shared
+from llamaspec.llama.cells import Bytes
+from llamaspec.llama.compaction import Moved
+from llamaspec.values import TokenArray
+
+MOST = 256  # prefixes
+
+
+class Parked(NamedTuple):
+    """A prefix."""
+
+    tokens: TokenArray  # [n] int32
+    content: Bytes  # of its cells
+
+
+class ParkedPrefixes:
+    """Prefixes of together at most `n_tokens` tokens."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self._n_tokens = n_tokens
+        self._parked: list[Parked] = []  # the last used last
+
+    def add(self, tokens: TokenArray, content: Bytes) -> None:
+        """Keep a prefix, and none that it contains."""
+        others = [one for one in self._parked if shared(one.tokens, tokens) < len(one.tokens)]
+        parked = [*others, Parked(tokens, content)][-MOST:]
+        n_left = self._n_tokens
+        for i in reversed(range(len(parked))):
+            n_left -= len(parked[i].tokens)
+            if n_left < 0:
+                parked = parked[i + 1 :]
+                break
+        self._parked = parked
+
+    def best(self, tokens: TokenArray) -> Parked | None:
+        """The prefix that shares most of some tokens."""
+        return max(self._parked, key=lambda one: shared(one.tokens, tokens), default=None)
+
+    def remove(self, parked: Parked) -> None:
+        """Keep it no longer."""
+        self._parked = [one for one in self._parked if one is not parked]
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._parked = []
+
+    def moved(self) -> Iterator[Moved]:
+        """All, the last used first, as what is taken out of a cache."""
+        for i, (tokens, content) in enumerate(reversed(self._parked)):
+            sequence = CachedSequence(-1 - i)
+            sequence.append(tokens, np.zeros_like(tokens))
+            yield Moved(sequence, len(tokens), None, 0, content)
