@@ -1,7 +1,7 @@
 """Drafts that were made on this machine: where they lie, and which target each was made for.
 
-The file of a made draft names its target in its metadata. It lies beside the target, or in the cache folder where
-the target is the hub's. Knows not how drafts are made.
+The file of a made draft names its target in its metadata. It lies beside the target, or in the cache folder
+where the target is the hub's. Knows not how drafts are made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from llamaspec.files import cache_folder, read_beginning
 from llamaspec.llama.gguf_tensors import read_tensors
 
 DRAFT_FOR = "llamaspec.draft_for"  # metadata: the identity of the target
-SPEED_UP = "llamaspec.speed_up"  # metadata: what it was worth where it was made
 HASHED_BYTES = 1 << 20  # of the beginning of a file: its metadata
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 

@@ -1,7 +1,7 @@
 """How often a draft would be right: it reads the target's own texts along, and draws with the same noise.
 
 Under the coupled rule a draft token is accepted where draft and target draw the same token. So the share of
-such positions is the acceptance itself, from one reading of the text; and rounds of any length can be replayed.
+such positions is the acceptance itself, from one reading of the text; rounds of any length can be replayed.
 """
 
 from __future__ import annotations

@@ -13,25 +13,13 @@ from llamaspec.errors import EvaluationError, MemoryFullError, ModelFileError
 from llamaspec.hub.made import DRAFT_FOR, identity
 from llamaspec.llama.gguf_tensors import GgufTensors, read_tensors
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.quantize import COPY, Copy, write_copy
-from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.read_along import WrittenText, read_along, replay
-from llamaspec.pair import Pair
+from llamaspec.pruning.machine import Machine, draft_options
 from llamaspec.pruning.search import Candidate, Found
 from llamaspec.sampling.parameters import Sampling
 
-STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
-
 Tell = Callable[[str], None]  # receives a line for the person
-StepRatio = Callable[[LlamaModel, LlamaModel], float]  # seconds of a draft step next to a target's token
-
-
-def step_ratio(target: LlamaModel, draft: LlamaModel) -> float:
-    """Measure both in turns, so that what else the machine does slows both alike."""
-    found = measure(Pair(target, draft, 0.0), STEPS)
-    assert found.draft_step is not None
-    return found.draft_step.low / found.widths[0].timings[0].low  # the rest is what other programs took
 
 
 @dataclass
@@ -47,7 +35,7 @@ class Bench:
     folder: Path  # for files of candidates
     deadline: float  # time.monotonic()
     tell: Tell
-    ratio: StepRatio = step_ratio
+    machine: Machine
     best: Found | None = None
     best_file: Path | None = None
     _longest: float = 0.0  # seconds of one candidate
@@ -88,15 +76,9 @@ class Bench:
 
     def _measure(self, candidate: Candidate, path: Path) -> Found:
         write_copy(self.target.path, path, self._copy(candidate), self.target.options.threads or 0)
-        options = ModelOptions(
-            n_ctx=self.target.context_size,
-            gpu_layers=self.target.options.gpu_layers,
-            threads=self.target.options.threads,
-            max_scored=DRAFT_SCORED,
-        )
-        with LlamaModel(path, options) as draft:
+        with LlamaModel(path, draft_options(self.target)) as draft:
             agreed = [read_along(draft, text, self.sampling, self.seed) for text in self.texts]
-            ratio = self.ratio(self.target, draft)
+            ratio = self.machine.step_ratio(self.target, draft)
         step = ratio * self.round_seconds[0]
         n_guesses, speed_up = replay(agreed, [s + n * step for n, s in enumerate(self.round_seconds)])
         acceptance = float(np.concatenate(agreed).mean())

@@ -1,8 +1,8 @@
 """Makes a draft out of a target: searches, measures the best, and writes it only if it pays.
 
-What a draft must beat is plain decoding of this target, on this machine, on the user's kind of text. First the
-target writes some text and shows what wider batches cost; where even a perfect draft would not pay, nothing is
-tried.
+What a draft must beat is plain decoding of this target, on this machine, on the user's kind of text. First
+the target writes some text and shows what wider batches cost; where even a perfect draft would not pay,
+nothing is tried.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +20,14 @@ from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.hub.made import made_path
 from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.quantize import COPY
 from llamaspec.measure.compare import Spread
-from llamaspec.measure.probe import QUICK, measure
 from llamaspec.measure.read_along import write_texts
 from llamaspec.measure.sample_text import TEXT
-from llamaspec.measure.saturation import round_seconds
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
-from llamaspec.pruning.bench import Bench, StepRatio, Tell, step_ratio
+from llamaspec.pruning.bench import Bench, Tell
+from llamaspec.pruning.machine import Machine, ThisMachine
 from llamaspec.pruning.search import Found, search
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
@@ -40,8 +38,8 @@ FIRST_TYPE = "Q4_0"  # the fastest for its size on most machines
 SMALLER = 0.9  # of the target's bits for each weight: what a type must save to be tried
 WORTH = 1.02  # a measured speed-up below this does not pay
 N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
-WRITING = 0.15  # part of the time that writing them may take
-N_RUNS = 3  # of each prompt, for the speed-up that is measured
+WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
+SEARCHING = 0.5  # part of the time after which no candidate is begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Wish:
     texts: tuple[bytes, ...] = ()  # of the user's kind; none = an ordinary text
     minutes: float = 15.0  # for all together; what is begun is ended
     types: tuple[str, ...] = ()  # to be tried; none = those that make the target smaller
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     seed: int = 1
     output: Path | None = None  # default: beside the target
 
@@ -76,9 +74,7 @@ class Made:
     reason: str | None  # why there is none
 
 
-def make_draft(
-    target: LlamaModel, wish: Wish, tell: Tell, ratio: StepRatio = step_ratio, *, confirm: bool = True
-) -> Made:
+def make_draft(target: LlamaModel, wish: Wish, tell: Tell, machine: Machine | None = None) -> Made:
     """Make the best draft of a target out of the target itself.
 
     Parameters
@@ -87,24 +83,23 @@ def make_draft(
     wish : Wish
     tell : callable
         Hears what happens, a line at a time.
-    ratio : callable
-        How the cost of a draft step is measured.
-    confirm : bool
-        Measure the best one's speed-up; else what is predicted counts.
+    machine : Machine, optional
+        What things cost; default: this machine.
 
     Raises
     ------
     LlamaspecError
         There is no room on the disk, or a text cannot be used.
     """
-    deadline = time.monotonic() + 60 * wish.minutes
+    machine = machine or ThisMachine()
+    deadline = time.monotonic() + 60 * wish.minutes * SEARCHING
     output = wish.output or made_path(target.path, "made")  # its folder is what counts until it has a name
     pair = Pair(target, None, 0.0)
     prompts = _prompts(target, wish.texts)
     tell(f"measuring {target.path.name}: what wider batches cost, and what it writes")
-    seconds = round_seconds(measure(pair, QUICK).curve)
+    seconds = machine.round_seconds(target)
     ideal = max((n + 1) * seconds[0] / each for n, each in enumerate(seconds))
-    if ideal < WORTH and confirm:
+    if ideal < WORTH:
         return Made((), None, None, f"here even a perfect draft would give {ideal:.2f}x at most")
     tasks = _tasks(prompts, wish, seconds[0])
     texts = write_texts(pair, tasks)
@@ -114,23 +109,21 @@ def make_draft(
     types = wish.types or _types(target)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _check_disk(target, output.parent, types)
+        _check_disk(target, output.parent)
         with tempfile.TemporaryDirectory(prefix=".llamaspec-draft-", dir=output.parent) as folder:
             bench = Bench(
                 target, len(influence), texts, seconds, wish.sampling, wish.seed, Path(folder), deadline,
-                tell, ratio,
+                tell, machine,
             )  # fmt: skip
             found = tuple(search(influence, types, bench))
-            return _finish(pair, bench, found, tasks, wish, confirm=confirm)
+            return _finish(bench, found, tasks, wish)
     except OSError as error:
         raise LlamaspecError(
             f"cannot write into {output.parent}: {error.strerror or error}; name another place with --output"
         ) from error
 
 
-def _finish(
-    pair: Pair, bench: Bench, found: tuple[Found, ...], tasks: Sequence[Task], wish: Wish, *, confirm: bool
-) -> Made:
+def _finish(bench: Bench, found: tuple[Found, ...], tasks: Sequence[Task], wish: Wish) -> Made:
     """Measure the best candidate, and keep it if it pays."""
     best, file = bench.best, bench.best_file
     if best is None or file is None:
@@ -138,38 +131,14 @@ def _finish(
     if best.speed_up < WORTH:
         label = bench.label(best.candidate)
         return Made(found, None, None, f"the best one, {label}, is predicted to give {best.speed_up:.2f}x")
-    measured = None
-    if confirm:
-        bench.tell(f"measuring {bench.label(best.candidate)} together with its target")
-        measured = measured_speed_up(pair.target, file, tasks)
-        if measured.median < WORTH:
-            reason = f"the best one, {bench.label(best.candidate)}, gave {measured.median:.2f}x"
-            return Made(found, measured, None, reason)
-    path = wish.output or made_path(pair.target.path, bench.label(best.candidate))
+    bench.tell(f"measuring {bench.label(best.candidate)} together with its target")
+    measured = bench.machine.speed_up(bench.target, file, tasks)
+    if measured.median < WORTH:
+        reason = f"the best one, {bench.label(best.candidate)}, gave {measured.median:.2f}x"
+        return Made(found, measured, None, reason)
+    path = wish.output or made_path(bench.target.path, bench.label(best.candidate))
     file.replace(path)
     return Made(found, measured, path, None)
-
-
-def measured_speed_up(target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
-    """Tokens per second with a draft next to plain decoding, in turns; the automatic length learns first."""
-    options = ModelOptions(
-        n_ctx=target.context_size,
-        gpu_layers=target.options.gpu_layers,
-        threads=target.options.threads,
-        max_scored=DRAFT_SCORED,
-    )
-    ratios = []
-    with LlamaModel(draft_file, options) as draft:
-        pair = Pair(target, draft, 0.0)
-        for run in range(N_RUNS + 1):  # the first one warms up
-            for task in tasks:
-                pair.forget()
-                plain = task.run_plain(pair).summary.tokens_per_second
-                pair.forget()
-                drafted = task.run(pair).summary.tokens_per_second
-                if run and plain and drafted:
-                    ratios.append(drafted / plain)
-    return Spread.of(ratios)
 
 
 def _prompts(target: LlamaModel, texts: Sequence[bytes]) -> list[TokenArray]:
@@ -201,16 +170,11 @@ def _types(target: LlamaModel) -> tuple[str, ...]:
     return (COPY, *smaller)
 
 
-def _check_disk(target: LlamaModel, folder: Path, types: Sequence[str]) -> None:
-    """Refuse where the largest candidate and the best one so far may not fit side by side."""
-    facts = target.facts()
-    bits = max(
-        BITS.get(name, 16.0) * facts.n_parameters / 8 for name in types if name != COPY or types == (COPY,)
-    )
-    needed = 2 * int(min(facts.weights_bytes, bits))
-    free = shutil.disk_usage(folder).free
+def _check_disk(target: LlamaModel, folder: Path) -> None:
+    """Refuse where a candidate and the best one so far may not fit: both are smaller than it."""
+    needed, free = 2 * target.facts().weights_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise LlamaspecError(
-            f"{folder} has {free / 1e9:.1f} GB free, the search needs {needed / 1e9:.1f} GB for a while; "
+            f"{folder} has {free / 1e9:.1f} GB free, the search may need {needed / 1e9:.1f} GB for a while; "
             "name a file on another disk with --output"
         )
