@@ -16,12 +16,13 @@ from llamaspec.cli.fetching import fetched_model
 from llamaspec.cli.option_groups import Command, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, PromptError, printable
+from llamaspec.hub.made import made_path
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.compare import Spread
-from llamaspec.pruning.make import Made, Wish, make_draft
+from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
 from llamaspec.sampling.parameters import Sampling
 
 MOST_TEXT_BYTES = 1 << 30
@@ -141,6 +142,55 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
         click.echo(f"no draft made of this target pays here: {made.reason}")
     else:
         _tell_written(made.path, made.measured)
+
+
+@draft.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec draft distil big.gguf --text corpus.txt --minutes 240
+  llamaspec draft distil big.gguf -f notes.md -f main.py --layers 2 --output small.gguf
+""",
+)
+@click.argument("target", metavar="TARGET")
+@click.option("--minutes", type=float, default=60.0, show_default=True, help="Time for the training.")
+@click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
+@click.option("--width", type=int, help="Of its hidden rows; default: as the target's size allows.")
+@_draft_options("Text of the kind that is to be written: the more, the better. Needed.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+def distil(
+    target: str, minutes: float, layers: int, width: int | None, options: DraftOptions, as_json: bool
+) -> None:
+    """Train a small draft on what the target says along a text (needs the extra `train`).
+
+    After Ctrl-C the same command goes on. The draft is measured at the end, and kept whatever it is worth.
+    """
+    try:
+        from llamaspec.distil.run import Distillation, distil_draft
+    except ImportError as error:
+        raise LlamaspecError(
+            f"distilling needs {error.name}, which is not installed; run: pip install 'llamaspec[train]'"
+        ) from error
+    if not options.text:
+        raise click.UsageError("name the text to learn from with --text", click.get_current_context())
+    output, texts = options.file(), options.texts()
+    with refusing_values():
+        wish = Distillation(minutes, layers, width)
+    path = fetched_model(target)
+    check_gguf(path)
+    output = output or made_path(path, "distilled")
+    with SlowProgress("distilling") as progress:
+        distil_draft(path, options.models, texts, wish, output, say, progress)
+    say("measuring the draft together with its target")
+    with _opened(path, options) as model:
+        judged = judge_draft(model, output, Wish(texts, sampling=options.sampling))
+    if as_json:
+        click.echo(json.dumps({"path": str(output), **asdict(judged)}))
+        return
+    click.echo(
+        f"a draft token costs {judged.cost_ratio:.3f} of a target token, acceptance {judged.acceptance:.2f}"
+    )
+    _tell_written(output, judged.measured)
 
 
 def _opened(path: Path, options: DraftOptions) -> LlamaModel:

@@ -52,7 +52,8 @@ def read_along(draft: LlamaModel, text: WrittenText, sampling: Sampling, seed: i
     draft.forget()
     for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
         end = min(start + draft.max_scored, len(text.tokens))
-        logits = draft.forward(ForwardRequest(TARGET, text.tokens[: end - 1], end - start))
+        begin = max(0, end - 1 - draft.context_size)
+        logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
         for position, scores in zip(range(start, end), logits, strict=True):
             if not np.isfinite(scores.max()):
                 agreed.append(False)

@@ -63,7 +63,7 @@ class ThisMachine:
 def draft_options(target: LlamaModel) -> ModelOptions:
     """A draft is loaded as its target is."""
     return ModelOptions(
-        n_ctx=target.context_size,
+        n_ctx=target.options.n_ctx,
         gpu_layers=target.options.gpu_layers,
         threads=target.options.threads,
         max_scored=DRAFT_SCORED,

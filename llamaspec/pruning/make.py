@@ -22,12 +22,12 @@ from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY
 from llamaspec.measure.compare import Spread
-from llamaspec.measure.read_along import write_texts
+from llamaspec.measure.read_along import read_along, write_texts
 from llamaspec.measure.sample_text import TEXT
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
 from llamaspec.pruning.bench import Bench, Tell
-from llamaspec.pruning.machine import Machine, ThisMachine
+from llamaspec.pruning.machine import Machine, ThisMachine, draft_options
 from llamaspec.pruning.search import Found, search
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
@@ -40,6 +40,8 @@ WORTH = 1.02  # a measured speed-up below this does not pay
 N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
 WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
 SEARCHING = 0.5  # part of the time after which no candidate is begun
+
+NOTHING_WRITTEN = "the target ends its texts at once; give other texts with --text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def make_draft(target: LlamaModel, wish: Wish, tell: Tell, machine: Machine | No
     tasks = _tasks(prompts, wish, seconds[0])
     texts = write_texts(pair, tasks)
     if not texts:
-        raise PromptError("the target ends its texts at once; give other texts with --text")
+        raise PromptError(NOTHING_WRITTEN)
     influence = layer_influence(target.weights, target.options, texts[0].tokens)
     types = wish.types or _types(target)
     try:
@@ -139,6 +141,29 @@ def _finish(bench: Bench, found: tuple[Found, ...], tasks: Sequence[Task], wish:
     path = wish.output or made_path(bench.target.path, bench.label(best.candidate))
     file.replace(path)
     return Made(found, measured, path, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a draft is worth that was made in another way."""
+
+    cost_ratio: float  # seconds of a draft step next to one token of the target
+    acceptance: float  # of draft tokens, on the target's own texts
+    measured: Spread  # tokens per second next to plain decoding
+
+
+def judge_draft(target: LlamaModel, draft_file: Path, wish: Wish, machine: Machine | None = None) -> Judged:
+    """Measure a draft together with its target."""
+    machine = machine or ThisMachine()
+    tasks = _tasks(_prompts(target, wish.texts), wish, machine.round_seconds(target)[0])
+    texts = write_texts(Pair(target, None, 0.0), tasks)
+    if not texts:
+        raise PromptError(NOTHING_WRITTEN)
+    with LlamaModel(draft_file, draft_options(target)) as draft:
+        agreed = [read_along(draft, text, wish.sampling, wish.seed) for text in texts]
+        ratio = machine.step_ratio(target, draft)
+    acceptance = float(np.concatenate(agreed).mean())
+    return Judged(ratio, acceptance, machine.speed_up(target, draft_file, tasks))
 
 
 def _prompts(target: LlamaModel, texts: Sequence[bytes]) -> list[TokenArray]:

@@ -151,10 +151,11 @@ def test_other_architectures_are_copied_too(
     """
     monkeypatch.delenv("LLAMASPEC_TRUST_FILES")
     monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
-    target = (WRITERS | HEAD_WRITERS)[kind](tmp_path / "target.gguf", Recipe())
-    found = made(target, KnownCosts(), types=(COPY, "Q8_0"))
-    assert {each.candidate.file_type for each in found.found} == {COPY, "Q8_0"}
-    assert min(each.n_layers for each in found.found) < 2, "some layers could be left out"
+    target = (WRITERS | HEAD_WRITERS)[kind](
+        tmp_path / "target.gguf", Recipe(n_layers=4 if kind == "qwen35" else 2)
+    )
+    found = made(target, KnownCosts(), types=(COPY,))
+    assert min(len(each.candidate.pruned) for each in found.found) > 0, "some layers could be left out"
 
 
 def test_a_target_agrees_with_itself_at_every_position(widened: Path) -> None:
