@@ -112,6 +112,7 @@ def write_copy(
         unfinished.replace(destination)
     finally:
         unfinished.unlink(missing_ok=True)
+        unfinished.with_suffix(".renewed").unlink(missing_ok=True)  # of a child that was ended
 
 
 def _wait(child: subprocess.Popen[bytes], unfinished: Path, on_write: OnWrite | None) -> str:

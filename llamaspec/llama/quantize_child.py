@@ -11,11 +11,14 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama import runtime
+from llamaspec.llama.gguf_arrays import drop_layers
+from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 
 
@@ -41,8 +44,17 @@ def _copy(task: dict[str, Any]) -> str:
     entries = _overrides(task["texts"].items(), task["numbers"].items())
     parameters.kv_overrides = ctypes.cast(entries, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
-    paths = (os.fsencode(task[name]) for name in ("source", "destination"))
-    return runtime.last_error() if lib.llama_model_quantize(*paths, ctypes.byref(parameters)) else ""
+    paths = [os.fsencode(task[name]) for name in ("source", "destination")]
+    if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
+        return runtime.last_error()
+    if task["pruned"]:
+        source = read_tensors(Path(task["source"]))
+        n_layers = source.numbers.get(f"{source.texts.get('general.architecture')}.block_count", 0)
+        try:
+            drop_layers(Path(task["destination"]), task["pruned"], n_layers)
+        except OSError as error:
+            return str(error)
+    return ""
 
 
 def _overrides(texts: Any, numbers: Any) -> ctypes.Array[lib.llama_model_kv_override]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.errors import LlamaspecError, ModelFileError
@@ -21,6 +22,7 @@ from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.measure.task import Task
 from llamaspec.pruning.make import Made, Wish, make_draft
 from llamaspec.sampling.parameters import Sampling
+from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
 from widening.plan import Plan, Widening
 from widening.source import Source
@@ -153,6 +155,23 @@ def test_other_architectures_are_copied_too(
     )
     found = made(target, KnownCosts(), types=(COPY,))
     assert min(len(each.candidate.pruned) for each in found.found) > 0, "some layers could be left out"
+
+
+def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
+    """LFM2 tells for each layer how many heads it has: none where it is a convolution."""
+    target = WRITERS["lfm2"](tmp_path / "target.gguf", Recipe(n_layers=4))
+    write_copy(target, tmp_path / "copy.gguf", Copy(pruned=(0, 1)), 1)
+    write_copy(target, tmp_path / "other.gguf", Copy(pruned=(0,)), 1)
+    with PlainLlama(tmp_path / "copy.gguf") as plain:
+        assert np.isfinite(plain.logits([1, 2, 3])).all()
+    fields = GGUFReader(tmp_path / "other.gguf").fields
+    whole = GGUFReader(target).fields["lfm2.attention.head_count_kv"].contents()
+    assert fields["lfm2.attention.head_count_kv"].contents() == whole[1:]
+    tensors = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "other.gguf").tensors}
+    for tensor in GGUFReader(target).tensors:
+        if tensor.name.startswith("blk.2.") or not tensor.name.startswith("blk."):
+            assert (tensors[tensor.name.replace("blk.2.", "blk.1.")] == tensor.data).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"target.gguf", "copy.gguf", "other.gguf"}
 
 
 def test_a_target_agrees_with_itself_at_every_position(widened: Path) -> None:
