@@ -91,8 +91,9 @@ def show(name: str, as_json: bool) -> None:
         return
     table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for key, value in _as_json(entry).items():
-        if value not in (None, {}, False):
-            for shown in map(_as_line, value.items()) if isinstance(value, dict) else [str(value)]:
+        if value not in (None, {}, [], False):
+            lines = map(_as_line, value.items()) if isinstance(value, dict) else value
+            for shown in lines if isinstance(value, dict | list) else [str(value)]:
                 table.add_row(key.replace("_", " "), _cell(shown))
                 key = ""
     Console(highlight=False, soft_wrap=True).print(table)

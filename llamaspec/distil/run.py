@@ -24,7 +24,7 @@ from llamaspec.distil import train
 from llamaspec.distil.export import copy_vocabulary, write_model
 from llamaspec.distil.losses import BestTokens, loss_of
 from llamaspec.distil.model import Llama, Shape
-from llamaspec.distil.teacher import Record, Report, record
+from llamaspec.distil.teacher import N_BEST, Record, Report, record
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import write_file
 from llamaspec.hub.made import DRAFT_FOR, identity
@@ -37,6 +37,8 @@ LEAST_WIDTH, MOST_WIDTH, HEAD = 64, 1024, 64
 LENGTH = 512  # tokens of a window, and of the draft's context: it can do no more than it has learnt
 BATCH = 4096  # tokens of a step
 RATE = 4e-3  # of learning
+RECORDED_BYTES = 6  # of a token that the target might have said
+TRAINED_BYTES = 34  # of a parameter: two checkpoints with weights, averages of gradients; the file
 
 Tell = Callable[[str], None]
 
@@ -92,6 +94,7 @@ def distil_draft(
         tokens = _tokens(model, texts, wish.length)
         folder = output.with_name(f".{output.name}.distilling")
         _claim(folder, target, tokens, wish, shape)
+        _check_disk(folder, len(tokens), shape)
         seconds = _reading_seconds(model, tokens, wish.length)
         tell(
             f"the target reads {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
@@ -195,3 +198,15 @@ def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distilla
         write_file(plan, said)
     elif plan.read_text() != said:
         raise LlamaspecError(f"{folder} holds another distillation; delete it, or name another --output")
+
+
+def _check_disk(folder: Path, n_tokens: int, shape: Shape) -> None:
+    """Refuse where the record, the checkpoint and the draft do not fit."""
+    needed = n_tokens * N_BEST * RECORDED_BYTES + _n_parameters(shape) * TRAINED_BYTES
+    held = sum(file.stat().st_size for file in folder.iterdir())
+    free = shutil.disk_usage(folder).free + held
+    if free < needed:
+        raise LlamaspecError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, distilling needs {needed / 1e9:.1f} GB; give "
+            "less text, or name a file on another disk with --output"
+        )

@@ -95,3 +95,4 @@ def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
     entries = json.loads(invoke("models", "list", "--json").stdout)
     (entry,) = [each for each in entries if each["name"] == "mine"]
     assert entry["made_drafts"] == [str(made_path(with_draft, "L1-copy"))]
+    assert "L1-copy.gguf" in invoke("models", "show", "mine").stdout

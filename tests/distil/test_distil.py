@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,12 @@ def test_what_is_interrupted_goes_on(target: Path, monkeypatch: pytest.MonkeyPat
 def test_a_short_text_is_refused(target: Path) -> None:
     with pytest.raises(PromptError, match="better millions"):
         distil_draft(target, OPTIONS, [b"short"], SMALL, target.with_name("d.gguf"), lambda line: None)
+
+
+def test_a_full_disk_is_found_before(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(LlamaspecError, match="GB free"):
+        distil_draft(target, OPTIONS, [TEXT.encode()], SMALL, target.with_name("d.gguf"), lambda line: None)
 
 
 def test_the_record_is_what_the_target_says(target: Path, tmp_path: Path) -> None:
