@@ -49,7 +49,7 @@ def made_drafts(target: Path) -> list[Path]:
         wanted = identity(target)
         fitting = [path for path in found if read_tensors(path).texts.get(DRAFT_FOR) == wanted]
         return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no path has such a name
         return []
 
 
