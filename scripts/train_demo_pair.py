@@ -22,8 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from demo_pair import check, corpus, distil, evaluate, export, train
-from demo_pair.model import Llama, Shape
+from demo_pair import check, corpus, distil, evaluate, export
+from llamaspec.distil import train
+from llamaspec.distil.losses import compile_goals
+from llamaspec.distil.model import Llama, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Shape(n_layers=8)
@@ -191,6 +193,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     if not options.evaluate:
         options.work.mkdir(parents=True, exist_ok=True)
+        compile_goals()
         data = corpus.build(options.work, options.seed)
         target = train_target(options, data)
         write_files(options, data, target, train_draft(options, data, target))

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demo_pair import corpus, export, train
-from demo_pair.model import Llama, Shape
+from demo_pair import corpus, export
+from llamaspec.distil import train
+from llamaspec.distil.model import Llama, Shape
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import yaml
 from numpy.typing import NDArray
 
 from demo_pair import corpus, distil
-from demo_pair.model import Llama
-from demo_pair.train import Plan, windows
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
+from llamaspec.distil.model import Llama
+from llamaspec.distil.train import Plan, windows
 from mtp_target import export, train, trunk
 from mtp_target.head import Head
 from plain_llama import PlainLlama

@@ -16,6 +16,7 @@ from llamaspec.cli.audit import audit
 from llamaspec.cli.chat import chat
 from llamaspec.cli.compare import compare
 from llamaspec.cli.doctor import doctor
+from llamaspec.cli.draft import draft
 from llamaspec.cli.generate import generate
 from llamaspec.cli.messages import message_of
 from llamaspec.cli.models import models
@@ -104,3 +105,4 @@ main.add_command(audit)
 main.add_command(doctor)
 main.add_command(probe)
 main.add_command(models)
+main.add_command(draft)

@@ -23,6 +23,7 @@ from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub.cache import find_here, remove
 from llamaspec.hub.catalog import Catalog, add_own, own_list, read_catalog, remove_own
 from llamaspec.hub.entries import Entry, Quantization, as_listed, expanded
+from llamaspec.hub.made import made_drafts
 from llamaspec.hub.names import find_remote, is_path, locate_model
 from llamaspec.hub.remote import HUB
 from llamaspec.llama.gguf_header import check_gguf
@@ -90,8 +91,9 @@ def show(name: str, as_json: bool) -> None:
         return
     table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for key, value in _as_json(entry).items():
-        if value not in (None, {}, False):
-            for shown in map(_as_line, value.items()) if isinstance(value, dict) else [str(value)]:
+        if value not in (None, {}, [], False):
+            lines = map(_as_line, value.items()) if isinstance(value, dict) else value
+            for shown in lines if isinstance(value, dict | list) else [str(value)]:
                 table.add_row(key.replace("_", " "), _cell(shown))
                 key = ""
     Console(highlight=False, soft_wrap=True).print(table)
@@ -204,7 +206,7 @@ def _columns(entry: Entry) -> tuple[str, ...]:
         entry.name,
         f"{entry.memory_gb} GB" if entry.memory_gb else "",
         _size(entry),
-        entry.draft or ("mtp" if _has_heads(entry) else ""),
+        _drafts(entry),
         entry.licence or "",
         "yes" if _path_here(entry) is not None else "",
     )
@@ -234,6 +236,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "listed_in": listed,
         "here": str(here) if here is not None else None,
         "has_heads": _has_heads(entry),
+        "made_drafts": [str(path) for path in made_drafts(here)] if here is not None else [],
     }
     return {**asdict(entry), "quantizations": quantizations, **found}
 
@@ -245,6 +248,14 @@ def _path_here(entry: Entry) -> Path | None:
     except ModelFileError:
         return None
     return path if path is not None and path.is_file() else None
+
+
+def _drafts(entry: Entry) -> str:
+    """What can draft for a model: the draft that is listed, its own heads, what was made here."""
+    here = _path_here(entry)
+    made = here is not None and bool(made_drafts(here))
+    found = (entry.draft, "mtp" if _has_heads(entry) else None, "made here" if made else None)
+    return ", ".join(name for name in found if name)
 
 
 def _has_heads(entry: Entry) -> bool:

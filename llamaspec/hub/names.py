@@ -11,6 +11,7 @@ from pathlib import Path
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.cache import find_here, models_here
 from llamaspec.hub.catalog import read_catalog
+from llamaspec.hub.made import made_drafts
 from llamaspec.hub.progress import OnFetch
 from llamaspec.hub.remote import (
     HUB,
@@ -123,7 +124,7 @@ def find_draft(target: str) -> str:
     catalog = read_catalog()
     if not is_path(target) and not is_address(target):
         catalog.find(target.partition(":")[0])
-    draft = catalog.draft_of(target)
+    draft = catalog.draft_of(target) or _made_draft(target)
     if draft is None:
         raise PairError(f"no draft is known for {quoted(target)}; name one")
     return draft
@@ -131,7 +132,16 @@ def find_draft(target: str) -> str:
 
 def has_draft(target: str) -> bool:
     """Whether a draft is known for a target; False for a target that nobody knows."""
-    return read_catalog().draft_of(target) is not None
+    return (read_catalog().draft_of(target) or _made_draft(target)) is not None
+
+
+def _made_draft(target: str) -> str | None:
+    """The newest draft that was made here for a target; None where the target is not here."""
+    try:
+        drafts = made_drafts(locate_model(target))
+    except ModelFileError:
+        return None
+    return str(drafts[0].absolute()) if drafts else None
 
 
 def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:

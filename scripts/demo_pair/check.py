@@ -14,7 +14,7 @@ import torch
 from llama_cpp import Llama as LlamaCpp
 from tokenizers import Tokenizer
 
-from demo_pair.model import Llama
+from llamaspec.distil.model import Llama
 
 AWKWARD = (
     "",

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softmax
 
-from demo_pair import train
 from demo_pair.corpus import EOS_ID
-from demo_pair.model import KeyValues, Llama, Shape, TeacherDistribution, loss_of
+from llamaspec.distil import train
+from llamaspec.distil.losses import TeacherDistribution, loss_of
+from llamaspec.distil.model import KeyValues, Llama, Shape
 
 N_PROMPT = 64  # corpus tokens before the target takes over
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)

@@ -13,13 +13,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from demo_pair.model import Llama, NextToken, loss_of
+from llamaspec.distil.losses import NextToken, loss_of
+from llamaspec.distil.model import Llama
 
 
 @dataclass(frozen=True)
@@ -94,36 +96,67 @@ def run(
     next_batch: Callable[[float], Tensor],
     batch_loss: Callable[[Tensor], Tensor],
     report: Callable[[Progress], None],
+    checkpoint: Path | None = None,
 ) -> None:
-    """Train `model` in place for `plan.minutes`; `next_batch` is told the elapsed share."""
+    """Train `model` in place for `plan.minutes`; `next_batch` is told the elapsed share.
+
+    With a checkpoint it goes on where that was left, and writes it before every report.
+    """
     movers = optimizers(model, plan.rate)
     peaks = [[group["lr"] for group in mover.param_groups] for mover in movers]
-    started = reported = time.monotonic()
-    steps, losses = 0, []
-    while (done := (time.monotonic() - started) / (60 * plan.minutes)) < 1:
-        for mover, rates in zip(movers, peaks, strict=True):
-            for group, peak in zip(mover.param_groups, rates, strict=True):
-                group["lr"] = peak * plan.rate_share(done)
-        loss = batch_loss(next_batch(done))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for mover in movers:
-            mover.step()
-            mover.zero_grad(set_to_none=True)
-        steps += 1
-        losses.append(loss.item())
-        now = time.monotonic()
-        if now - reported > plan.report_seconds:
-            speed = len(losses) * plan.batch_tokens / (now - reported)
-            report(Progress(done, steps, math.fsum(losses) / len(losses), speed))
-            reported, losses = time.monotonic(), []
+    steps, losses, done = 0, [], 0.0
+    if checkpoint is not None and checkpoint.exists():
+        done, steps = _restore(checkpoint, model, movers)
+    started = time.monotonic() - 60 * plan.minutes * done
+    reported = time.monotonic()
+    try:
+        while (done := (time.monotonic() - started) / (60 * plan.minutes)) < 1:
+            for mover, rates in zip(movers, peaks, strict=True):
+                for group, peak in zip(mover.param_groups, rates, strict=True):
+                    group["lr"] = peak * plan.rate_share(done)
+            loss = batch_loss(next_batch(done))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for mover in movers:
+                mover.step()
+                mover.zero_grad(set_to_none=True)
+            steps += 1
+            losses.append(loss.item())
+            now = time.monotonic()
+            if now - reported > plan.report_seconds:
+                speed = len(losses) * plan.batch_tokens / (now - reported)
+                if checkpoint is not None:
+                    _save(checkpoint, model, movers, done, steps)
+                report(Progress(done, steps, math.fsum(losses) / len(losses), speed))
+                reported, losses = time.monotonic(), []
+    except KeyboardInterrupt:
+        if checkpoint is not None and steps:
+            _save(checkpoint, model, movers, done, steps)
+        raise
+
+
+def _save(path: Path, model: Llama, movers: list[torch.optim.Optimizer], done: float, steps: int) -> None:
+    """Write a checkpoint in one step: who is interrupted keeps the one before."""
+    unfinished = path.with_suffix(".part")
+    states = [mover.state_dict() for mover in movers]
+    torch.save({"model": model.state_dict(), "movers": states, "done": done, "steps": steps}, unfinished)
+    unfinished.replace(path)
+
+
+def _restore(path: Path, model: Llama, movers: list[torch.optim.Optimizer]) -> tuple[float, int]:
+    """Go on from a checkpoint: the share of the time that has passed, and the steps."""
+    state = torch.load(path, map_location=model.embedding.weight.device, weights_only=True)
+    model.load_state_dict(state["model"])
+    for mover, its in zip(movers, state["movers"], strict=True):
+        mover.load_state_dict(its)
+    return float(state["done"]), int(state["steps"])
 
 
 def next_token_loss(model: Llama, hidden: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the loss of plain training; `hidden` is `model.hidden`, compiled or not."""
 
     def loss(batch: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(batch.device.type, torch.bfloat16):
             features = hidden(batch[:, :-1])
         return loss_of(features.flatten(0, 1), model.embedding.weight, NextToken(batch[:, 1:].flatten()))
 

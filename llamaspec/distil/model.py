@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 ROPE_BASE = 10_000.0
 RMS_EPSILON = 1e-5
@@ -148,87 +148,3 @@ class Llama(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """Scores of every token from features, float32."""
         return (features @ self.embedding.weight.to(features.dtype).T).float()
-
-
-def _next_token_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of rows [R, V] against ids [R, 1], and its gradient by the logits."""
-    log_q = log_softmax(logits.float(), dim=-1)
-    hit = torch.arange(logits.shape[1]) == targets
-    loss = -torch.where(hit, log_q, 0.0).sum()
-    return loss, (log_q.exp() - hit.float()).to(torch.bfloat16)
-
-
-def _teacher_rows(logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL(p || q) of rows [R, V], and its gradient by the draft's logits."""
-    log_q = log_softmax(logits.float(), dim=-1)
-    log_p = log_softmax(teacher_logits.float(), dim=-1)
-    p = log_p.exp()
-    return (p * (log_p - log_q)).sum(), (log_q.exp() - p).to(torch.bfloat16)
-
-
-_fast_next_token_rows = torch.compile(_next_token_rows)
-_fast_teacher_rows = torch.compile(_teacher_rows)
-
-
-class NextToken:
-    """The goal of plain training: the token that came next."""
-
-    def __init__(self, targets: Tensor) -> None:
-        self.targets = targets.unsqueeze(1)  # [N, 1] ids
-
-    def __call__(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of these rows, and its gradient by their logits."""
-        out: tuple[Tensor, Tensor] = _fast_next_token_rows(logits, self.targets[part])
-        return out
-
-
-class TeacherDistribution:
-    """The goal of distillation: the target's whole distribution (forward KL)."""
-
-    def __init__(self, features: Tensor, weight: Tensor) -> None:
-        self.features = features  # [N, width] bfloat16, the target's
-        self.weight = weight  # [V, width] bfloat16, the target's output matrix
-
-    def __call__(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of these rows, and its gradient by their logits."""
-        out: tuple[Tensor, Tensor] = _fast_teacher_rows(logits, self.features[part] @ self.weight.T)
-        return out
-
-
-class _LossInChunks(torch.autograd.Function):
-    """A loss whose gradient is computed on the way forward, a block of rows at a time.
-
-    The logits of a batch would be the largest array of training by far; here only `n_rows` of them
-    exist at once, and none are computed twice.
-    """
-
-    n_rows = 1024
-
-    @staticmethod
-    def forward(ctx, features, weight, goal):  # type: ignore[no-untyped-def]
-        """Return the loss; keep the gradients for `backward`."""
-        weight16 = weight.to(torch.bfloat16)
-        grad_features = torch.empty_like(features)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        total = torch.zeros(())
-        for start in range(0, len(features), _LossInChunks.n_rows):
-            part = slice(start, start + _LossInChunks.n_rows)
-            loss, grad16 = goal(features[part] @ weight16.T, part)
-            total += loss
-            grad_features[part] = grad16 @ weight16
-            grad_weight += (grad16.T @ features[part]).float()
-        scale = 1.0 / len(features)
-        ctx.save_for_backward(grad_features * scale, grad_weight * scale)
-        return total * scale
-
-    @staticmethod
-    def backward(ctx, upstream):  # type: ignore[no-untyped-def]
-        """Scale the gradients that were computed on the way forward."""
-        grad_features, grad_weight = ctx.saved_tensors
-        return grad_features * upstream, grad_weight * upstream, None
-
-
-def loss_of(features: Tensor, weight: Tensor, goal: NextToken | TeacherDistribution) -> Tensor:
-    """Mean loss per row of `features` [N, width] under the output matrix `weight`."""
-    out: Tensor = _LossInChunks.apply(features, weight, goal)
-    return out

@@ -1,0 +1,240 @@
+"""`llamaspec draft`: make a draft for a target that has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from llamaspec.cli.fetching import fetched_model
+from llamaspec.cli.option_groups import Command, GroupedCommand, option_group, refusing_values
+from llamaspec.cli.terminal import SlowProgress, say
+from llamaspec.errors import LlamaspecError, PromptError, printable
+from llamaspec.hub.made import made_path
+from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.quantize import COPY, FILE_TYPES
+from llamaspec.measure.compare import Spread
+from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
+from llamaspec.sampling.parameters import Sampling
+
+MOST_TEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What both ways to make a draft can be told."""
+
+    text: tuple[str, ...]
+    output: str | None
+    force: bool
+    temperature: float
+    n_ctx: int | None
+    gpu_layers: int | None
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        _ = self.models, self.sampling  # what is out of range is refused here
+
+    @property
+    def models(self) -> ModelOptions:
+        """How to load the target."""
+        return ModelOptions(n_ctx=self.n_ctx, gpu_layers=self.gpu_layers, threads=self.threads)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the target writes."""
+        return Sampling(temperature=self.temperature)
+
+    def texts(self) -> tuple[bytes, ...]:
+        """The files of --text.
+
+        Raises
+        ------
+        PromptError
+            One cannot be read.
+        """
+        return tuple(_read(Path(name)) for name in self.text)
+
+    def file(self) -> Path | None:
+        """The file of --output.
+
+        Raises
+        ------
+        LlamaspecError
+            It exists, and is not to be replaced.
+        """
+        if self.output is None:
+            return None
+        path = Path(self.output)
+        if path.is_dir():
+            raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
+        if path.exists() and not self.force:
+            raise LlamaspecError(f"{path} exists; name another file with --output, or --force to replace it")
+        return path
+
+
+def _draft_options(texts: str) -> Callable[[Command], Command]:
+    return option_group(
+        "options",
+        DraftOptions,
+        (
+            click.option("--text", "-f", metavar="FILE", multiple=True, help=texts),
+            click.option("--output", "-o", metavar="FILE", help="The draft; default: beside the target."),
+            click.option("--force", is_flag=True, help="Replace the file of --output."),
+            click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
+                         help="Of the texts that the target writes."),
+            click.option("--n-ctx", type=int, help="Tokens of the contexts; default 4096, or the model's."),
+            click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all it takes."),
+            click.option("--threads", type=int, help="Default: the free physical cores."),
+        ),
+    )  # fmt: skip
+
+
+@click.group(no_args_is_help=False)
+def draft() -> None:
+    """Make a draft for a target that has none. `--draft auto` finds what was made."""
+
+
+@draft.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec draft make big.gguf
+  llamaspec draft make big.gguf --text notes.md --text main.py --budget 60
+  llamaspec draft make big.gguf --type Q4_0 --output small.gguf --json | jq .path
+""",
+)
+@click.argument("target", metavar="TARGET")
+@click.option("--budget", metavar="MINUTES", type=float, default=15.0, show_default=True,
+              help="Time for all together; what is begun is ended.")  # fmt: skip
+@click.option("--type", "types", type=click.Choice([COPY, *FILE_TYPES]), multiple=True,
+              help="Types of weights to try, the first one with all numbers of layers; copy = the target's "
+                   "own. Default: those that make it smaller.")  # fmt: skip
+@_draft_options("Text of the kind that is to be written; several are allowed. Default: a short one.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptions, as_json: bool) -> None:
+    """Make a draft from the target itself: with fewer layers and fewer bits.
+
+    Copies are measured on this machine and on the text, the best one is written if it pays. Where none pays,
+    nothing is written, which is no error; with --json, "path" is null.
+    """
+    output, texts = options.file(), options.texts()
+    with refusing_values():
+        wish = Wish(texts, budget, types, options.sampling, output=output)
+    path = fetched_model(target)
+    if not texts:
+        say("no --text given, measuring on a short text; your own text decides better")
+    with _opened(path, options) as model:
+        made = make_draft(model, wish, say)
+    if as_json:
+        click.echo(json.dumps(_as_json(made)))
+        return
+    _show(made)
+    if made.path is None:
+        click.echo(f"no draft made of this target pays here: {made.reason}")
+    else:
+        _tell_written(made.path, made.measured)
+
+
+@draft.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec draft distil big.gguf --text corpus.txt --minutes 240
+  llamaspec draft distil big.gguf -f notes.md -f main.py --layers 2 --output small.gguf
+""",
+)
+@click.argument("target", metavar="TARGET")
+@click.option("--minutes", type=float, default=60.0, show_default=True, help="Time for the training.")
+@click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
+@click.option("--width", type=int, help="Of its hidden rows; default: as the target's size allows.")
+@_draft_options("Text of the kind that is to be written: the more, the better. Needed.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+def distil(
+    target: str, minutes: float, layers: int, width: int | None, options: DraftOptions, as_json: bool
+) -> None:
+    """Train a small draft on what the target says along a text (needs the extra `train`).
+
+    After Ctrl-C the same command goes on. The draft is measured at the end, and kept whatever it is worth.
+    """
+    try:
+        from llamaspec.distil.run import Distillation, distil_draft
+    except ImportError as error:
+        raise LlamaspecError(
+            f"distilling needs {error.name}, which is not installed; run: pip install 'llamaspec[train]'"
+        ) from error
+    if not options.text:
+        raise click.UsageError("name the text to learn from with --text", click.get_current_context())
+    output, texts = options.file(), options.texts()
+    with refusing_values():
+        wish = Distillation(minutes, layers, width)
+    path = fetched_model(target)
+    check_gguf(path)
+    output = output or made_path(path, "distilled")
+    with SlowProgress("distilling") as progress:
+        distil_draft(path, options.models, texts, wish, output, say, progress)
+    say("measuring the draft together with its target")
+    with _opened(path, options) as model:
+        judged = judge_draft(model, output, Wish(texts, sampling=options.sampling))
+    if as_json:
+        click.echo(json.dumps({"path": str(output), **asdict(judged)}))
+        return
+    click.echo(
+        f"a draft token costs {judged.cost_ratio:.3f} of a target token, acceptance {judged.acceptance:.2f}"
+    )
+    _tell_written(output, judged.measured)
+
+
+def _opened(path: Path, options: DraftOptions) -> LlamaModel:
+    check_gguf(path)
+    with SlowProgress("loading") as progress:
+        return LlamaModel(path, options.models, progress)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MOST_TEXT_BYTES:
+            raise PromptError(f"{path} is larger than {MOST_TEXT_BYTES >> 30} GiB; give a part of it")
+        return path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"cannot read {path}: {error.strerror or error}; name a readable file") from error
+
+
+def _show(made: Made) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("layers", "type", "MB", "cost", "acceptance", "predicted"):
+        table.add_column(title, justify="left" if title == "type" else "right")
+    for found in made.found:
+        table.add_row(
+            str(found.n_layers),
+            found.candidate.file_type,
+            f"{found.n_bytes / 1e6:.0f}",
+            f"{found.cost_ratio:.3f}",
+            f"{found.acceptance:.2f}",
+            f"{found.speed_up:.2f}x",
+        )
+    if made.found:
+        Console(highlight=False).print(table)
+
+
+def _tell_written(path: Path, measured: Spread | None) -> None:
+    told = "" if measured is None else f", measured: {measured.median:.2f}x ± {measured.half:.2f}"
+    click.echo(f"wrote {printable(str(path))}{told}")
+
+
+def _as_json(made: Made) -> dict[str, Any]:
+    return {
+        "path": None if made.path is None else str(made.path),
+        "reason": made.reason,
+        "speed_up": None if made.measured is None else made.measured.median,
+        "speed_up_quartiles": None if made.measured is None else [made.measured.low, made.measured.high],
+        "candidates": [asdict(found) for found in made.found],
+    }

@@ -1,0 +1,98 @@
+"""`llamaspec draft`, as people call it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import invoke, run, said
+from llamaspec.hub.made import DRAFT_FOR, identity, made_path
+from llamaspec.hub.names import find_draft
+from llamaspec.llama.quantize import Copy, write_copy
+
+
+@pytest.fixture
+def target(target_file: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return Path(shutil.copy(target_file, folder / "target.gguf"))
+
+
+def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path: Path) -> None:
+    """What pays is this machine's to say; the answer and the files agree in any case."""
+    text = tmp_path / "text.txt"
+    text.write_text("a text of the kind that is wanted\n" * 20)
+    answer = run("draft", "make", target, "--text", text, "--budget", "0.02", "--threads", "1", "--json")
+    assert answer.code == 0
+    found = answer.json
+    assert (found["path"] is None) == (found["reason"] is not None)
+    expected = {target} if found["path"] is None else {target, Path(found["path"])}
+    assert set(target.parent.iterdir()) == expected
+    assert "measuring target.gguf" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--text", "none.txt"], "cannot read none.txt"),
+        (["--output", "."], "is a folder"),
+        (["--output", __file__], "exists; name another file with --output, or --force"),
+    ],
+)
+def test_what_cannot_be_is_one_line(target: Path, arguments: list[str], part: str) -> None:
+    for way in ("make", "distil"):
+        if way == "distil" and "--text" not in arguments:
+            arguments = [*arguments, "--text", __file__]
+        if way == "make" or _has_torch():
+            assert part in said(invoke("draft", way, target, *arguments))
+
+
+def _has_torch() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch)
+
+
+def test_a_budget_is_a_number_of_minutes(target: Path) -> None:
+    answer = invoke("draft", "make", target, "--budget", "0")
+    assert answer.code == 2
+    assert "more than 0 minutes" in answer.stderr
+
+
+def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("llamaspec.distil.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "pip install 'llamaspec[train]'" in said(invoke("draft", "distil", target, "--text", __file__))
+
+
+@pytest.fixture
+def with_draft(target: Path) -> Path:
+    """A target beside which a draft lies that was made for it."""
+    texts = {DRAFT_FOR: identity(target)}
+    write_copy(target, made_path(target, "L1-copy"), Copy(pruned=(1,), texts=texts), 1)
+    return target
+
+
+def test_auto_finds_what_was_made(with_draft: Path) -> None:
+    assert find_draft(str(with_draft)) == str(made_path(with_draft, "L1-copy"))
+    answer = invoke(
+        "generate", "--target", with_draft, "--draft", "auto", "--threads", "1",
+        "-p", "def", "-n", "8", "--draft-length", "2", "--seed", "1", "--json",
+    )  # fmt: skip
+    assert answer.json["statistics"]["drafted"] > 0
+
+
+def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
+    own_list.write_text(f"mine: {{path: {with_draft}}}\n")
+    assert "made here" in invoke("models", "list").stdout
+    entries = json.loads(invoke("models", "list", "--json").stdout)
+    (entry,) = [each for each in entries if each["name"] == "mine"]
+    assert entry["made_drafts"] == [str(made_path(with_draft, "L1-copy"))]
+    assert "L1-copy.gguf" in invoke("models", "show", "mine").stdout

@@ -1,0 +1,199 @@
+"""A draft out of its target: the right answer where it is known, and none where none pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec.errors import LlamaspecError, ModelFileError
+from llamaspec.hub.made import DRAFT_FOR, identity, made_drafts, made_path
+from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.layer_influence import layer_influence
+from llamaspec.llama.quantize import COPY, Copy, write_copy
+from llamaspec.measure.compare import Spread
+from llamaspec.measure.read_along import WrittenText, read_along, replay
+from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.measure.task import Task
+from llamaspec.pruning.make import Made, Wish, make_draft
+from llamaspec.sampling.parameters import Sampling
+from plain_llama import PlainLlama
+from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
+from widening.plan import Plan, Widening
+from widening.source import Source
+from widening.write import write
+
+OPTIONS = ModelOptions(threads=1, n_ctx=256)
+SILENT = (2, 3, 4)
+
+
+class KnownCosts:
+    """A machine without a clock: a wider batch costs a little more, a draft what its file weighs."""
+
+    def __init__(self, measured: float = 1.5) -> None:
+        self.measured = measured
+        self.n_measured = 0
+
+    def round_seconds(self, target: LlamaModel) -> list[float]:
+        return [1.0 + 0.05 * n for n in range(9)]
+
+    def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
+        return draft.facts().weights_bytes / target.facts().weights_bytes
+
+    def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
+        self.n_measured += 1
+        return Spread(self.measured, self.measured, self.measured)
+
+
+@pytest.fixture(scope="module")
+def widened(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers that say something, and three that add nothing."""
+    folder = tmp_path_factory.mktemp("widened")
+    source = write_llama(folder / "source.gguf", Recipe(seed=4, dtype="f32", end_score=None))
+    write(Plan(Source(source), Widening(1, n_layers=5, dtype="F32")), folder / "wide.gguf", lambda *_: None)
+    return folder / "wide.gguf"
+
+
+def made(target: Path, machine: KnownCosts, **wish: object) -> Made:
+    with LlamaModel(target, OPTIONS) as model:
+        return make_draft(model, Wish(**wish), lambda line: None, machine)  # type: ignore[arg-type]
+
+
+def test_layers_that_add_nothing_have_no_influence(widened: Path) -> None:
+    with LlamaModel(widened, OPTIONS) as model:
+        influence = layer_influence(model.weights, OPTIONS, sample_tokens(model.vocabulary, 64))
+    assert [layer for layer, changes in enumerate(influence) if changes < 1e-6] == list(SILENT)
+    assert min(influence[:2]) > 1e-3
+
+
+def test_the_known_best_draft_is_found(widened: Path) -> None:
+    before = set(widened.parent.iterdir())
+    found = made(widened, KnownCosts(), types=(COPY,))
+    best = found.found[0]
+    assert best.candidate.pruned == SILENT
+    assert best.acceptance == 1.0
+    path = widened.with_name("wide.draft-L2-copy.gguf")
+    assert found.path == path
+    assert set(widened.parent.iterdir()) - before == {path}, "nothing else is left behind"
+    assert made_drafts(widened) == [path]
+    assert read_tensors(path).numbers["llama.block_count"] == 2
+    with open_pair(widened, path, target_options=OPTIONS, draft_options=OPTIONS) as pair:
+        summary = pair.stream("def f(", seed=3, max_tokens=24, policy=FixedLength(3)).run().summary
+    assert summary.n_accepted == summary.n_verified > 0
+    path.unlink()
+
+
+def test_nothing_is_written_where_nothing_pays(tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Recipe(dtype="q4_0"))
+    machine = KnownCosts()
+    found = made(target, machine)
+    assert found.path is None
+    assert found.reason is not None
+    assert "predicted" in found.reason
+    assert machine.n_measured == 0, "what is predicted not to pay is not measured"
+    assert list(tmp_path.iterdir()) == [target]
+    assert made_drafts(target) == []
+
+
+def test_the_measurement_decides(widened: Path) -> None:
+    found = made(widened, KnownCosts(measured=0.9), types=(COPY,))
+    assert found.path is None
+    assert found.measured is not None
+    assert "0.90x" in str(found.reason)
+    assert made_drafts(widened) == []
+
+
+def test_ctrl_c_leaves_nothing(widened: Path) -> None:
+    class Interrupted(KnownCosts):
+        def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
+            raise KeyboardInterrupt
+
+    before = set(widened.parent.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        made(widened, Interrupted(), types=(COPY,))
+    assert set(widened.parent.iterdir()) == before
+
+
+def test_an_interrupted_copy_leaves_nothing(widened: Path, tmp_path: Path) -> None:
+    def stop(n_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_copy(widened, tmp_path / "copy.gguf", Copy("Q8_0"), 1, stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_llama_cpp_refuses_is_one_line(widened: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="cannot make this copy"):
+        write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf", Copy())
+
+
+def test_a_full_disk_is_found_before(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(LlamaspecError, match="GB free"):
+        made(widened, KnownCosts())
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen35"])
+def test_other_architectures_are_copied_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with states, and prediction heads, which a draft does without.
+
+    Some copies of Qwen 3.5 end llama.cpp: the trial finds these.
+    """
+    if kind == "qwen35":
+        monkeypatch.delenv("LLAMASPEC_TRUST_FILES")
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
+    target = (WRITERS | HEAD_WRITERS)[kind](
+        tmp_path / "target.gguf", Recipe(n_layers=4 if kind == "qwen35" else 2)
+    )
+    found = made(target, KnownCosts(), types=(COPY,))
+    assert min(len(each.candidate.pruned) for each in found.found) > 0, "some layers could be left out"
+
+
+def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
+    """LFM2 tells for each layer how many heads it has: none where it is a convolution."""
+    target = WRITERS["lfm2"](tmp_path / "target.gguf", Recipe(n_layers=4))
+    write_copy(target, tmp_path / "copy.gguf", Copy(pruned=(0, 1)), 1)
+    write_copy(target, tmp_path / "other.gguf", Copy(pruned=(0,)), 1)
+    with PlainLlama(tmp_path / "copy.gguf") as plain:
+        assert np.isfinite(plain.logits([1, 2, 3])).all()
+    fields = GGUFReader(tmp_path / "other.gguf").fields
+    whole = GGUFReader(target).fields["lfm2.attention.head_count_kv"].contents()
+    assert fields["lfm2.attention.head_count_kv"].contents() == whole[1:]
+    tensors = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "other.gguf").tensors}
+    for tensor in GGUFReader(target).tensors:
+        if tensor.name.startswith("blk.2.") or not tensor.name.startswith("blk."):
+            assert (tensors[tensor.name.replace("blk.2.", "blk.1.")] == tensor.data).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"target.gguf", "copy.gguf", "other.gguf"}
+
+
+def test_a_target_agrees_with_itself_at_every_position(widened: Path) -> None:
+    with LlamaModel(widened, OPTIONS) as model:
+        task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
+        tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
+        text = WrittenText(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20, 1.0)
+        assert read_along(model, text, Sampling(), 5).all()
+        assert not read_along(model, text, Sampling(), 6).all()
+
+
+def test_rounds_are_replayed() -> None:
+    agreed = [np.array([True, True, False, True, True]), np.array([False, True])]
+    # One draft token: rounds of 2, 1, 2 and 1, 1 tokens.
+    assert replay(agreed, [1.0, 1.0]) == (1, 7 / 5)
+    assert replay(agreed, [1.0, 1.0, 9.0])[0] == 1
+    assert replay([np.array([False] * 4)], [1.0, 1.25]) == (1, 0.8)
+
+
+def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
+    other = write_llama(tmp_path / "wide.gguf", Recipe(seed=9))
+    write_copy(widened, made_path(other, "x"), Copy(texts={DRAFT_FOR: identity(widened)}), 1)
+    assert made_drafts(other) == []
+    write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: identity(other)}), 1)
+    assert made_drafts(other) == [made_path(other, "y")]
