@@ -1,6 +1,23 @@
-"""`python -m llamaspec`: the same as the `llamaspec` command."""
+"""The `llamaspec` command and `python -m llamaspec`: Ctrl-C ends it without a traceback at any moment."""
 
-from llamaspec.cli.main import main
+from llamaspec.cli.interrupts import (
+    EXIT_INTERRUPTED,
+    end_the_process_on_interrupt,
+    interrupts_end_the_process,
+)
+
+
+def main() -> None:
+    """Run a command."""
+    try:
+        with interrupts_end_the_process():
+            from llamaspec.cli.main import main as commands
+        commands()
+    except KeyboardInterrupt:  # between two handlers
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        end_the_process_on_interrupt()
+
 
 if __name__ == "__main__":
     main()

@@ -15,6 +15,7 @@ from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
 from llamaspec.cli.constraint import make_constraint
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.explain import explain as print_reasons
+from llamaspec.cli.interrupts import EXIT_INTERRUPTED
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
@@ -30,8 +31,6 @@ from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
-
-EXIT_INTERRUPTED = 130
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
