@@ -6,14 +6,15 @@
 ...         print(piece.text, end="", flush=True)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # as in `typing`, which takes a while to load
 
 if TYPE_CHECKING:
     from llamaspec.public import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name):
+        from importlib import import_module
+
         return getattr(import_module("llamaspec.public"), name)

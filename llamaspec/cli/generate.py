@@ -15,12 +15,12 @@ from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
 from llamaspec.cli.constraint import make_constraint
 from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
 from llamaspec.cli.explain import explain as print_reasons
-from llamaspec.cli.interrupts import EXIT_INTERRUPTED
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.report import completion_json, statistics_lines
+from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason

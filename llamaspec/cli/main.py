@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from llamaspec.cli.interrupts import EXIT_INTERRUPTED, interrupts_end_the_process
+from llamaspec.cli.signals import EXIT_INTERRUPTED, interrupts_end_the_process
 from llamaspec.errors import LlamaspecError
 
 EXIT_ERROR = 1

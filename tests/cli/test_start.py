@@ -10,6 +10,7 @@ import pytest
 
 import llamaspec
 from command import Answer, environment
+from llamaspec import public
 from llamaspec.cli.main import _SUBCOMMANDS
 from llamaspec.cli.main import main as group
 from patience import PATIENCE
@@ -63,12 +64,13 @@ def test_help_loads_little() -> None:
 
 @pytest.mark.parametrize("name", _SUBCOMMANDS)
 def test_the_list_says_what_the_commands_say(name: str) -> None:
-    command = group.get_command(click.Context(group), name)  # type: ignore[attr-defined]
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
     assert command.get_short_help_str(1000) == _SUBCOMMANDS[name]
 
 
 def test_the_package_has_the_names_that_it_promises() -> None:
-    for name in llamaspec.__all__:
+    for name in public.__all__:
         assert getattr(llamaspec, name) is not None
     with pytest.raises(AttributeError):
         llamaspec.no_such_name  # type: ignore[attr-defined] # noqa: B018
