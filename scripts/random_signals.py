@@ -55,6 +55,12 @@ main()
 _TRACES = (b"Traceback", b"Exception ignored", b"internal error", b"Fatal Python")
 
 
+def _become_its_session() -> None:
+    """As after a log-in; what runs in the background may have been told to ignore Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Terminal:
     """A terminal with a command at it."""
@@ -72,7 +78,7 @@ class Terminal:
             [sys.executable, "-c", _START.format(fd=tell), *self.arguments],
             stdin=self._slave, stdout=self._slave, stderr=self._slave, env=self.environment,
             pass_fds=[tell], start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+            preexec_fn=_become_its_session,
         )  # fmt: skip
         os.close(tell)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -89,24 +95,23 @@ class Terminal:
         """As a person would."""
         os.write(self._master, line)
 
-    def ended(self) -> int:
-        """The exit code, once the process has ended and all it wrote is read."""
-        code = self._ended()
+    def ended(self, *, stops: bool = False) -> int:
+        """The exit code, once the process has ended and all it wrote is read; a server can be stopped."""
+        code = self._ended(stops=stops)
         self._after = termios.tcgetattr(self._slave)
         os.close(self._slave)
         self._reader.join(PATIENCE_SECONDS)
         os.close(self._master)
         return code
 
-    def _ended(self) -> int:
-        """Ctrl-D and SIGTERM end what waits."""
+    def _ended(self, *, stops: bool) -> int:
         begin = time.monotonic()
         while time.monotonic() - begin < PATIENCE_SECONDS:
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(0.2)
             if self.arguments[0] == "chat":
                 self.type(b"\x04")
-            elif self.arguments[0] == "serve":
+            elif stops:
                 self.process.terminate()
         self.process.kill()
         self.process.wait()
@@ -132,7 +137,7 @@ def codes(name: str, number: signal.Signals) -> set[int]:
         return {0, 130}
     if number == signal.SIGPIPE:  # Python ignores it
         return {0, -signal.SIGTERM} if name == "serve" else {0}
-    return {0, -number, -signal.SIGTERM} if name == "serve" else {0, -number}
+    return {0, -number}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -156,7 +161,7 @@ def try_one(
         with suppress(subprocess.TimeoutExpired):
             terminal.process.wait(delay)
         terminal.process.send_signal(number)
-    code = terminal.ended()
+    code = terminal.ended(stops=name == "serve" and number in (None, signal.SIGPIPE))
     faults = terminal.faults() + stored_faults(folder, may_leave=code < 0)
     if number is not None and code not in codes(name, number):
         faults.append(f"exit code {code} after {number.name}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.parameters import Sampling
@@ -88,10 +88,10 @@ class ModelDrafter:
                 forward = yield ForwardRequest(self.model, self._window(path))
             except ContextFullError:
                 break
-            logits = forward.logits[0, :n_tokens]
-            if not np.isfinite(logits.max()):
+            except ScoresError:
                 self.is_silent = True
                 break
+            logits = forward.logits[0, :n_tokens]
             q = sampler.distribution(logits, path, allowed)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
