@@ -56,9 +56,10 @@ _TRACES = (b"Traceback", b"Exception ignored", b"internal error", b"Fatal Python
 
 
 def _become_its_session() -> None:
-    """As after a log-in; what runs in the background may have been told to ignore Ctrl-C."""
+    """As after a log-in: what runs in the background may have been told to ignore signals."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass
