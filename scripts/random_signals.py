@@ -135,7 +135,7 @@ class Terminal:
 def codes(name: str, number: signal.Signals) -> set[int]:
     """Exit codes that are documented; 0 where the signal came too late, or is not for this command."""
     if number == signal.SIGINT:
-        return {0, 130}
+        return {0, 130, -number}  # shells say 130 to both; Python ends so in its last milliseconds
     if number == signal.SIGPIPE:  # Python ignores it
         return {0, -signal.SIGTERM} if name == "serve" else {0}
     return {0, -number}

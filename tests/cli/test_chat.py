@@ -250,7 +250,7 @@ def test_a_history_that_is_no_small_file(tmp_path: Path, monkeypatch: pytest.Mon
         os.mkfifo(path)
     elif what == "huge":
         os.truncate(path, 1 << 40)
-    calls = []
+    calls: list[Path] = []
     for name in ("read_history_file", "write_history_file"):
         monkeypatch.setattr(readline, name, calls.append)
     with line_editing():
