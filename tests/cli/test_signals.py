@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import PROMPT, naming
-from patience import until
+from patience import until, until_it_waits
 from random_signals import SIGNALS, Terminal, environment, try_one
 
 
@@ -36,6 +36,7 @@ def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
     """Line editing has it without echo; a shell of the time before would have been left so."""
     terminal = Terminal(["chat", *map(str, naming(talker))], environment(folder))
     until(lambda: termios.tcgetattr(terminal._slave) != terminal._before)
+    until_it_waits(terminal.process.pid)
     terminal.process.send_signal(number)
     assert terminal.ended() == -number
     assert terminal.faults() == []
