@@ -24,12 +24,13 @@ PYTHON_READY := $(VENV)/.python-ready
 LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 
-.PHONY: help run test check bench demo docs format clean rebuild
+.PHONY: help run test coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     write text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
 	@echo "make test    run the tests                      (ARGS='-k name')"
+	@echo "make coverage   the tests, and which lines and branches they miss"
 	@echo "make check   style, types, layers, docs in step with the commands"
 	@echo "make bench   measure                            (ARGS='--help')"
 	@echo "make demo    probe and compare on a target of real cost, made from the embedded one"
@@ -42,6 +43,12 @@ run: $(PROJECT_READY)
 
 test: $(PROJECT_READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Slower than `make test`, and not part of what must pass.
+coverage: $(PROJECT_READY)
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run -m pytest $(ARGS); \
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --skip-covered --sort=cover
 
 check: $(PROJECT_READY)
 	$(BIN)/ruff check .

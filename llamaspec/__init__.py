@@ -6,68 +6,15 @@
 ...         print(piece.text, end="", flush=True)
 """
 
-from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.no_drafter import NoDrafter
-from llamaspec.drafters.past import PastTexts
-from llamaspec.engine.events import Completion, Piece, StopReason
-from llamaspec.engine.statistics import Summary
-from llamaspec.engine.stream import TextStream
-from llamaspec.errors import (
-    ClosedError,
-    ConstraintError,
-    ContextFullError,
-    EvaluationError,
-    LlamaspecError,
-    MemoryFullError,
-    ModelFileError,
-    PairError,
-    PromptError,
-)
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.fixed_length import FixedLength
-from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import ModelOptions
-from llamaspec.opening import demo_draft, demo_target, open_pair
-from llamaspec.pair import Pair
-from llamaspec.protocols import Constraint
-from llamaspec.sampling.parameters import Sampling
-from llamaspec.values import Distribution, Draft, Logprobs, Round
-
 __version__ = "0.1.0"
 
-SilentDrafter = NoDrafter  # its name in the first version
+TYPE_CHECKING = False  # as in `typing`, which takes a while to load
 
-__all__ = [
-    "AutoLength",
-    "ClosedError",
-    "Completion",
-    "Constraint",
-    "ConstraintError",
-    "ContextFullError",
-    "Distribution",
-    "Draft",
-    "EvaluationError",
-    "FixedLength",
-    "LlamaModel",
-    "LlamaspecError",
-    "Logprobs",
-    "MemoryFullError",
-    "ModelDrafter",
-    "ModelFileError",
-    "ModelOptions",
-    "NoDrafter",
-    "Pair",
-    "PairError",
-    "PastTexts",
-    "Piece",
-    "PromptError",
-    "Round",
-    "Sampling",
-    "SilentDrafter",
-    "StopReason",
-    "Summary",
-    "TextStream",
-    "demo_draft",
-    "demo_target",
-    "open_pair",
-]
+if TYPE_CHECKING:
+    from llamaspec.public import *  # noqa: F403
+else:
+
+    def __getattr__(name):
+        from importlib import import_module
+
+        return getattr(import_module("llamaspec.public"), name)

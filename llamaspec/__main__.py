@@ -1,6 +1,28 @@
-"""`python -m llamaspec`: the same as the `llamaspec` command."""
+"""The `llamaspec` command and `python -m llamaspec`: Ctrl-C ends it without a traceback at any moment."""
 
-from llamaspec.cli.main import main
+try:
+    from llamaspec.cli.signals import (
+        EXIT_INTERRUPTED,
+        end_the_process_on_interrupt,
+        interrupts_end_the_process,
+        leave_the_terminal_as_found,
+    )
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
+
+
+def main() -> None:
+    """Run a command."""
+    try:
+        with interrupts_end_the_process():
+            leave_the_terminal_as_found()
+            from llamaspec.cli.main import main as commands
+        commands()
+    except KeyboardInterrupt:  # between two handlers
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        end_the_process_on_interrupt()
+
 
 if __name__ == "__main__":
     main()

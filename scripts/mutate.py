@@ -153,7 +153,16 @@ class Workplace:
 
     def run(self) -> int:
         """The exit status of the tests."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--randomly-dont-reorganize",
+            "-p",
+            "no:cacheprovider",
+        ]
         try:
             return subprocess.run(
                 [*command, *self.tests], cwd=self.root, env={**os.environ, "PYTHONPATH": str(self.root)},

@@ -17,7 +17,7 @@ from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.cli.main import main
 from patience import PATIENCE
 
-ENTRY = [sys.executable, "-c", "from llamaspec.cli.main import main; main()"]
+ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
 PROMPT = "def f(self):\n    return "
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,8 @@ def pytest_configure() -> None:
         os.environ.pop(name.upper(), None)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         os.environ[name] = str(int(PATIENCE))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile(
         "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -44,7 +44,7 @@ WHOLE = (
     b"? [" * 2000, b"- " * 3000, b"{" * 3000, b"a: !!timestamp 99999-01-01", b"x: 2001-01-01", b"<<: 1",
     b"=: 1",
     b"a: 0x" + b"f" * 5000, b"a: " + b"1:" * 4000 + b"1", b"a: 2001-99-99", b"a: !!binary x",
-    b"%YAML 9.9\n---\na: 1",
+    b"%YAML 9.9\n---\na: 1", b"a: !!bool x", b"a: !!int ''", b"!!set {a: 1}", b"a: 0b_", b"a: 190:99:0x",
 )  # fmt: skip
 
 
@@ -118,6 +118,7 @@ def damaged(content: bytes, rng: random.Random, *, is_yaml: bool) -> bytes:
         return rng.choice(WHOLE)
     if how == 1:
         copy = bytearray(content[: rng.randrange(len(content))] if rng.random() < 0.3 else content)
+        copy = copy or bytearray(b"x")
         for _ in range(rng.choice((1, 3, 20))):
             copy[rng.randrange(len(copy)) : rng.randrange(len(copy)) + 1] = (
                 rng.randbytes(rng.choice((0, 1, 2))) or b"["

@@ -119,19 +119,24 @@ def write_llama(path: Path, recipe: Recipe | None = None) -> Path:
     return _write(path, "llama", weights, _attention_keys(recipe))
 
 
-def write_gemma3(path: Path, recipe: Recipe | None = None) -> Path:
-    """Gemma 3: every other layer sees a sliding window of 16 positions only."""
-    recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+def _gemma_layers(weights: _Weights, norm_of_keys: float) -> None:
+    recipe = weights.recipe
     _ends(weights)
     weights.tensors["token_embd.weight"] /= np.float32(np.sqrt(recipe.width))  # the graph multiplies it back
     for layer in range(recipe.n_layers):
         _attention(weights, layer, recipe.n_kv_heads)
         _feed_forward(weights, layer)
         for norm in ("attn_q_norm", "attn_k_norm"):
-            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 1.5)
+            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, norm_of_keys)
         for norm in ("post_attention_norm", "post_ffw_norm"):
             weights.constant(f"blk.{layer}.{norm}.weight", recipe.width)
+
+
+def write_gemma3(path: Path, recipe: Recipe | None = None) -> Path:
+    """Gemma 3: every other layer sees a sliding window of 16 positions only."""
+    recipe = recipe or Recipe()
+    weights = _Weights(recipe)
+    _gemma_layers(weights, 1.5)
     window = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2}
     return _write(path, "gemma3", weights, _attention_keys(recipe) | window)
 
@@ -252,15 +257,7 @@ def write_gemma4(path: Path, recipe: Recipe | None = None) -> Path:
     """Gemma 4: a layer with a sliding window, and one without."""
     recipe = recipe or Recipe()
     weights = _Weights(recipe)
-    _ends(weights)
-    weights.tensors["token_embd.weight"] /= np.float32(np.sqrt(recipe.width))  # the graph multiplies it back
-    for layer in range(recipe.n_layers):
-        _attention(weights, layer, recipe.n_kv_heads)
-        _feed_forward(weights, layer)
-        for norm in ("attn_q_norm", "attn_k_norm"):
-            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 0.6)
-        for norm in ("post_attention_norm", "post_ffw_norm"):
-            weights.constant(f"blk.{layer}.{norm}.weight", recipe.width)
+    _gemma_layers(weights, 0.6)
     weights.constant("rope_freqs.weight", recipe.head_size // 2)
     keys: Keys = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
     return _write(path, "gemma4", weights, _attention_keys(recipe) | _gemma4_keys(recipe) | keys)

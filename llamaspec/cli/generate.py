@@ -20,6 +20,7 @@ from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.report import completion_json, statistics_lines
+from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
@@ -30,8 +31,6 @@ from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
-
-EXIT_INTERRUPTED = 130
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,

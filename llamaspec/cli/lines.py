@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from llamaspec.errors import PromptError
 
 QUOTES = '"""'
 HISTORY_LENGTH = 1000  # lines
+MOST_HISTORY = 10 << 20  # bytes
 
 ReadLine = Callable[[str], str]  # (prompt) -> a line without its end; EOFError when there are no more
 
@@ -123,8 +125,10 @@ def line_editing() -> Iterator[None]:
         yield
         return
     path = history_path()
+    is_kept = _is_small_or_missing(path)
     with contextlib.suppress(OSError):  # none yet, or not readable
-        readline.read_history_file(path)
+        if is_kept:
+            readline.read_history_file(path)
     if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines come as one
     readline.set_history_length(HISTORY_LENGTH)
@@ -132,9 +136,19 @@ def line_editing() -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):  # nobody should lose a chat because of its history
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # what people type is their own
-            readline.write_history_file(path)
+            if is_kept:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(mode=0o600)  # what people type is their own
+                readline.write_history_file(path)
+
+
+def _is_small_or_missing(path: Path) -> bool:
+    """Neither a pipe, which would keep a person waiting, nor a device or something huge."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return True
+    return stat.S_ISREG(facts.st_mode) and facts.st_size <= MOST_HISTORY
 
 
 def history_path() -> Path:

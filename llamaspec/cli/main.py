@@ -8,31 +8,48 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
-from llamaspec.cli.audit import audit
-from llamaspec.cli.chat import chat
-from llamaspec.cli.compare import compare
-from llamaspec.cli.doctor import doctor
-from llamaspec.cli.draft import draft
-from llamaspec.cli.generate import generate
-from llamaspec.cli.messages import message_of
-from llamaspec.cli.models import models
-from llamaspec.cli.probe import probe
-from llamaspec.cli.serve import serve
-from llamaspec.cli.terminal import say
+from llamaspec.cli.signals import EXIT_INTERRUPTED, interrupts_end_the_process
 from llamaspec.errors import LlamaspecError
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
-EXIT_INTERRUPTED = 130
 _LATER_SECONDS = 0.01
+
+# Each is in the module of its name, and loaded when it is used; the lines are those of their own help.
+_SUBCOMMANDS = {
+    "audit": "Check that the text with draft tokens is the text without.",
+    "chat": "Talk with a model.",
+    "compare": "Measure target alone, draft alone and both together on one prompt.",
+    "doctor": "Find out what will go wrong or be slow here, with remedies.",
+    "draft": "Make a draft for a target that has none.",
+    "generate": "Continue PROMPT.",
+    "models": "Models and pairs by name: fetched once, then used without a network.",
+    "probe": "Measure what evaluating several positions at once costs, and keep it for later runs.",
+    "serve": "Answer the clients of OpenAI and Anthropic.",
+}
 
 
 class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*_SUBCOMMANDS, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _SUBCOMMANDS and cmd_name not in self.commands:
+            with interrupts_end_the_process():
+                module = import_module(f"llamaspec.cli.{cmd_name}")
+            self.add_command(getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_SUBCOMMANDS.items()))
+
     def main(self, *args: Any, **extra: Any) -> Any:
         sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
         try:
@@ -44,6 +61,8 @@ class _Commands(click.Group):
             )
             _fail(f"{message}; {command} -h shows what is possible", EXIT_USAGE)
         except LlamaspecError as error:
+            from llamaspec.cli.messages import message_of
+
             _fail(message_of(error))
         except OSError as error:  # a full disk, a terminal that went away; closed pipes are click's
             _fail(f"{error.strerror or error}; check where the output goes")
@@ -76,6 +95,8 @@ def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
+    from llamaspec.cli.terminal import say
+
     say(message)
     sys.exit(code)
 
@@ -95,14 +116,3 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-
-
-main.add_command(generate)
-main.add_command(chat)
-main.add_command(serve)
-main.add_command(compare)
-main.add_command(audit)
-main.add_command(doctor)
-main.add_command(probe)
-main.add_command(models)
-main.add_command(draft)

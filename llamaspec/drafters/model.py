@@ -13,7 +13,7 @@ import numpy as np
 
 from llamaspec.drafters.token_map import SameTokens, TokenMap
 from llamaspec.drafters.window import window
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.parameters import Sampling
@@ -93,10 +93,10 @@ class ModelDrafter:
                 forward = yield ForwardRequest(self.model, self.window(path))
             except ContextFullError:
                 break
-            logits = tokens.scores(forward.logits[0])
-            if not np.isfinite(logits.max()):
+            except ScoresError:
                 self.is_silent = True
                 break
+            logits = tokens.scores(forward.logits[0])
             q = sampler.distribution(logits, text, allowed)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))

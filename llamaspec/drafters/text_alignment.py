@@ -20,7 +20,7 @@ import numpy as np
 from llamaspec.drafters.spelling import Spelling, TextMirror, complete
 from llamaspec.drafters.token_map import TokenMap
 from llamaspec.drafters.window import window
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowLength, Rule
 from llamaspec.sampling.distributions import confidence, distribution
 from llamaspec.sampling.parameters import Sampling
@@ -89,10 +89,10 @@ class AlignedDrafter:
                 forward = yield ForwardRequest(self.model, path)
             except ContextFullError:
                 break
-            logits, n_steps = forward.logits, n_steps + 1
-            if not np.isfinite(logits[0].max()):
+            except ScoresError:
                 self.is_silent = True
                 break
+            logits, n_steps = forward.logits, n_steps + 1
             end = self._draw(logits, written, len(context))
             before = len(draft)
             draft = written.offered(draft, length, has_ended=end is not None)

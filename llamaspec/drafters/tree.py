@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.tree import CONTEXT, CandidateTree, Growth
 from llamaspec.protocols import Drafting, RowLength
 from llamaspec.sampling.candidates import candidates
@@ -45,11 +45,11 @@ class TreeDrafter(ModelDrafter):
                 forward = yield self._request(known, tree, nodes)
             except ContextFullError:
                 break
+            except ScoresError:
+                self.is_silent = True
+                break
             for node, row in zip(nodes, forward.logits, strict=True):
                 logits = row[: self.n_drawn]
-                if not np.isfinite(logits.max()):
-                    self.is_silent = True
-                    break
                 path = np.concatenate([known, _path(tree, node)])
                 tree.add(node, *candidates(logits, sampler, path, self.streams, growth.n_candidates))
         return tree.draft(growth.keep(tree), self.source)

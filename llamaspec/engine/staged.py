@@ -18,9 +18,9 @@ from llamaspec.drafters.coroutines import preparing
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.row import Clock, Row, unpadded
 from llamaspec.engine.speculate import Speculation, Verified, next_round
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafter, Drafting, Preparing, RowLength
-from llamaspec.sampling.distributions import NotFiniteError, confidence
+from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.random_streams import StageStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import NO_DRAFT, Distribution, Draft, Forward, Round, Source, TokenArray
@@ -65,7 +65,7 @@ class StagedDrafter:
         self.streams.start = len(context)
         row: Row[Any] = Row(0, self._write(context, length), unpadded, self.model.model)
         answer: Forward | None = None
-        error: ContextFullError | None = None
+        error: ContextFullError | ScoresError | None = None
         while True:
             try:
                 row.go_on(self.clock, answer, error)
@@ -77,7 +77,7 @@ class StagedDrafter:
             try:
                 answer = yield row.request
                 row.cost(answer.seconds)
-            except ContextFullError as raised:
+            except (ContextFullError, ScoresError) as raised:
                 error = raised
 
     def _write(self, context: TokenArray, wanted: RowLength) -> Generator[Any, Any, Draft]:
@@ -108,7 +108,7 @@ class StagedDrafter:
                 verified = yield from next_round(path, LONGEST, speculation, sampler)
             except ContextFullError:
                 break
-            except NotFiniteError:
+            except ScoresError:
                 model.is_silent = True
                 break
             draft = _longer(draft, verified, sampler, context, wanted)

@@ -18,7 +18,7 @@ from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEve
 from llamaspec.engine.row import Text
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Span, TextAssembler
-from llamaspec.errors import ContextFullError, PromptError
+from llamaspec.errors import ContextFullError, PromptError, ScoresError
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
@@ -122,7 +122,7 @@ def _generate(plan: TextPlan, writer: _Writer) -> Generator[Any, Any, StopReason
         while wanted is not None:
             try:
                 answer = yield wanted
-            except ContextFullError as error:
+            except (ContextFullError, ScoresError) as error:
                 try:
                     wanted = _advance(loop, error=error)  # a drafter can do without
                 except ContextFullError:

@@ -142,10 +142,11 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
-        """Without aliases, which could make much out of little."""
+        """Without aliases, which could make much out of little, and tags, which make errors of all kinds."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
                 raise yaml.MarkedYAMLError(problem_mark=self.get_mark())
             return super().compose_node(parent, index)
 

@@ -46,7 +46,7 @@ from llamaspec.llama.options import (
 from llamaspec.llama.state_cache import Snapshots, StateCache
 from llamaspec.llama.threads import governor
 from llamaspec.llama.weights import Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
@@ -258,16 +258,21 @@ class Context:
         for _, request in batch:
             start, end = end, end + request.n_scored
             answers.append(logits[start:end])
-        if not np.isfinite(logits[:end].max(axis=1)).all():
-            self.cache.forget()  # cells that are not numbers would spoil every row
-            if all(request.model != TARGET for _, request in batch):
-                return answers  # a drafter can do without
-            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return answers
 
     def logits(self, n: int) -> Logits:
-        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive."""
-        return self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
+        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.
+
+        Raises
+        ------
+        ScoresError
+            They are not numbers. The KV cache is empty: its cells would spoil every row.
+        """
+        logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
+        if n and not np.isfinite(logits.max(axis=1)).all():
+            self.cache.forget()
+            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
+        return logits
 
     def hidden_rows(self, n: int) -> Rows:
         """The same for hidden rows, of all positions or the scored ones: [n, E]."""

@@ -140,6 +140,8 @@ class PredictionHeads:
             `abort` was called, or the target has forgotten a text since it was prepared.
         EvaluationError, MemoryFullError
             llama.cpp failed. The KV cache of a head is empty.
+        ScoresError
+            The scores are not numbers. The KV cache of a head is empty.
         """
         readings = [self._reading(row, request) for row, request in batch]
         if not all(map(self._is_ready, readings)):

@@ -118,7 +118,7 @@ class LlamaModel:
         EvaluationError, MemoryFullError
             llama.cpp failed. The KV cache is empty.
         ScoresError
-            The scores of a target are not numbers. The KV cache is empty.
+            The scores are not numbers. The KV cache is empty.
         """
         if not self.weights.keeps_states:
             return self._contexts[0].evaluate(batch, n_padding)

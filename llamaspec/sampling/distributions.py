@@ -22,10 +22,6 @@ Scores = npt.NDArray[np.float32]  # [V] one row of logits
 COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
 
 
-class NotFiniteError(ValueError):
-    """A model's scores are no numbers."""
-
-
 def distribution(
     scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
 ) -> Distribution:
@@ -44,7 +40,7 @@ def distribution(
 
     Raises
     ------
-    NotFiniteError
+    ValueError
         The scores are not numbers.
 
     Examples
@@ -120,7 +116,7 @@ def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
     best = int(scores.argmax())
     highest = float(scores[best])
     if not math.isfinite(highest):
-        raise NotFiniteError("the model's scores are not finite numbers; the model file may be damaged")
+        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return Distribution.certain(best)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import readline
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
 from llamaspec.chat.message import Message
 from llamaspec.chat.saved import ConversationFiles, keep_last, load_conversation, load_last, save_conversation
-from llamaspec.cli.lines import Typed, read_typed
+from llamaspec.cli.lines import Typed, history_path, line_editing, read_typed
 from patience import PATIENCE, until_it_waits
 
 HELLO = Message("user", "hello")
@@ -234,6 +236,26 @@ def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.
     yield start
     for child in children:
         child.close(force=True)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "huge", "lines"])
+def test_a_history_that_is_no_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A pipe kept the person waiting for ever."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = history_path()
+    path.parent.mkdir(parents=True)
+    path.write_text("one\n")
+    if what == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif what == "huge":
+        os.truncate(path, 1 << 40)
+    calls: list[Path] = []
+    for name in ("read_history_file", "write_history_file"):
+        monkeypatch.setattr(readline, name, calls.append)
+    with line_editing():
+        pass
+    assert calls == ([path, path] if what == "lines" else [])
 
 
 def test_pasted_lines_are_one_message(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:

@@ -36,6 +36,19 @@ def test_what_is_forced(generated: tuple[int, ...], n: int, expected: list[int])
     assert draft.confidences == (1.0,) * len(expected)
 
 
+class Forces(Steps):
+    """Three tokens at once."""
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        return tokens(2, 1, 2)
+
+
+@pytest.mark.parametrize("n", range(5))
+def test_as_many_forced_tokens_as_are_wanted(n: int) -> None:
+    draft = proposed(GrammarDrafter(Forces(), N_PROMPT), tokens(1, 0), n)
+    assert draft.tokens.tolist() == [2, 1, 2][:n]
+
+
 class Says:
     """Drafts always the same."""
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
@@ -49,6 +50,27 @@ def test_one_evaluation_for_each_draft_token() -> None:
     for token in made.tokens.tolist():
         assert token == int(np.argmax(model.after(tokens(*path))))
         path.append(token)
+
+
+def test_a_token_without_a_choice_costs_no_evaluation() -> None:
+    """Behind a 0 only a 2 is allowed."""
+    bound = replace(drafter(3), constraint=Steps(), n_prompt=1)
+    requests, made = asked(bound.propose(tokens(1, 0), Length(3)), FakeModel())
+    assert [request.tokens.tolist()[:3] for request in requests] == [[1, 0, 2]] * len(requests)
+    assert made.tokens.tolist()[0] == 2
+    assert (len(made), made.confidences[0]) == (3, 1.0)
+    assert made.distributions[0].tokens.tolist() == [2]
+
+
+def test_a_model_whose_scores_are_no_numbers_is_asked_no_more() -> None:
+    silenced = drafter()
+    drafting = silenced.propose(tokens(1, 2), Length(3))
+    next(drafting)
+    with pytest.raises(StopIteration) as end:
+        drafting.throw(ScoresError("x.gguf gives scores that are not numbers"))
+    assert len(end.value.value) == 0
+    with pytest.raises(StopIteration):
+        next(silenced.propose(tokens(1, 2, 3), Length(3)))
 
 
 def test_heads_may_draft_no_further_than_there_are_heads() -> None:

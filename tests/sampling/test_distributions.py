@@ -70,6 +70,13 @@ def test_penalties(penalty: dict[str, float], expected: list[float]) -> None:
     assert row.tolist() == [2, -4, 6, 0]
 
 
+@pytest.mark.parametrize(("share", "kept"), [(0.10005, [0, 1]), (0.09995, [0])])
+def test_the_edge_of_min_p(share: float, kept: list[int]) -> None:
+    """The quick selection before it is a little wider, so it never decides."""
+    row = np.log(np.array([1.0, share], dtype=np.float32))
+    assert distribution(row, chain(1.0, None, None, 0.1)).tokens.tolist() == kept
+
+
 def test_only_the_last_tokens_count_as_seen() -> None:
     seen = np.array([1, 2, 3], dtype=np.int32)
     sampling = Sampling(temperature=0, presence_penalty=100.0, penalty_window=2)

@@ -1,0 +1,76 @@
+"""The moments before a command runs, and after it: Ctrl-C is no traceback, and help needs no llama.cpp."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+import llamaspec
+from command import Answer, environment
+from llamaspec import public
+from llamaspec.cli.main import _SUBCOMMANDS
+from llamaspec.cli.main import main as group
+from patience import PATIENCE
+
+MAIN = "\nfrom llamaspec.__main__ import main; main()"
+WHILE_LOADING = """
+import signal, sys
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == "{module}":
+        signal.raise_signal(signal.SIGINT)
+sys.addaudithook(interrupt)
+"""
+AT_THE_END = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT)"
+IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+LOADED = (
+    "import atexit, sys; atexit.register(lambda: print({'numpy', 'llama_cpp', 'rich'} & set(sys.modules)))"
+)
+
+
+def started(code: str, *arguments: str) -> Answer:
+    """The command, after other code."""
+    done = subprocess.run(
+        [sys.executable, "-c", code + MAIN, *arguments],
+        capture_output=True, text=True, env=environment(), timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("module", ["click", "llamaspec.cli.prompt", "numpy", "llama_cpp"])
+def test_ctrl_c_while_modules_are_loaded(module: str) -> None:
+    """It was a traceback of 20 lines."""
+    assert started(WHILE_LOADING.format(module=module), "generate", "-h") == Answer(130, "", "")
+
+
+def test_ctrl_c_when_all_is_done() -> None:
+    answer = started(AT_THE_END, "--version")
+    assert (answer.code, answer.stderr) == (130, "")
+    assert llamaspec.__version__ in answer.stdout
+
+
+def test_ctrl_c_that_is_ignored_stays_so() -> None:
+    """As behind `nohup`, or in the background of a script."""
+    answer = started(f"{WHILE_LOADING.format(module='click')}{IGNORED}\n{AT_THE_END}", "-h")
+    assert (answer.code, answer.stderr) == (0, "")
+
+
+def test_help_loads_little() -> None:
+    answer = started(LOADED, "-h")
+    assert answer.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("name", _SUBCOMMANDS)
+def test_the_list_says_what_the_commands_say(name: str) -> None:
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    assert command.get_short_help_str(1000) == _SUBCOMMANDS[name]
+
+
+def test_the_package_has_the_names_that_it_promises() -> None:
+    for name in public.__all__:
+        assert getattr(llamaspec, name) is not None
+    with pytest.raises(AttributeError):
+        llamaspec.no_such_name  # type: ignore[attr-defined] # noqa: B018
