@@ -8,6 +8,7 @@ tests/llama/test_model.py: over random calls, cached answers equal those of a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -213,7 +214,7 @@ class LlamaModel:
         if not free:
             if len(self._contexts) >= N_SEQUENCES:
                 raise ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
-            free = [Context(self.weights, self.options)]
+            free = [Context(self.weights, replace(self.options, n_ctx=self.context_size))]
             self._contexts += free
         context = max(free, key=lambda context: _cached(context, tokens))
         self._of_row[row] = context

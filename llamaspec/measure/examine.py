@@ -34,7 +34,12 @@ from llamaspec.measure.findings import (
     room_finding,
     thread_finding,
 )
-from llamaspec.measure.model_findings import model_findings, pace_findings, vocabulary_findings
+from llamaspec.measure.model_findings import (
+    attention_findings,
+    model_findings,
+    pace_findings,
+    vocabulary_findings,
+)
 from llamaspec.measure.pair_files import PairFiles
 from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.values import TARGET, ForwardRequest
@@ -72,6 +77,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
                 continue
             vocabularies[role] = model.vocabulary
             yield from model_findings(machine, examined[role])
+            yield from attention_findings(role, file)
         if examined:
             yield room_finding(machine, list(examined.values()))
         yield from heads_findings(files)
