@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -42,10 +42,12 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
+from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.llama.options import DRAFT_SCORED
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.learned_length import auto_length
+from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import stored_probe
 from llamaspec.protocols import LengthPolicy
@@ -98,6 +100,10 @@ class Score:
 @click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0))
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
+@click.option("--depth", type=int, help="Behind so many tokens of text, other prompts in turn.")
+@click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)))
+@click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)))
+@click.option("--cache-type-v", type=click.Choice(list(CACHE_TYPES)))
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -112,19 +118,26 @@ def main(
     temperatures: tuple[float, ...],
     turns: int,
     lengths: tuple[int, ...],
+    depth: int | None,
+    flash_attn: str | None,
+    cache_type_k: str | None,
+    cache_type_v: str | None,
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
-    options = ModelOptions(threads=threads)
-    draft_options = ModelOptions(threads=threads, max_scored=DRAFT_SCORED)
+    files = _fitted(target, draft, threads, Fixed(flash_attn, cache_type_k, cache_type_v), depth, max_tokens)
+    assert files.draft is not None
+    options, draft_options = files.target.options, files.draft.options
     runs: list[Run] = []
     with (
         open_pair(target, draft, target_options=options, draft_options=draft_options) as pair,
         ExitStack() as stack,
     ):
+        if depth:
+            texts = [_deep(pair, texts, i, depth) for i in range(len(texts))]
         peers: list[LlamaCpp | Checkout] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
         if against is not None:
             probe = stored_probe(pair).value
@@ -139,13 +152,57 @@ def main(
                     for arm, n_tokens, speed in peer.turn(texts[prompt], temperature, turn, max_tokens):
                         runs.append(Run(arm, prompt, temperature, turn, n_tokens, speed, None))
                 progress.part(done + 1, len(cases))
-        description = pair.target.description
+        description = f"{pair.target.description}, {depth} deep" if depth else pair.target.description
     scores = list(_scores(runs))
     _show(scores, description)
     print(json.dumps({
         "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
+        "depth": depth, "attention": _named(options), "draft_attention": _named(draft_options),
         "scores": [asdict(score) for score in scores], "runs": [asdict(run) for run in runs],
     }))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """How attention is to be computed; what is None is measured, unless something is fixed."""
+
+    flash_attention: str | None
+    cache_type_k: str | None
+    cache_type_v: str | None
+
+    @property
+    def fixes_target(self) -> bool:
+        """Whether anything is."""
+        return any(asdict(self).values())
+
+    @property
+    def fixes_draft(self) -> bool:
+        """The same for both."""
+        return self.fixes_target
+
+
+def _fitted(
+    target: Path, draft: Path, threads: int | None, fixed: Fixed, depth: int | None, max_tokens: int
+) -> PairFiles:
+    """The models as the commands load them."""
+    given = {name: value for name, value in asdict(fixed).items() if value is not None}
+    room = depth + max_tokens + 64 if depth else None
+    options = ModelOptions(threads=threads, n_ctx=room, **given)
+    small = replace(options, max_scored=DRAFT_SCORED)
+    return fit_files(PairFiles(ModelFile(target, options), ModelFile(draft, small)), fixed, is_thorough=True)
+
+
+def _named(options: ModelOptions) -> str:
+    return f"flash attention {options.flash_attention}, {options.cache_type_k}, {options.cache_type_v}"
+
+
+def _deep(pair: Pair, texts: list[str], i: int, depth: int) -> str:
+    """A prompt behind others: about so many tokens in all."""
+    vocabulary, text = pair.target.vocabulary, texts[i]
+    others = itertools.cycle([*texts[:i], *texts[i + 1 :]] or texts)
+    while len(tokens := vocabulary.tokenize(text.encode())) < depth:
+        text = f"{next(others)}\n\n{text}"
+    return b"".join(map(vocabulary.piece, tokens[-depth:].tolist())).decode(errors="ignore")
 
 
 def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], LengthPolicy]]:
@@ -207,7 +264,12 @@ def _prediction(before: LengthPolicy, completion: Completion) -> float | None:
 
 
 def _run(
-    pair: Pair, make_policy: Callable[[], LengthPolicy], text: str, temperature: float, seed: int, n: int
+    pair: Pair,
+    make_policy: Callable[[], LengthPolicy],
+    text: str,
+    temperature: float,
+    seed: int,
+    n: int,
 ) -> Completion:
     pair.forget()
     policy = make_policy()

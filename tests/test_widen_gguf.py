@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamaspec.llama.attention import AttentionShape, model_size
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_llama, write_mamba
 from tiny_vocabulary import BYTES
@@ -22,6 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "widen_gguf.py"
 TEXT = b"def tiny(model):\n    return model + 1\n"
 TIED = Recipe(dtype="q8_0", tied=True)
 SEPARATE = Recipe(seed=4, dtype="f32")
+GROUPED = Recipe(seed=5, width=96, n_heads=6, n_kv_heads=2)
 
 
 def widened(tmp_path: Path, recipe: Recipe, widening: Widening) -> tuple[Path, Path]:
@@ -31,12 +33,14 @@ def widened(tmp_path: Path, recipe: Recipe, widening: Widening) -> tuple[Path, P
     return source, wide
 
 
-@pytest.mark.parametrize("recipe", [TIED, SEPARATE])
+@pytest.mark.parametrize("recipe", [TIED, SEPARATE, GROUPED])
 @pytest.mark.parametrize(
     "widening",
     [
         Widening(2, dtype="F32"),
         Widening(3, dtype="F32"),
+        Widening(4, dtype="F32", kv_factor=2),
+        Widening(3, dtype="F32", kv_factor=1),
         Widening(1, n_layers=5, dtype="F32"),
         Widening(2, n_vocabulary=1000, dtype="F32"),
         Widening(2, n_layers=3, n_vocabulary=500, dtype="F16"),
@@ -57,6 +61,13 @@ def test_the_scores_are_those_of_the_source(recipe: Recipe, widening: Widening, 
     if widening.n_vocabulary:
         assert found.shape[1] == widening.n_vocabulary
         assert found[:, n:].max() < found[:, :n].min() - 10
+
+
+def test_keys_and_values_that_are_shared_take_less_room(tmp_path: Path) -> None:
+    _, wide = widened(tmp_path, SEPARATE, Widening(4, kv_factor=2))
+    found = model_size(wide)
+    assert found is not None
+    assert found.shape == AttentionShape(n_layers=2, n_heads=8, n_kv_heads=4, head_size=32)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -139,3 +150,5 @@ def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
         Plan(source, Widening(n_layers=1))
     with pytest.raises(ValueError, match="factor"):
         Widening(0)
+    with pytest.raises(ValueError, match="must divide 4, got 3"):
+        Widening(4, kv_factor=3)

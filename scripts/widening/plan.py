@@ -4,6 +4,9 @@ Widening by r repeats every hidden unit r times. With W' = tile(W, (r, r)) a pro
 norms (always float32) give the factor back, and the hidden state is r times as large, which a norm does not
 see. So no matrix is ever divided: its numbers are the source's own, and it quantises to the same blocks.
 
+Heads are repeated in their places, so that those of keys and values may be repeated less often than those of
+queries: several queries then share a key, as in models of today, and the KV cache stays small.
+
 Padding tokens need a score that is low in *every* context, but a Llama has no bias. A spare hidden unit
 serves as one: every embedding sets it to c, no layer reads or writes it, so only the mean of squares
 notices, by c²/n. RMS norms add an epsilon of the very same kind, and give up as much: the function stays.
@@ -24,6 +27,7 @@ SPARE_UNIT = 64.0  # its value behind the last norm, times the size of the hidde
 LARGEST_HALF = 65504.0  # of float16
 
 RESIDUAL_WRITERS = ("attn_output", "ffn_down")
+KEYS_AND_VALUES = ("attn_k.", "attn_v.")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Widening:
     n_layers: int | None = None  # with identity layers up to this number
     n_vocabulary: int | None = None  # with unused tokens up to this number
     dtype: str = "F16"  # of the matrices: F16 or F32
+    kv_factor: int | None = None  # how often heads of keys and values are repeated; None = as all else
 
     def __post_init__(self) -> None:
         if self.factor < 1:
@@ -47,12 +52,21 @@ class Widening:
         if self.dtype not in ("F16", "F32"):
             raise ValueError(f"the type must be F16 or F32, got {self.dtype}")
 
+        if self.kv_factor is not None and (self.kv_factor < 1 or self.factor % self.kv_factor):
+            raise ValueError(f"the factor of keys and values must divide {self.factor}, got {self.kv_factor}")
+
+    @property
+    def n_kv(self) -> int:
+        """How often heads of keys and values are repeated."""
+        return self.kv_factor or self.factor
+
     @property
     def label(self) -> str:
-        """A short name for files: x8-L16-V32768-F16."""
+        """A short name for files: x8-kv4-L16-V32768-F16."""
+        heads = f"-kv{self.n_kv}" if self.n_kv != self.factor else ""
         layers = f"-L{self.n_layers}" if self.n_layers else ""
         vocabulary = f"-V{self.n_vocabulary}" if self.n_vocabulary else ""
-        return f"x{self.factor}{layers}{vocabulary}-{self.dtype}"
+        return f"x{self.factor}{heads}{layers}{vocabulary}-{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -167,6 +181,8 @@ class Plan:
         """The shape of a layer's tensor: repeated, and with room for the spare units."""
         factor, width = self.widening.factor, self.width
         sizes = [int(n) * factor for n in reversed(self.source.tensors[origin].shape)]  # GGUF: n_in first
+        if part.startswith(KEYS_AND_VALUES):
+            sizes[0] = sizes[0] // factor * self.widening.n_kv
         if part.startswith(RESIDUAL_WRITERS) or "norm" in part:
             sizes[0] = width
         elif len(sizes) == 2:
@@ -186,11 +202,22 @@ class Plan:
         elif "norm" in target.name:
             self._fill_norm(target.name, weight, out)
         else:
-            wide = np.tile(weight, (factor,) * weight.ndim)
+            wide = self._repeated(target.name, weight)
             if wide.ndim == 1 and any(name in target.name for name in RESIDUAL_WRITERS):
                 wide *= factor  # a bias is added to a hidden state that is so many times larger
             out[tuple(slice(n) for n in wide.shape)] = wide
         return out
+
+    def _repeated(self, name: str, weight: Array) -> Array:
+        """A matrix [n_out, n_in], or a bias [n_out], of a layer with all its units repeated."""
+        factor, size = self.widening.factor, self.source.sizes.head_size
+        if ".attn_output." in name and weight.ndim == 2:  # reads heads
+            return np.tile(_heads_repeated(weight.T, size, factor).T, (factor, 1))
+        if ".attn_output." in name or ".attn_" not in name:
+            return np.tile(weight, (factor,) * weight.ndim)
+        n = factor if ".attn_q." in name else self.widening.n_kv
+        heads = _heads_repeated(weight, size, n)
+        return np.tile(heads, (1, factor)) if weight.ndim == 2 else heads
 
     def _fill_vocabulary(self, name: str, weight: Array, out: Array) -> None:
         factor, (n, width) = self.widening.factor, weight.shape
@@ -209,3 +236,9 @@ class Plan:
         out[:n] = np.tile(weight, self.widening.factor).astype(np.float64) * scale
         if self.spare and name == "output_norm.weight":
             out[-1] = self.spare.norm_weight
+
+
+def _heads_repeated(rows: Array, size: int, n: int) -> Array:
+    """Each head, of `size` rows, n times in a row."""
+    heads = rows.reshape(-1, size, *rows.shape[1:])
+    return np.repeat(heads, n, axis=0).reshape(-1, *rows.shape[1:])

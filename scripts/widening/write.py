@@ -110,7 +110,7 @@ def _changed(plan: Plan) -> dict[str, Any]:
         "llama.embedding_length": plan.width,
         "llama.feed_forward_length": sizes.n_ffn * factor,
         "llama.attention.head_count": sizes.n_heads * factor,
-        "llama.attention.head_count_kv": sizes.n_kv_heads * factor,
+        "llama.attention.head_count_kv": sizes.n_kv_heads * plan.widening.n_kv,
         "llama.attention.key_length": sizes.head_size,
         "llama.attention.value_length": sizes.head_size,
         "llama.rope.dimension_count": int(source.number("llama.rope.dimension_count", sizes.head_size)),
