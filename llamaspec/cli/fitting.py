@@ -43,15 +43,13 @@ def fit_files(
 def _tell(role: str, found: Fitted) -> None:
     choice = found.choice
     if choice is None:
-        if found.fault is not None:
-            say(f"{role}: {found.fault}")
-        return
+        return  # of a draft it costs time only
     if found.is_new and choice.is_steady:
         say(f"{role}: measured once for this machine: {choice.summary}; fix it with {OPTIONS[role]}")
     elif found.is_new or found.fault is not None:
         say(
             f"{role}: the machine is too busy to find out how attention is best computed; for now "
-            f"{choice.configuration}; `llamaspec doctor` measures longer, {OPTIONS[role]} fixes it"
+            f"{choice.configuration}; `llamaspec doctor` measures it once it is not, {OPTIONS[role]} fix it"
         )
 
 

@@ -9,6 +9,7 @@ fastest one is chosen, or one that is bit-identical at every width where that co
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,6 +232,9 @@ def _fits(configuration: Configuration, shape: AttentionShape, n_ctx: int, room:
     )
 
 
+_BUSY = "the machine is too busy to measure attention; close what computes beside it"
+
+
 class BusyError(LlamaspecError):
     """The machine has no time for a measurement."""
 
@@ -258,12 +262,17 @@ def measure_attention(shape: AttentionShape, n_threads: int, seconds: float, clo
     LlamaspecError, OSError
         llama.cpp cannot compute it, or nothing can be written.
     """
+    begin = clock()
+    if is_busy():
+        raise BusyError(_BUSY)
     with tempfile.TemporaryDirectory(prefix="llamaspec-") as folder, ExitStack() as stack:
         zeros, heads = Path(folder) / "zeros.gguf", Path(folder) / "heads.gguf"
         write_model(zeros, AttentionShape(N_LAYERS, 1, 1, 32), N_ZEROS)
         write_model(heads, shape)
 
         def opened(path: Path, configuration: Configuration) -> AttentionTrial:
+            if clock() - begin > seconds:
+                raise BusyError(_BUSY)
             options = ModelOptions(
                 n_ctx=DEEP,
                 threads=n_threads,
@@ -275,6 +284,12 @@ def measure_attention(shape: AttentionShape, n_threads: int, seconds: float, clo
 
         weights = opened(zeros, PLAIN)
         return time_configurations({c: opened(heads, c) for c in CONFIGURATIONS}, weights, seconds, clock)
+
+
+def is_busy() -> bool:
+    """Whether more programs compute than there are processors for."""
+    n_running = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return n_running > (os.cpu_count() or 1) + 0.5
 
 
 def time_configurations(
@@ -294,7 +309,7 @@ def time_configurations(
     def check() -> float:
         passed = clock() - begin
         if passed > PATIENCE * seconds:
-            raise BusyError("attention could not be measured in time; close what computes beside it")
+            raise BusyError(_BUSY)
         return passed
 
     for done, (depth, widths) in enumerate(JOBS.items()):

@@ -14,7 +14,7 @@ from command import invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.attention import AttentionShape, AttentionTrial, ModelSize, model_size, write_model
-from llamaspec.measure import fitting
+from llamaspec.measure import attention, fitting
 from llamaspec.measure.attention import (
     CONFIGURATIONS,
     DEEP,
@@ -358,3 +358,21 @@ def test_a_command_measures_once_and_says_so(file: ModelFile, monkeypatch: pytes
     assert "measured once for this machine: flash attention on, keys bf16" in first
     assert "--cache-type-v" in first
     assert "measured" not in second
+
+
+def test_a_measurement_of_the_real_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes here; what it finds is sound and can be used."""
+    monkeypatch.setattr(attention, "is_busy", lambda: False)
+    monkeypatch.setattr(attention, "MOST_TURNS", 3)
+    shape = AttentionShape(2, 4, 2, 32)
+    found = attention.measure_attention(shape, 1, 1.0, lambda: 0.0)
+    assert [one.configuration for one in found.measured] == list(CONFIGURATIONS)
+    assert {len(one.turns) for one in found.measured} == {3}
+    assert [one.is_exact for one in found.measured[:3]] == [True, True, True]  # one thread
+    assert choose(found, replace(SIZE, shape=shape), 4096).gain > 0
+
+
+def test_beside_many_programs_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "is_busy", lambda: True)
+    with pytest.raises(BusyError):
+        attention.measure_attention(SHAPE, 2, 1.0, lambda: 0.0)
