@@ -99,6 +99,15 @@ def test_the_lines_after_a_text() -> None:
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
 
+def test_the_gain_is_told_in_plain_words() -> None:
+    plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
+    lines = statistics_lines(a_text([*TWO_ROUNDS, plain]), 7)
+    assert (
+        lines[1]
+        == "1.67 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
+    )
+
+
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = a_text(TWO_ROUNDS)
     text = replace(text, summary=replace(text.summary, n_drafted=9))
