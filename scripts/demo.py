@@ -1,8 +1,8 @@
 """Does drafting pay on this machine? Seen on a target of real cost, in three quantisations.
 
 The embedded target is widened (the same function at 50 times the weights) and quantised. Each kind is
-probed. What drafts gain depends on the machine and the kind, so plain and drafted text are compared where they
-should gain most; what was found on the others is said.
+probed. What drafts gain depends on the machine and the kind, so plain and drafted text are compared where
+they should gain most; what was found on the others is said.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def most_gained(found: list[Found]) -> Found:
 
 def report(found: list[Found]) -> str:
     """A line for each kind, and which is compared."""
-    lines = [
-        f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting on this machine should give"
-    ]
+    lines = [f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting here should give"]
     for one in found:
         gain = f"{one.speed_up:.2f} times the speed with {one.n_draft} draft tokens a round"
         lines.append(f"  {one.kind:<5} {gain if one.n_draft else 'nothing'}: {one.verdict}")

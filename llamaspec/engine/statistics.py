@@ -33,7 +33,7 @@ class Summary:
     @property
     def speed_up(self) -> float | None:
         """How many times as fast as with plain rounds only; None where nothing was drafted, or always."""
-        if self.plain_seconds is None or not self.n_drafted or self.decode_seconds <= 0:
+        if not (self.plain_seconds and self.n_drafted and self.n_tokens and self.decode_seconds > 0):
             return None
         return self.n_tokens * self.plain_seconds / self.decode_seconds
 
