@@ -133,7 +133,12 @@ class LlamaModel:
 
     def context_beside(self, weights: Weights) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        return Context(weights, self.options, head=0, other=self._contexts[0])
+        return Context(weights, self._same_size, head=0, other=self._contexts[0])
+
+    @property
+    def _same_size(self) -> ModelOptions:
+        """For a further context, though the memory that is free may have changed."""
+        return replace(self.options, n_ctx=self.context_size)
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Evaluate one request at once: for measurements and tests, beside no other row.
@@ -214,7 +219,7 @@ class LlamaModel:
         if not free:
             if len(self._contexts) >= N_SEQUENCES:
                 raise ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
-            free = [Context(self.weights, replace(self.options, n_ctx=self.context_size))]
+            free = [Context(self.weights, self._same_size)]
             self._contexts += free
         context = max(free, key=lambda context: _cached(context, tokens))
         self._of_row[row] = context

@@ -19,6 +19,7 @@ from forward_requests import (
 )
 from llamaspec import EvaluationError, LlamaModel, LlamaspecError, MemoryFullError, ModelOptions
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
+from llamaspec.llama import runtime
 from llamaspec.llama.context_size import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
@@ -153,6 +154,15 @@ def test_a_context_that_nobody_asked_for(
     trained: int, per_token: float, weights: int, room: int | None, size: int
 ) -> None:
     assert default_context_size(trained, per_token, weights, room) == size
+
+
+def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where less memory is free when the second one begins."""
+    model = opened("jamba", Recipe(n_context=6000))
+    model.forward(request(3), row=0)
+    monkeypatch.setattr(runtime, "available_bytes", lambda: 1 << 20)
+    model.forward(request(3), row=1)
+    assert model.cache_use()[1] == 2 * model.context_size == 12_000
 
 
 def test_cells_for_more_rows_than_one(opened: OpenModel) -> None:
