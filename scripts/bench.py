@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -43,11 +43,13 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
+from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.tree import FixedTree
-from llamaspec.llama.options import DRAFT_SCORED
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.learned_length import auto_length
+from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import stored_probe
 from llamaspec.protocols import LengthPolicy
@@ -119,6 +121,10 @@ class Score:
     metavar="WxW",
     help="Fixed trees: children on each level, such as 4x2x1.",
 )
+@click.option("--depth", type=int, help="Behind so many tokens of text, other prompts in turn.")
+@click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)))
+@click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)))
+@click.option("--cache-type-v", type=click.Choice(list(CACHE_TYPES)))
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -136,14 +142,18 @@ def main(
     lengths: tuple[int, ...],
     widths: bool,
     trees: tuple[str, ...],
+    depth: int | None,
+    flash_attn: str | None,
+    cache_type_k: str | None,
+    cache_type_v: str | None,
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
-    options = ModelOptions(threads=threads)
-    draft_options = ModelOptions(threads=threads, max_scored=DRAFT_SCORED)
+    fixed = Fixed(flash_attn, cache_type_k, cache_type_v)
+    options, draft_options = _fitted(target, drafts, threads, fixed, depth, max_tokens)
     runs: list[Run] = []
     rounds: list[Round] = []  # of all texts, as they happened
     with (
@@ -156,6 +166,8 @@ def main(
         ) as pair,
         ExitStack() as stack,
     ):
+        if depth:
+            texts = [_deep(pair, texts, i, depth) for i in range(len(texts))]
         peers: list[LlamaCpp | Checkout] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
         if against is not None:
             probe = stored_probe(pair).value
@@ -175,8 +187,8 @@ def main(
                             )
                         )
                 progress.part(done + 1, len(cases))
-        description = pair.target.description
         costs = width_costs(rounds) if widths else []
+        description = f"{pair.target.description}, {depth} deep" if depth else pair.target.description
     scores = list(_scores(runs))
     _show(scores, description)
     if costs:
@@ -185,7 +197,58 @@ def main(
         "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
         "scores": [asdict(score) for score in scores], "widths": [asdict(cost) for cost in costs],
         "runs": [asdict(run) for run in runs],
+        "depth": depth, "attention": _named(options), "draft_attention": _named(draft_options),
     }))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """How attention is to be computed; what is None is measured, unless something is fixed."""
+
+    flash_attention: str | None
+    cache_type_k: str | None
+    cache_type_v: str | None
+
+    @property
+    def fixes_target(self) -> bool:
+        """Whether anything is."""
+        return any(asdict(self).values())
+
+    @property
+    def fixes_draft(self) -> bool:
+        """The same for both."""
+        return self.fixes_target
+
+
+def _fitted(
+    target: Path,
+    drafts: tuple[str, ...],
+    threads: int | None,
+    fixed: Fixed,
+    depth: int | None,
+    max_tokens: int,
+) -> tuple[ModelOptions, ModelOptions]:
+    """The models as the commands load them."""
+    given = {name: value for name, value in asdict(fixed).items() if value is not None}
+    room = depth + max_tokens + 64 if depth else None
+    options = ModelOptions(threads=threads, n_ctx=room, **given)
+    small = replace(options, max_scored=DRAFT_SCORED)
+    draft = ModelFile(Path(drafts[0]), small) if Path(drafts[0]).is_file() else None
+    files = fit_files(PairFiles(ModelFile(target, options), draft), fixed, is_thorough=True)
+    return files.target.options, small if files.draft is None else files.draft.options
+
+
+def _named(options: ModelOptions) -> str:
+    return f"flash attention {options.flash_attention}, {options.cache_type_k}, {options.cache_type_v}"
+
+
+def _deep(pair: Pair, texts: list[str], i: int, depth: int) -> str:
+    """A prompt behind others: about so many tokens in all."""
+    vocabulary, text = pair.target.vocabulary, texts[i]
+    others = itertools.cycle([*texts[:i], *texts[i + 1 :]] or texts)
+    while len(tokens := vocabulary.tokenize(text.encode())) < depth:
+        text = f"{next(others)}\n\n{text}"
+    return b"".join(map(vocabulary.piece, tokens[-depth:].tolist())).decode(errors="ignore")
 
 
 def _arms(
@@ -255,7 +318,12 @@ def _prediction(before: LengthPolicy, completion: Completion) -> float | None:
 
 
 def _run(
-    pair: Pair, make_policy: Callable[[], LengthPolicy], text: str, temperature: float, seed: int, n: int
+    pair: Pair,
+    make_policy: Callable[[], LengthPolicy],
+    text: str,
+    temperature: float,
+    seed: int,
+    n: int,
 ) -> Completion:
     pair.forget()
     policy = make_policy()

@@ -19,6 +19,7 @@ from patience import PATIENCE
 
 ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
 PROMPT = "def f(self):\n    return "
+FIXED = {"LLAMASPEC_TRUST_FILES": "1", "LLAMASPEC_FLASH_ATTN": "auto"}
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 
 
@@ -48,7 +49,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without what would change how llamaspec answers."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    return {**kept, "PYTHONUTF8": "1", "LLAMASPEC_TRUST_FILES": "1", **(changes or {})}
+    return {**kept, "PYTHONUTF8": "1", **FIXED, **(changes or {})}
 
 
 def run(

@@ -12,6 +12,7 @@ import pytest
 
 from forward_requests import EXACT, text
 from llamaspec import ModelOptions, open_pair
+from llamaspec.llama.attention import AttentionShape, model_size
 from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits
 from mtp_target import export
 from plain_llama import PlainLlama
@@ -27,6 +28,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "widen_gguf.py"
 TEXT = b"def tiny(model):\n    return model + 1\n"
 TIED = Recipe(dtype="q8_0", tied=True)
 SEPARATE = Recipe(seed=4, dtype="f32")
+GROUPED = Recipe(seed=5, width=96, n_heads=6, n_kv_heads=2)
 
 
 def widened(tmp_path: Path, recipe: Recipe, widening: Widening) -> tuple[Path, Path]:
@@ -36,12 +38,14 @@ def widened(tmp_path: Path, recipe: Recipe, widening: Widening) -> tuple[Path, P
     return source, wide
 
 
-@pytest.mark.parametrize("recipe", [TIED, SEPARATE])
+@pytest.mark.parametrize("recipe", [TIED, SEPARATE, GROUPED])
 @pytest.mark.parametrize(
     "widening",
     [
         Widening(2, dtype="F32"),
         Widening(3, dtype="F32"),
+        Widening(4, dtype="F32", kv_factor=2),
+        Widening(3, dtype="F32", kv_factor=1),
         Widening(1, n_layers=5, dtype="F32"),
         Widening(2, n_vocabulary=1000, dtype="F32"),
         Widening(2, n_layers=3, n_vocabulary=500, dtype="F16"),
@@ -117,6 +121,13 @@ def test_a_wide_head_drafts_what_the_source_drafts(widening: Widening, tmp_path:
             found.append(pair.run(asking()))
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(one, two, atol=5e-3)
+
+
+def test_keys_and_values_that_are_shared_take_less_room(tmp_path: Path) -> None:
+    _, wide = widened(tmp_path, SEPARATE, Widening(4, kv_factor=2))
+    found = model_size(wide)
+    assert found is not None
+    assert found.shape == AttentionShape(n_layers=2, n_heads=8, n_kv_heads=4, head_size=32)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -205,3 +216,5 @@ def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
     for widening in (Widening(2, n_vocabulary=1000), Widening(2, n_experts=8)):
         with pytest.raises(UnsuitableFileError, match="can be added"):
             Plan(headed, widening)
+    with pytest.raises(ValueError, match="must divide 4, got 3"):
+        Widening(4, kv_factor=3)

@@ -29,6 +29,7 @@ _OPTIONS = {  # by the settings that findings name
     "draft.threads": "--draft-threads",
     "target.flash_attention": "--flash-attn",
     "draft.flash_attention": "--flash-attn",
+    "target.cache_type_k": "--cache-type-k",
     "target.cache_type_v": "--cache-type-v",
     "draft.cache_type_k": "--draft-cache-type-k",
     "draft.cache_type_v": "--draft-cache-type-v",
@@ -65,7 +66,9 @@ def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         say("no --target given, using the small embedded pair")
-    found = list(examine(find_files(models), lambda role: SlowProgress(f"loading the {role}")))
+    found = list(
+        examine(find_files(models, is_thorough=True), lambda role: SlowProgress(f"loading the {role}"))
+    )
     counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
     if as_json:
         listed = [_as_json(finding) for finding in found]

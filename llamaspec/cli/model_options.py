@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.cli.fetching import fetched_model, known_draft
+from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.errors import PairError
 from llamaspec.hub.names import AUTO, locate_model
@@ -48,21 +49,21 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--past-texts/--no-past-texts", default=None, envvar="LLAMASPEC_PAST_TEXTS",
                  help="Look up draft tokens in texts of earlier runs, too, and keep this one, in the cache "
                       "folder, readable by you alone; default: where generate and chat look up at all."),
-    click.option("--n-ctx", type=int, help="Tokens of the target's context; default 4096, or the model's."),
-    click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as the target's."),
+    click.option("--n-ctx", type=int, help="Tokens of the target's context; default as trained, "
+                      "as far as memory allows."),
+    click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
-    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto", show_default=True,
-                 help="Flash attention."),
-    click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
-                 help="Keys in the target's KV cache."),
-    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
-                 help="Values in the target's KV cache."),
-    click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
+    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), envvar="LLAMASPEC_FLASH_ATTN",
+                 help="Flash attention; auto = as llama.cpp chooses. Default: on CPUs this and the types of "
+                      "the KV cache are measured once, unless any of them is given."),
+    click.option("--cache-type-k", type=_CACHE, help="Keys in the target's KV cache; f16 if not measured."),
+    click.option("--cache-type-v", type=_CACHE, help="Values in the target's KV cache; f16 if not measured."),
+    click.option("--draft-cache-type-k", type=_CACHE,
                  help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
-    click.option("--draft-cache-type-v", type=_CACHE, default="f16", show_default=True,
+    click.option("--draft-cache-type-v", type=_CACHE,
                  help="Values in the draft's KV cache; below q8_0 acceptance suffers."),
     click.option("--verbose", is_flag=True, help="Show llama.cpp's own log on stderr."),
 )  # fmt: skip
@@ -90,11 +91,11 @@ class ModelChoice:
     draft_gpu_layers: int | None
     threads: int | None
     draft_threads: int | None
-    flash_attn: str
-    cache_type_k: str
-    cache_type_v: str
-    draft_cache_type_k: str
-    draft_cache_type_v: str
+    flash_attn: str | None
+    cache_type_k: str | None
+    cache_type_v: str | None
+    draft_cache_type_k: str | None
+    draft_cache_type_v: str | None
     verbose: bool
     no_draft: bool = False
     stages: tuple[str, ...] = ()  # the draft's draft, and so on
@@ -113,15 +114,25 @@ class ModelChoice:
         return not self.no_draft and (self.ngram or self.draft == NGRAM)
 
     @property
+    def fixes_target(self) -> bool:
+        """Whether it says how the target's attention is computed."""
+        return (self.flash_attn, self.cache_type_k, self.cache_type_v) != (None, None, None)
+
+    @property
+    def fixes_draft(self) -> bool:
+        """Whether it says how the draft's attention is computed."""
+        return (self.flash_attn, self.draft_cache_type_k, self.draft_cache_type_v) != (None, None, None)
+
+    @property
     def target_options(self) -> ModelOptions:
         """How to load the target."""
         return ModelOptions(
             n_ctx=self.n_ctx,
             gpu_layers=self.gpu_layers,
             threads=self.threads,
-            flash_attention=self.flash_attn,
-            cache_type_k=self.cache_type_k,
-            cache_type_v=self.cache_type_v,
+            flash_attention=self.flash_attn or "auto",
+            cache_type_k=self.cache_type_k or "f16",
+            cache_type_v=self.cache_type_v or "f16",
         )
 
     @property
@@ -131,9 +142,9 @@ class ModelChoice:
             n_ctx=self.n_ctx if self.draft_ctx is None else self.draft_ctx,
             gpu_layers=self.draft_gpu_layers,
             threads=self.threads if self.draft_threads is None else self.draft_threads,
-            flash_attention=self.flash_attn,
-            cache_type_k=self.draft_cache_type_k,
-            cache_type_v=self.draft_cache_type_v,
+            flash_attention=self.flash_attn or "auto",
+            cache_type_k=self.draft_cache_type_k or "f16",
+            cache_type_v=self.draft_cache_type_v or "f16",
             max_scored=DRAFT_SCORED,
         )
 
@@ -160,8 +171,10 @@ def model_or_plain_options(command: Command) -> Command:
     return option_group("models", _choice, (*_OPTIONS, _NO_DRAFT))(command)
 
 
-def find_files(choice: ModelChoice) -> PairFiles:
+def find_files(choice: ModelChoice, *, is_thorough: bool = False) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
+
+    How they compute attention is measured where it is not known; `is_thorough`: it may take some seconds.
 
     Raises
     ------
@@ -170,7 +183,7 @@ def find_files(choice: ModelChoice) -> PairFiles:
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    return _find(choice, fetched_model)
+    return fit_files(_find(choice, fetched_model), choice, is_thorough=is_thorough)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:
@@ -186,7 +199,7 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
-    return found
+    return fit_files(found, choice, may_measure=False)
 
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:

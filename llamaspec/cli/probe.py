@@ -20,6 +20,7 @@ from llamaspec.cli.plot import check_plot, draw_probe
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
+from llamaspec.measure.fitting import forget_attention
 from llamaspec.measure.probe import FULL, QUICK, Probe, measure
 from llamaspec.measure.saturation import (
     ACCEPTANCES,
@@ -91,7 +92,8 @@ def probe(models: ModelChoice, output: ProbeOptions) -> None:
         check_plot(Path(output.plot))
     if output.forget:
         here = find_files_here(models)
-        dropped = curves.forget(here)
+        files = [file for file in (here.target, here.draft) if file is not None]
+        dropped = any([curves.forget(here), *map(forget_attention, files)])
         click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
         return
     found, path = _shown(models) if output.show else _measured(models, output)

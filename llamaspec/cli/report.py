@@ -66,6 +66,11 @@ def statistics_lines(completion: Completion, seed: int) -> list[str]:
         + f" in {completion.prefill_seconds:.2f} s)"
         + f", stopped by {completion.stop_reason.value}, seed {seed}"
     ]
+    if summary.speed_up is not None and summary.plain_seconds is not None:
+        lines.append(
+            f"{summary.speed_up:.2f} times as fast as without a draft: "
+            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
+        )
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} dropped before verification" if n_dropped else ""
     if summary.acceptance_rate is not None:

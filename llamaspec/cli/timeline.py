@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaspec.engine.events import Completion
-from llamaspec.errors import LlamaspecError
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import Round, Source
 
@@ -44,7 +44,14 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
     LlamaspecError
         The file cannot be written.
     """
-    data = {"summary": summary, "rounds": [_round(round_, vocabulary) for round_ in completion.rounds]}
+    data = {
+        "summary": summary,
+        "conclusion": conclusion(completion),
+        "prompt": {"n_tokens": completion.n_prompt_tokens, "seconds": completion.prefill_seconds},
+        "n_tokens": completion.summary.n_tokens,
+        "plain": completion.summary.plain_seconds,
+        "rounds": [_round(round_, vocabulary) for round_ in completion.rounds],
+    }
     template = (files("llamaspec") / "cli" / "timeline.html").read_text(encoding="utf-8")
     page = template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
     try:
@@ -53,6 +60,19 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
         raise LlamaspecError(
             f"cannot write the timeline {path}: {error.strerror or error}; name a writable file"
         ) from error
+
+
+def conclusion(completion: Completion) -> str:
+    """What the drafts were worth in this text, in one sentence."""
+    summary = completion.summary
+    if not summary.n_drafted:
+        return "Nothing was drafted: this is plain decoding."
+    if summary.speed_up is None:
+        return "Every round had a draft, so this run does not tell what plain decoding takes."
+    share = 1 / summary.speed_up
+    if share <= 1:
+        return f"With the drafts this text took {share:.0%} of the time that plain decoding takes."
+    return f"The drafts did not pay: this text took {share:.2f} times as long as plain decoding."
 
 
 def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -78,4 +98,5 @@ def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _text(token: int, vocabulary: Vocabulary) -> str:
-    return vocabulary.piece(token).decode("utf-8", errors="replace")
+    """As it stands in the page: with lines and tabs, and every other control character escaped."""
+    return printable(vocabulary.piece(token).decode("utf-8", errors="replace"), keep="\n\t")

@@ -5,6 +5,7 @@ Knows no model and no clock: times come with the rounds.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,14 @@ class Summary:
     draft_seconds: float
     verify_seconds: float
     overhead_seconds: float
+    plain_seconds: float | None = None  # median round of one position without a draft; None: there was none
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast as with plain rounds only; None where nothing was drafted, or always."""
+        if not (self.plain_seconds and self.n_drafted and self.n_tokens and self.decode_seconds > 0):
+            return None
+        return self.n_tokens * self.plain_seconds / self.decode_seconds
 
     @property
     def decode_seconds(self) -> float:
@@ -61,6 +70,7 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
     """
     rounds = list(rounds)
     counts = Counter(round_.n_accepted for round_ in rounds)
+    plain = [round_.seconds for round_ in rounds if round_.width == 1 and not len(round_.drafted)]
     n_made = sum(round_.n_accepted + 1 for round_ in rounds)
     return Summary(
         n_tokens=n_tokens,
@@ -74,4 +84,5 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
         draft_seconds=sum(round_.draft_seconds for round_ in rounds),
         verify_seconds=sum(round_.verify_seconds for round_ in rounds),
         overhead_seconds=sum(round_.overhead_seconds for round_ in rounds),
+        plain_seconds=statistics.median(plain) if plain else None,
     )

@@ -29,6 +29,8 @@ from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Places, Stretch
 from llamaspec.llama.branches import Growth, n_leaves
 from llamaspec.llama.cells import LlamaCells
+from llamaspec.llama.context_size import default_context_size
+from llamaspec.llama.devices import find_devices
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
@@ -37,7 +39,6 @@ from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
     CACHE_TYPES,
-    DEFAULT_CONTEXT,
     FLASH_ATTENTION,
     N_BRANCHES,
     N_SEQUENCES,
@@ -85,7 +86,7 @@ class Context:
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
-        n_ctx = options.n_ctx or min(DEFAULT_CONTEXT, weights.trained_context_size)
+        n_ctx = options.n_ctx or _default_context_size(weights, options)
         self.context_size = n_ctx
         n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
         self.max_scored = options.max_scored
@@ -352,6 +353,20 @@ def _open(
             f"{runtime.last_error()}; use a smaller context"
         )
     return context
+
+
+def _default_context_size(weights: Weights, options: ModelOptions) -> int:
+    """By main memory, or by that of the GPUs that take the model."""
+    model = weights.pointer
+    n_bytes, room = int(lib.llama_model_size(model)), runtime.available_bytes()
+    if runtime.can_offload() and options.gpu_layers != 0:
+        gpus = [device for device in find_devices() if device.is_gpu]
+        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
+    types = CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
+    per_token = weights.kv_bytes_per_token(*types)
+    if weights.keeps_states and room is not None:
+        n_bytes, room = 0, room // 4  # every text has a context of its own
+    return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:

@@ -6,6 +6,7 @@ explains what is wrong with it. Arrays are passed over.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from contextlib import suppress
@@ -20,13 +21,14 @@ _MOST_DIMENSIONS = 4
 _MOST_STRINGS = 1 << 22  # of an array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GgufTensors:
     """What was found before the end of the file, or before something that cannot be read."""
 
     texts: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)  # whole ones that are not negative
     names: set[str] = field(default_factory=set)  # of tensors
+    n_parameters: int = 0  # numbers in all tensors
 
 
 def read_tensors(path: Path) -> GgufTensors:
@@ -64,7 +66,8 @@ class _Reader:
             name, n_dimensions = self._text(), self._number(_U32)
             if n_dimensions > _MOST_DIMENSIONS:
                 raise ValueError("no tensor has so many dimensions")
-            self._at += 8 * n_dimensions + 4 + 8  # sizes, type, offset
+            found.n_parameters += math.prod(self._number(_U64) for _ in range(n_dimensions))
+            self._at += 4 + 8  # type, offset
             found.names.add(name)
 
     def _entry(self, found: GgufTensors) -> None:

@@ -8,6 +8,7 @@ tests/llama/test_model.py: over random calls, cached answers equal those of a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -145,7 +146,13 @@ class LlamaModel:
 
     def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        return Context(weights, options or self.options, head=0, other=self._contexts[0])
+        options = replace(options or self.options, n_ctx=self.context_size)
+        return Context(weights, options, head=0, other=self._contexts[0])
+
+    @property
+    def _same_size(self) -> ModelOptions:
+        """For a further context, though the memory that is free may have changed."""
+        return replace(self.options, n_ctx=self.context_size)
 
     def keep_layers(self, layers: tuple[int, ...]) -> None:
         """Keep, as hidden rows, what goes into some layers."""
@@ -240,7 +247,7 @@ class LlamaModel:
         if not free:
             if len(self._contexts) >= N_SEQUENCES:
                 raise ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
-            free = [Context(self.weights, self.options)]
+            free = [Context(self.weights, self._same_size)]
             if self._layers:
                 free[0].keep_layers(self._layers)
             self._contexts += free

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llama_cpp import llama_cpp as lib
 
 MAX_DRAFT = 64  # draft tokens in one round
-DEFAULT_CONTEXT = 4096  # tokens; a model trained on less gets what it was trained on
+DEFAULT_CONTEXT = 4096  # tokens that a model gets at least, unless it was trained on less
 BATCH = 512  # positions that llama.cpp takes at once
 DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
 N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
@@ -50,7 +50,7 @@ class ModelOptions:
         A field is outside its range.
     """
 
-    n_ctx: int | None = None  # tokens of the longest text; None = 4096, or the model's own if that is less
+    n_ctx: int | None = None  # tokens of the longest text; None = as trained, as far as memory allows
     gpu_layers: int | None = None  # None = all that the backend takes
     threads: int | None = None  # None = the full-speed physical cores that other programs leave
     flash_attention: str = "auto"  # auto, on or off

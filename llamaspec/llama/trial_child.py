@@ -22,7 +22,7 @@ from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import PARTS, LlamaModel
 from llamaspec.llama.nextn import EAGLE, heads_in_file
-from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.runtime import available_bytes
 from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
@@ -70,8 +70,11 @@ def limit(seconds: int, n_bytes: int) -> None:
 
 def use(path: Path, n_ctx: int) -> None:
     """Open the file, use all of its vocabulary, and evaluate."""
-    options = ModelOptions(n_ctx=n_ctx or None, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    architecture = read_tensors(path).texts.get("general.architecture")
+    found = read_tensors(path)
+    architecture = found.texts.get("general.architecture")
+    trained = found.numbers.get(f"{architecture}.context_length", DEFAULT_CONTEXT)
+    n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, trained))
+    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
     if architecture in PARTS:
         weights = Weights(path, options)  # nearly all that can be done without the other model
         if architecture == EAGLE:

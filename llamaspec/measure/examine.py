@@ -35,7 +35,12 @@ from llamaspec.measure.findings import (
     thread_finding,
 )
 from llamaspec.measure.foreign_findings import foreign_findings
-from llamaspec.measure.model_findings import model_findings, pace_findings, vocabulary_findings
+from llamaspec.measure.model_findings import (
+    attention_findings,
+    model_findings,
+    pace_findings,
+    vocabulary_findings,
+)
 from llamaspec.measure.pair_files import PairFiles
 from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.suffix_store import SuffixStore, folder, kept_texts
@@ -75,6 +80,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
                 continue
             models[role] = model
             yield from model_findings(machine, examined[role])
+            yield from attention_findings(role, file)
         if examined:
             yield room_finding(machine, list(examined.values()))
         yield from heads_findings(files)

@@ -13,6 +13,8 @@ from llamaspec.llama.facts import ModelFacts
 from llamaspec.llama.options import CACHE_BYTES
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.measure.findings import OK, WARNING, Examined, Finding, Machine
+from llamaspec.measure.fitting import fitted
+from llamaspec.measure.pair_files import ModelFile
 
 CHEAP = 3.0  # a draft should be at least so many times cheaper than its target
 
@@ -78,7 +80,7 @@ def _cache_finding(model: Examined) -> Finding:
 
 
 def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
-    """On CPUs it is slower in long contexts than attention without it: no reason to warn."""
+    """On CPUs attention without it may be the faster: no reason to warn."""
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
         return Finding(OK, topic, "not needed, there is no attention")
@@ -94,12 +96,23 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
     text = asked
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
-    if model.flash_attention and not on_gpu and model.options.cache_type_v == "f16":
-        text += "; behind 256 tokens a CPU may be much faster with values in bf16, or without it"
-        return Finding(
-            OK, topic, text, settings=(f"{model.role}.cache_type_v", f"{model.role}.flash_attention")
-        )
     return Finding(OK, topic, text)
+
+
+def attention_findings(role: str, file: ModelFile) -> Iterator[Finding]:
+    """What was measured of attention here, and whether the model is loaded so."""
+    found = fitted(file, is_draft=role == "draft", may_measure=False)
+    if found.choice is None:
+        return
+    text, topic = found.choice.summary, f"{role} attention"
+    if (found.file.options.cache_type_k, found.file.options.cache_type_v) == (
+        file.options.cache_type_k,
+        file.options.cache_type_v,
+    ) and (found.file.options.flash_attention == "off") == (file.options.flash_attention == "off"):
+        yield Finding(OK, topic, f"measured on this machine: {text}")
+        return
+    settings = tuple(f"{role}.{name}" for name in ("flash_attention", "cache_type_k", "cache_type_v"))
+    yield Finding(OK, topic, f"measured to be best: {text}; another is fixed by hand", settings=settings)
 
 
 def pace_findings(target: Examined, draft: Examined) -> Iterator[Finding]:

@@ -4,6 +4,9 @@ Widening by r repeats every hidden unit r times. With W' = tile(W, (r, r)) a pro
 norms (always float32) give the factor back, and the hidden state is r times as large, which a norm does not
 see. So no matrix is ever divided: its numbers are the source's own, and it quantises to the same blocks.
 
+Heads are repeated in their places, so that those of keys and values may be repeated less often than those of
+queries: several queries then share a key, as in models of today, and the KV cache stays small.
+
 Padding tokens need a score that is low in *every* context, but a Llama has no bias. A spare hidden unit
 serves as one: every embedding sets it to c, no layer reads or writes it, so only the mean of squares
 notices, by c²/n. RMS norms add an epsilon of the very same kind, and give up as much: the function stays.
@@ -31,6 +34,7 @@ BEFORE_A_HIDDEN_STATE = ("nextn.enorm", "nextn.hnorm")
 JOIN = "nextn.eh_proj.weight"  # [E, 2E]: reads the norm of an embedding, and that of a hidden row behind it
 N_SHARED = 4  # experts that every token uses: together the source's feed-forward
 FEED_FORWARD = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
+KEYS_AND_VALUES = ("attn_k.", "attn_v.")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Widening:
     dtype: str = "F16"  # of the matrices: F16 or F32
     n_experts: int | None = None  # a mixture of that many in every layer, each a quarter of a feed-forward
     n_used: int = 4  # experts that each token uses
+    kv_factor: int | None = None  # how often heads of keys and values are repeated; None = as all else
 
     def __post_init__(self) -> None:
         if self.factor < 1:
@@ -58,13 +63,22 @@ class Widening:
         if self.n_experts is not None and not 1 <= self.n_used <= self.n_experts:
             raise ValueError(f"of {self.n_experts} experts a token cannot use {self.n_used}")
 
+        if self.kv_factor is not None and (self.kv_factor < 1 or self.factor % self.kv_factor):
+            raise ValueError(f"the factor of keys and values must divide {self.factor}, got {self.kv_factor}")
+
+    @property
+    def n_kv(self) -> int:
+        """How often heads of keys and values are repeated."""
+        return self.kv_factor or self.factor
+
     @property
     def label(self) -> str:
-        """A short name for files: x8-L16-V32768-E32x4-F16."""
+        """A short name for files: x8-kv4-L16-V32768-E32x4-F16."""
+        heads = f"-kv{self.n_kv}" if self.n_kv != self.factor else ""
         layers = f"-L{self.n_layers}" if self.n_layers else ""
         vocabulary = f"-V{self.n_vocabulary}" if self.n_vocabulary else ""
         experts = f"-E{self.n_experts}x{self.n_used}" if self.n_experts else ""
-        return f"x{self.factor}{layers}{vocabulary}{experts}-{self.dtype}"
+        return f"x{self.factor}{heads}{layers}{vocabulary}{experts}-{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,8 @@ class Plan:
         if part == JOIN:
             return width, 2 * width
         sizes = [int(n) * factor for n in reversed(self.source.tensors[origin].shape)]  # GGUF: n_in first
+        if part.startswith(KEYS_AND_VALUES):
+            sizes[0] = sizes[0] // factor * self.widening.n_kv
         if part.startswith(RESIDUAL_WRITERS) or "norm" in part:
             sizes[0] = width
         elif len(sizes) == 2:
@@ -245,11 +261,22 @@ class Plan:
             for i, expert in enumerate(out):
                 expert[:] = np.roll(wide, -i * len(expert) - i // N_SHARED, axis=0)[: len(expert)]
         else:
-            wide = np.tile(weight, (factor,) * weight.ndim)
+            wide = self._repeated(target.name, weight)
             if wide.ndim == 1 and any(name in target.name for name in RESIDUAL_WRITERS):
                 wide *= factor  # a bias is added to a hidden state that is so many times larger
             out[tuple(slice(n) for n in wide.shape)] = wide
         return out
+
+    def _repeated(self, name: str, weight: Array) -> Array:
+        """A matrix [n_out, n_in], or a bias [n_out], of a layer with all its units repeated."""
+        factor, size = self.widening.factor, self.source.sizes.head_size
+        if ".attn_output." in name and weight.ndim == 2:  # reads heads
+            return np.tile(_heads_repeated(weight.T, size, factor).T, (factor, 1))
+        if ".attn_output." in name or ".attn_" not in name:
+            return np.tile(weight, (factor,) * weight.ndim)
+        n = factor if ".attn_q." in name else self.widening.n_kv
+        heads = _heads_repeated(weight, size, n)
+        return np.tile(heads, (1, factor)) if weight.ndim == 2 else heads
 
     def _fill_router(self, target: Target, out: Array) -> None:
         """Directions at random: tokens whose hidden states are alike choose the same experts."""
@@ -275,3 +302,9 @@ class Plan:
         out[:n] = np.tile(weight, self.widening.factor).astype(np.float64) * scale
         if self.spare and name == "output_norm.weight":
             out[-1] = self.spare.norm_weight
+
+
+def _heads_repeated(rows: Array, size: int, n: int) -> Array:
+    """Each head, of `size` rows, n times in a row."""
+    heads = rows.reshape(-1, size, *rows.shape[1:])
+    return np.repeat(heads, n, axis=0).reshape(-1, *rows.shape[1:])

@@ -117,7 +117,7 @@ def _changed(plan: Plan) -> dict[str, Any]:
         "embedding_length": plan.width,
         "feed_forward_length": sizes.n_ffn * factor,
         "attention.head_count": sizes.n_heads * factor,
-        "attention.head_count_kv": sizes.n_kv_heads * factor,
+        "attention.head_count_kv": sizes.n_kv_heads * plan.widening.n_kv,
         "attention.key_length": sizes.head_size,
         "attention.value_length": sizes.head_size,
         "rope.dimension_count": int(source.size("rope.dimension_count", sizes.head_size)),

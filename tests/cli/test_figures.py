@@ -16,7 +16,7 @@ from command import invoke, naming
 from llamaspec import LlamaModel
 from llamaspec.cli.explain import explain, verdict
 from llamaspec.cli.report import statistics_lines
-from llamaspec.cli.timeline import write_timeline
+from llamaspec.cli.timeline import conclusion, write_timeline
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.values import ForwardRequest, Logits, Source
 from rounds import a_round, a_text
@@ -99,6 +99,41 @@ def test_the_lines_after_a_text() -> None:
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
 
+def test_the_gain_is_told_in_plain_words() -> None:
+    plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
+    lines = statistics_lines(a_text([*TWO_ROUNDS, plain]), 7)
+    assert (
+        lines[1]
+        == "1.67 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain", "says"),
+    [
+        (2.0, "took 60% of the time that plain"),
+        (0.5, "did not pay: this text took 1.80 times"),
+    ],
+)
+def test_the_conclusion_of_the_timeline(plain: float, says: str) -> None:
+    rounds = [*TWO_ROUNDS, a_round(next_token=7, seconds=(0.0, plain, 0.0))]
+    assert says in conclusion(a_text(rounds))
+    assert conclusion(a_text(rounds[2:])) == "Nothing was drafted: this is plain decoding."
+
+
+def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
+    class Hostile(Letters):
+        def piece(self, token: int) -> bytes:
+            return b"a\x1b[31m\n\t"
+
+    page = tmp_path / "page.html"
+    write_timeline(page, a_text(TWO_ROUNDS), Hostile(), "a summary")
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    said = json.loads(found[1])["rounds"][0]["next"]
+    assert said == "a\\x1b[31m\n\t"
+
+
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = a_text(TWO_ROUNDS)
     text = replace(text, summary=replace(text.summary, n_drafted=9))
@@ -114,6 +149,10 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
     assert found
     assert json.loads(found[1]) == {
         "summary": "a summary",
+        "conclusion": "Every round had a draft, so this run does not tell what plain decoding takes.",
+        "prompt": {"n_tokens": 40, "seconds": 0.125},
+        "n_tokens": 4,
+        "plain": None,
         "rounds": [
             {
                 "draft": 0.25, "verify": 1.0, "rest": 0.0, "accepted": 2, "verified": 3, "copied": False,

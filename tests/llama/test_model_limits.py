@@ -19,6 +19,8 @@ from forward_requests import (
 )
 from llamaspec import EvaluationError, LlamaModel, LlamaspecError, MemoryFullError, ModelOptions
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
+from llamaspec.llama import runtime
+from llamaspec.llama.context_size import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
@@ -124,12 +126,43 @@ def test_description_and_metadata(opened: OpenModel) -> None:
 
 
 def test_options_reach_the_context(opened: OpenModel) -> None:
-    """A model trained on more than 4096 tokens gets 4096 unless told."""
-    long = Recipe(n_context=8192)
-    assert opened("llama", long).context_size == 4096
+    """A model gets the context that it was trained for, unless told."""
+    long = Recipe(n_context=6000)
+    assert opened("llama", long).context_size == 6000
     assert opened("llama", long, n_ctx=1024).context_size == 1024
     assert opened("llama", n_ctx=1024).context_size == 1024
     assert opened().context_size == 512
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("trained", "per_token", "weights", "room", "size"),
+    [
+        (131_072, 32 << 10, GIB // 2, 64 * GIB, 32_768),  # no more than the weights, or a GiB
+        (131_072, 32 << 10, 5 * GIB, 64 * GIB, 131_072),
+        (131_072, 32 << 10, 5 * GIB, 9 * GIB, 32_768),  # an eighth of the memory, doubled from 4096
+        (40_000, 1 << 10, GIB, 64 * GIB, 40_000),
+        (131_072, 128 << 10, 5 * GIB, 2 * GIB, 4096),  # the least
+        (2048, 128 << 10, 5 * GIB, 2 * GIB, 2048),
+        (131_072, 1 << 10, GIB, None, 4096),
+        (1 << 20, 0.0, GIB, GIB, 1 << 20),
+    ],
+)
+def test_a_context_that_nobody_asked_for(
+    trained: int, per_token: float, weights: int, room: int | None, size: int
+) -> None:
+    assert default_context_size(trained, per_token, weights, room) == size
+
+
+def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where less memory is free when the second one begins."""
+    model = opened("jamba", Recipe(n_context=6000))
+    model.forward(request(3), row=0)
+    monkeypatch.setattr(runtime, "available_bytes", lambda: 1 << 20)
+    model.forward(request(3), row=1)
+    assert model.cache_use()[1] == 2 * model.context_size == 12_000
 
 
 def test_cells_for_more_rows_than_one(opened: OpenModel) -> None:

@@ -1,0 +1,356 @@
+"""Flash attention on or off, and the types of keys and values: measured for this machine and a model's shape.
+
+On CPUs the fastest of these in long contexts is another on every machine, and some compute a single position
+by another kernel than several, so that the text depends on what was drafted. All are timed in turns on a tiny
+model of the same heads, at two depths; attention is linear in depth, and weights cost the same in all. The
+fastest one is chosen, or one that is bit-identical at every width where that costs less than EXACT_WORTH.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.errors import LlamaspecError
+from llamaspec.llama.attention import (
+    N_LAYERS,
+    N_ZEROS,
+    READ,
+    WIDEST,
+    AttentionShape,
+    AttentionTrial,
+    ModelSize,
+    write_model,
+)
+from llamaspec.llama.options import BATCH, ModelOptions
+
+SHALLOW, DEEP = 512, 2048  # tokens of context; kernels change below
+SEVERAL = 4  # positions of a round with three draft tokens, of which one is accepted, say
+JOBS = {READ: (WIDEST,), SHALLOW: (WIDEST, SEVERAL, 1), DEEP: (SEVERAL, 1)}  # widths timed at each depth
+BATCHES = ([2, 2, 2, 2], [3, 3, 2], [4, 4], [8])  # compared with single positions
+EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
+DEPTHS = (450, 1800, 3600, 7200)  # tokens of a text
+READ_SHARE = 0.75  # of a text that was read, not written
+MATTERS = 256  # tokens: up to there all configurations cost and say the same
+FEWEST_TURNS, MOST_TURNS = 3, 7
+STEADY = 1.05  # in three of four turns the chosen one must be within this of the turn's fastest
+PATIENCE = 2.0  # times the time that it should take
+MOST_SECONDS = 1e6
+
+Clock = Callable[[], float]  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """How attention is computed."""
+
+    flash_attention: str  # on or off
+    cache_type_k: str
+    cache_type_v: str
+
+    def __str__(self) -> str:
+        return f"flash attention {self.flash_attention}, keys {self.cache_type_k}, values {self.cache_type_v}"
+
+
+PLAIN = Configuration("on", "f16", "f16")  # what llama.cpp does unless told otherwise
+SAFE = Configuration("on", "f16", "bf16")  # one kernel for all widths, on every CPU
+CONFIGURATIONS = (PLAIN, SAFE, Configuration("on", "bf16", "bf16"), Configuration("off", "f16", "f16"))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of one configuration, each measured once; of N_LAYERS layers.
+
+    Raises
+    ------
+    ValueError
+        They are no seconds.
+    """
+
+    single_shallow: float  # one position behind SHALLOW tokens
+    single_deep: float  # behind DEEP tokens
+    several_shallow: float  # SEVERAL positions
+    several_deep: float
+    reading_first: float  # WIDEST positions behind READ tokens
+    reading_shallow: float  # behind SHALLOW tokens
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 < getattr(self, name) <= MOST_SECONDS:
+                raise ValueError(f"{name} must be from 0 to {MOST_SECONDS:g} seconds")
+
+    @property
+    def single(self) -> float:
+        """Of one position, for each token of the context and each layer."""
+        return _slope(self.single_deep - self.single_shallow, DEEP - SHALLOW)
+
+    @property
+    def several(self) -> float:
+        """Of SEVERAL positions together."""
+        return _slope(self.several_deep - self.several_shallow, DEEP - SHALLOW)
+
+    @property
+    def reading(self) -> float:
+        """Of one position among WIDEST."""
+        return _slope(self.reading_shallow - self.reading_first, (SHALLOW - READ) * WIDEST)
+
+
+def _slope(seconds: float, n: int) -> float:
+    return max(seconds, 1e-9) / n / N_LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One configuration."""
+
+    configuration: Configuration
+    is_exact: bool  # at every width tried the very numbers of single positions
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProbe:
+    """What was measured of one shape.
+
+    Raises
+    ------
+    ValueError
+        The parts do not belong together.
+    """
+
+    measured: tuple[Measured, ...]  # PLAIN first
+    weights_single: float  # seconds for each byte of weights, one position
+    weights_several: float  # SEVERAL positions
+    weights_reading: float  # seconds for each weight and position
+
+    def __post_init__(self) -> None:
+        n_turns = {len(one.turns) for one in self.measured}
+        if not self.measured or self.measured[0].configuration != PLAIN or len(n_turns) != 1 or 0 in n_turns:
+            raise ValueError("a probe of attention needs as many turns of each configuration")
+        for value in (self.weights_single, self.weights_several, self.weights_reading):
+            if not 0 < value <= MOST_SECONDS:
+                raise ValueError("seconds must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a model and a length of context."""
+
+    configuration: Configuration
+    is_exact: bool
+    is_steady: bool  # whether the machine was quiet enough to believe it
+    gain: float  # speed over the depths divided by that of PLAIN
+    exact_cost: float | None  # time of the best exact one divided by that of the fastest; None: none is exact
+
+    @property
+    def summary(self) -> str:
+        """For people, in a few words."""
+        text = str(self.configuration)
+        if self.configuration != PLAIN:
+            text += f", {self.gain:.2f} times as fast in long contexts as llama.cpp's default"
+        if self.is_exact:
+            return f"{text}; the same numbers at every batch width"
+        if self.exact_cost is None:
+            return f"{text}; behind {MATTERS} tokens no choice has the same numbers at every batch width"
+        return f"{text}; what is the same at every batch width takes {self.exact_cost:.2f} times as long"
+
+
+def choose(
+    probe: AttentionProbe, size: ModelSize, n_ctx: int, *, room: int | None = None, is_draft: bool = False
+) -> Choice:
+    """The configuration for a model.
+
+    Parameters
+    ----------
+    probe : AttentionProbe
+        Of its shape.
+    size : ModelSize
+    n_ctx : int
+        Tokens of the longest text.
+    room : int, optional
+        Bytes of memory of the machine; without flash attention a long context takes some of them.
+    is_draft : bool
+        It writes single positions, and the text does not depend on it.
+    """
+    measured = [one for one in probe.measured if _fits(one.configuration, size.shape, n_ctx, room)]
+    depths = [depth for depth in DEPTHS if depth <= n_ctx] or [n_ctx]
+    by_turn = {  # configuration -> log of the seconds in each turn, mean over depths
+        one.configuration: [
+            statistics.mean(math.log(_seconds(probe, turn, size, depth, is_draft)) for depth in depths)
+            for turn in one.turns
+        ]
+        for one in measured
+    }
+    typical = {configuration: statistics.median(logs) for configuration, logs in by_turn.items()}
+    fastest = min(typical, key=lambda configuration: typical[configuration])
+    exact = [one.configuration for one in measured if one.is_exact]
+    best_exact = min(exact, key=lambda configuration: typical[configuration], default=None)
+    cost = None if best_exact is None else math.exp(typical[best_exact] - typical[fastest])
+    chosen = fastest
+    if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
+        chosen = best_exact
+    behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
+    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY
+    if not is_steady and exact and not is_draft:
+        chosen = exact[0]  # the same whatever the noise
+    gain = math.exp(typical[PLAIN] - typical[chosen])
+    return Choice(chosen, chosen in exact, is_steady, gain, cost)
+
+
+def _by_turns(
+    by_turn: Mapping[Configuration, list[float]], chosen: Configuration
+) -> Iterator[tuple[float, ...]]:
+    """The chosen configuration first."""
+    others = [logs for configuration, logs in by_turn.items() if configuration != chosen]
+    return zip(by_turn[chosen], *others, strict=True)
+
+
+def _seconds(probe: AttentionProbe, turn: Turn, size: ModelSize, depth: int, is_draft: bool) -> float:
+    """Of a text of this length, for each token of it."""
+    n_layers, n_bytes = size.shape.n_layers, size.n_read_bytes
+    single = n_bytes * probe.weights_single + n_layers * turn.single * depth
+    several = n_bytes * probe.weights_several + n_layers * turn.several * depth
+    writing = single if is_draft else (single + several / 2) / 2  # rounds without a draft, and with
+    reading = size.n_parameters * probe.weights_reading + n_layers * turn.reading * depth / 2
+    return READ_SHARE * reading + (1 - READ_SHARE) * writing
+
+
+def _fits(configuration: Configuration, shape: AttentionShape, n_ctx: int, room: int | None) -> bool:
+    """Without flash attention all scores of a batch are kept: [heads, BATCH, context] float32."""
+    return configuration.flash_attention == "on" or (
+        room is None or 4 * shape.n_heads * BATCH * n_ctx <= room // 8
+    )
+
+
+_BUSY = "the machine is too busy to measure attention; close what computes beside it"
+
+
+class BusyError(LlamaspecError):
+    """The machine has no time for a measurement."""
+
+
+class Trial(Protocol):
+    """One configuration that can be timed; `llama.attention.AttentionTrial` is one."""
+
+    def deepen(self, depth: int) -> None:
+        """Let the context hold this many tokens."""
+
+    def seconds(self, width: int) -> float:
+        """What evaluating so many positions behind the context takes."""
+
+    def logits(self, widths: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Of the positions behind the context, evaluated in batches of these widths."""
+
+
+def measure_attention(shape: AttentionShape, n_threads: int, seconds: float, clock: Clock) -> AttentionProbe:
+    """Measure all configurations of a shape, for about some seconds.
+
+    Raises
+    ------
+    BusyError
+        The machine is too busy.
+    LlamaspecError, OSError
+        llama.cpp cannot compute it, or nothing can be written.
+    """
+    begin = clock()
+    if is_busy():
+        raise BusyError(_BUSY)
+    with tempfile.TemporaryDirectory(prefix="llamaspec-") as folder, ExitStack() as stack:
+        zeros, heads = Path(folder) / "zeros.gguf", Path(folder) / "heads.gguf"
+        write_model(zeros, AttentionShape(N_LAYERS, 1, 1, 32), N_ZEROS)
+        write_model(heads, shape)
+
+        def opened(path: Path, configuration: Configuration) -> AttentionTrial:
+            if clock() - begin > seconds:
+                raise BusyError(_BUSY)
+            options = ModelOptions(
+                n_ctx=DEEP,
+                threads=n_threads,
+                flash_attention=configuration.flash_attention,
+                cache_type_k=configuration.cache_type_k,
+                cache_type_v=configuration.cache_type_v,
+            )
+            return stack.enter_context(AttentionTrial(path, options))
+
+        weights = opened(zeros, PLAIN)
+        return time_configurations({c: opened(heads, c) for c in CONFIGURATIONS}, weights, seconds, clock)
+
+
+def is_busy() -> bool:
+    """Whether more programs compute than there are processors for."""
+    n_running = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return n_running > (os.cpu_count() or 1) + 0.5
+
+
+def time_configurations(
+    trials: Mapping[Configuration, Trial], weights: Trial, seconds: float, clock: Clock
+) -> AttentionProbe:
+    """Time them in turns, so that a machine that is busy for a while slows all alike.
+
+    Raises
+    ------
+    BusyError
+        PATIENCE times as many seconds did not suffice.
+    """
+    begin, names = clock(), list(trials)
+    exact = dict.fromkeys(names, True)
+    times: dict[tuple[Configuration, int, int], list[float]] = {}
+
+    def check() -> float:
+        passed = clock() - begin
+        if passed > PATIENCE * seconds:
+            raise BusyError(_BUSY)
+        return passed
+
+    for done, (depth, widths) in enumerate(JOBS.items()):
+        for name in names:
+            trials[name].deepen(depth)
+            exact[name] = exact[name] and (depth == READ or _is_exact(trials[name], check))
+        for turn in range(MOST_TURNS + 1):  # the first one warms up
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                for width in widths:
+                    check()
+                    taken = trials[name].seconds(width)
+                    if turn:
+                        times.setdefault((name, depth, width), []).append(taken)
+            if turn >= FEWEST_TURNS and check() > seconds * (done + 1) / len(JOBS):
+                break
+    plain = [[weights.seconds(width) for _ in range(FEWEST_TURNS + 1)][1:] for width in (1, SEVERAL, WIDEST)]
+    single, several, reading = (statistics.median(taken) for taken in plain)
+    return AttentionProbe(
+        tuple(Measured(name, exact[name], _turns(times, name)) for name in names),
+        weights_single=single / (2 * N_ZEROS),
+        weights_several=several / (2 * N_ZEROS),
+        weights_reading=reading / (N_ZEROS * WIDEST),
+    )
+
+
+Times = Mapping[tuple[Configuration, int, int], list[float]]  # by configuration, depth and width
+
+
+def _turns(times: Times, name: Configuration) -> tuple[Turn, ...]:
+    """As many as all depths have had."""
+    fields = ((SHALLOW, 1), (DEEP, 1), (SHALLOW, SEVERAL), (DEEP, SEVERAL), (READ, WIDEST), (SHALLOW, WIDEST))
+    n_turns = min(len(taken) for taken in times.values())
+    columns = [times[name, depth, width][:n_turns] for depth, width in fields]
+    return tuple(Turn(*row) for row in zip(*columns, strict=True))
+
+
+def _is_exact(trial: Trial, check: Callable[[], float]) -> bool:
+    """Whether positions behind the context have the same bits alone and in batches."""
+    alone = trial.logits([1] * sum(BATCHES[0]))
+    for widths in BATCHES:
+        check()
+        if not np.array_equal(trial.logits(widths), alone):
+            return False
+    return True

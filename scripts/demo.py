@@ -1,0 +1,88 @@
+"""Does drafting pay on this machine? Seen on a target of real cost, in three quantisations.
+
+The embedded target is widened (the same function at 50 times the weights) and quantised. Each kind is
+probed. What drafts gain depends on the machine and the kind, so plain and drafted text are compared where
+they should gain most; what was found on the others is said.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from llamaspec import demo_draft
+
+KINDS = ("Q4_0", "Q8_0", "F16")
+FOLDER = Path("build/models")
+ACCEPTANCE = "0.7"  # of a draft token of the embedded pair, roughly; one of those that a probe answers for
+LLAMASPEC = [sys.executable, "-m", "llamaspec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a probe says of one quantisation."""
+
+    kind: str
+    speed_up: float  # predicted at ACCEPTANCE
+    n_draft: int  # the number of draft tokens with which
+    verdict: str
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--layers", type=int, default=10, show_default=True, help="Of the widened target.")
+@click.option("--factor", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
+@click.option("--max-tokens", "-n", type=int, default=96, show_default=True)
+@click.option("--runs", "-r", type=int, default=2, show_default=True, help="Of each way to write.")
+def main(layers: int, factor: int, max_tokens: int, runs: int) -> None:
+    """Widen, probe, compare."""
+    widen = [sys.executable, str(Path(__file__).with_name("widen_gguf.py")), "--folder", str(FOLDER)]
+    _run([*widen, "-r", str(factor), "--layers", str(layers), "--quantize", "Q4_0", "--quantize", "Q8_0"])
+    models = {kind: _models(factor, layers, kind) for kind in KINDS}
+    found = [_probed(kind, models[kind]) for kind in KINDS]
+    click.echo(report(found))
+    sys.stdout.flush()
+    best = most_gained(found)
+    _run([*LLAMASPEC, "compare", *models[best.kind], "-t", "0", "-n", str(max_tokens), "-r", str(runs)])
+
+
+def _models(factor: int, layers: int, kind: str) -> list[str]:
+    target = FOLDER / f"target-x{factor}-L{layers}-{kind}.gguf"
+    return ["--target", str(target), "--draft", str(demo_draft())]
+
+
+def _probed(kind: str, models: list[str]) -> Found:
+    answer = json.loads(_run([*LLAMASPEC, "probe", "--quick", *models, "--json"], is_read=True))
+    best = answer["best_fixed_length"][ACCEPTANCE]
+    return Found(kind, best["speed_up"], best["n_guesses"], answer["verdict"])
+
+
+def most_gained(found: list[Found]) -> Found:
+    """The kind on which drafts should gain most."""
+    return max(found, key=lambda one: one.speed_up)
+
+
+def report(found: list[Found]) -> str:
+    """A line for each kind, and which is compared."""
+    lines = [f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting here should give"]
+    for one in found:
+        gain = f"{one.speed_up:.2f} times the speed with {one.n_draft} draft tokens a round"
+        lines.append(f"  {one.kind:<5} {gain if one.n_draft else 'nothing'}: {one.verdict}")
+    lines.append(f"Comparing on {most_gained(found).kind}, where it should gain most:")
+    return "\n".join(lines)
+
+
+def _run(command: list[str], *, is_read: bool = False) -> str:
+    """Run a command; its stderr and, unless read, its stdout are for the person."""
+    done = subprocess.run(command, stdout=subprocess.PIPE if is_read else None, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
