@@ -42,7 +42,7 @@ run: $(PROJECT_READY)
 	$(BIN)/llamaspec generate -p "$$PROMPT" $(or $(ARGS),$(RUN_ARGS))
 
 test: $(PROJECT_READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Slower than `make test`, and not part of what must pass.
 coverage: $(PROJECT_READY)

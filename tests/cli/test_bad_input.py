@@ -84,10 +84,11 @@ def test_model_files_do_not_end_the_process(files: dict[str, Path], name: str) -
 
 
 @pytest.mark.parametrize("command", ["generate", "compare"])
-def test_a_draft_of_another_vocabulary(files: dict[str, Path], command: str) -> None:
-    answer = invoke(command, *naming([files["GOOD"], files["OTHER"]]), "-p", "x")
+def test_a_draft_of_another_vocabulary_that_has_a_draft(files: dict[str, Path], command: str) -> None:
+    """Alone it drafts all the same; tests/cli/test_foreign.py."""
+    answer = invoke(command, *naming([files["GOOD"], files["OTHER"]]), "--draft", files["GOOD"], "-p", "x")
     assert_refused(answer, "token 70 is 'D' in the target and 'other' in the draft; choose a draft", 1)
-    answer = invoke(command, *naming([files["GOOD"], files["LONGER"]]), "-p", "x")
+    answer = invoke(command, *naming([files["GOOD"], files["LONGER"]]), "--draft", files["GOOD"], "-p", "x")
     assert_refused(answer, "288 and 488 tokens; token 288 is '<extra_0>' in the draft only; choose", 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,11 +43,11 @@ def test_auto_is_the_heads_in_every_command(
 ) -> None:
     taken: list[bool] = []
 
-    def open_files(files: PairFiles, choice: object) -> None:
+    def open_files(files: PairFiles, choice: object, **how: object) -> None:
         taken.append(files.heads)
         raise PairError("enough")
 
-    monkeypatch.setattr(sys.modules[f"llamaspec.cli.{command}"], "open_files", open_files)
+    monkeypatch.setattr(import_module(f"llamaspec.cli.{command}"), "open_files", open_files)
     assert invoke(command, *options(target, "auto"), *(["x"] if command == "generate" else [])).code
     assert taken == [True]
 

@@ -27,7 +27,7 @@ QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
     [
         (("generate", "--target", "bigg", "x"), "did you mean big"),
         (("generate", "--pair", "qwen3-14c", "x"), "did you mean qwen3-14b"),
-        (("generate", "--pair", "small", "x"), "no draft is known for small"),
+        (("generate", "--pair", "small", "x"), "hf:acme/small-GGUF:small-Q8_0.gguf is not on this machine"),
         (("generate", "--target", "hf:acme", "x"), "write hf:owner/repo:file.gguf"),
         (("generate", "--target", "small:Q4_0", "x"), "small has no quantization Q4_0"),
         (("models", "show", "nobody"), "`llamaspec models list`"),

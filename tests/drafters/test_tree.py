@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.tree import TreeDrafter
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.tree import FixedTree
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
@@ -97,6 +96,6 @@ def test_scores_that_are_no_numbers_end_all_drafting() -> None:
     proposing = drafter.propose(CONTEXT, FixedTree((2, 2)))
     next(proposing)
     with pytest.raises(StopIteration) as end:
-        proposing.send(Forward(np.full((1, 30), np.nan, np.float32), 0.0, 1, 1, 0, 0))
+        proposing.throw(ScoresError("x.gguf gives scores that are not numbers"))
     assert len(end.value.value) == 0
     assert not answer_alone(drafter.propose(CONTEXT, FixedTree((2, 2))), {DRAFT: MODEL})

@@ -36,7 +36,7 @@ from llamaspec.drafters.coroutines import drafting
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.staged import StagedDrafter
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, LlamaspecError, ScoresError
 from llamaspec.protocols import Drafter, RandomStreams, RowLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams, StageStreams
@@ -100,6 +100,7 @@ def proposed(
     context: TokenArray,
     length: RowLength,
     fails: Callable[[ForwardRequest], bool] = lambda request: False,
+    error: type[LlamaspecError] = ContextFullError,
 ) -> tuple[Draft, list[ForwardRequest]]:
     """A draft, and what was asked for it."""
     asked: list[ForwardRequest] = []
@@ -109,7 +110,7 @@ def proposed(
         while True:
             asked.append(request)
             if fails(request):
-                request = coroutine.throw(ContextFullError("full"))
+                request = coroutine.throw(error("not this time"))
                 continue
             logits = models[request.model].logits(request)
             request = coroutine.send(Forward(logits, 0.5, request.n_scored, 1, 0, len(asked)))
@@ -212,15 +213,14 @@ def test_without_room_for_the_draft_there_is_what_there_is() -> None:
 
 
 def test_a_draft_whose_scores_are_no_numbers_is_asked_no_more() -> None:
-    class Damaged(FakeModel):
-        def after(self, tokens: TokenArray) -> np.ndarray:
-            return np.full(self.vocabulary_size, np.nan, dtype=np.float32)
-
     for name, n_tokens in ((DRAFT, 0), (SECOND, 5)):
-        models = {**WIDE, name: Damaged(0, 40)}
+
+        def fails(request: ForwardRequest, name: str = name) -> bool:
+            return request.model == name
+
         drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
-        assert len(proposed(drafter, models, PROMPT, Length(5))[0]) == n_tokens
-        asked = proposed(drafter, models, PROMPT, Length(5))[1]
+        assert len(proposed(drafter, WIDE, PROMPT, Length(5), fails, ScoresError)[0]) == n_tokens
+        asked = proposed(drafter, WIDE, PROMPT, Length(5))[1]
         assert name not in {request.model for request in asked}
 
 

@@ -102,7 +102,7 @@ def test_the_threshold_looks_past_a_step() -> None:
 def test_never_slower_than_plain_decoding_at_any_load(curve: str, name: str, n_rows: int) -> None:
     on, passages = machine(curve, 0.6), [text(name, seed) for seed in range(n_rows)]
     for prior in (None, on.curve()):
-        assert play_rows(AutoLength(prior), on, passages).worst_to_plain(96 * n_rows) <= 1 / 0.97
+        assert play_rows(AutoLength(prior), on, passages).worst_to_plain(96 * n_rows) <= 1 / 0.96
 
 
 def test_one_row_of_a_batch_is_a_single_text() -> None:

@@ -153,7 +153,7 @@ def test_a_text_that_copies_gets_faster(curve: str, speed_up: float) -> None:
 
 
 @pytest.mark.parametrize("curve", ["f16", "q4_0", "flat"])
-@pytest.mark.parametrize(("share", "least"), [(0.0, 0.95), (0.5, 0.98), (0.9, 1.3)])
+@pytest.mark.parametrize(("share", "least"), [(0.0, 0.93), (0.5, 0.94), (0.9, 1.25)])
 def test_copies_before_a_draft(curve: str, share: float, least: float) -> None:
     """Faster than the draft alone where text is copied, and hardly slower where nothing is."""
     ratios = []

