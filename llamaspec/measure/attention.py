@@ -38,6 +38,7 @@ SHALLOW, DEEP = 512, 2048  # tokens of context; kernels change below
 SEVERAL = 4  # positions of a round with three draft tokens, of which one is accepted, say
 JOBS = {READ: (WIDEST,), SHALLOW: (WIDEST, SEVERAL, 1), DEEP: (SEVERAL, 1)}  # widths timed at each depth
 BATCHES = ([2, 2, 2, 2], [3, 3, 2], [4, 4], [8])  # compared with single positions
+WORTH = 1.1  # times as fast as PLAIN another must be, which is exact in short texts, the usual ones
 EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
 DEPTHS = (450, 1800, 3600, 7200)  # tokens of a text
 READ_SHARE = 0.75  # of a text that was read, not written
@@ -193,6 +194,8 @@ def choose(
     }
     typical = {configuration: statistics.median(logs) for configuration, logs in by_turn.items()}
     fastest = min(typical, key=lambda configuration: typical[configuration])
+    if typical[PLAIN] - typical[fastest] < math.log(WORTH):
+        fastest = PLAIN
     exact = [one.configuration for one in measured if one.is_exact]
     best_exact = min(exact, key=lambda configuration: typical[configuration], default=None)
     cost = None if best_exact is None else math.exp(typical[best_exact] - typical[fastest])
@@ -200,7 +203,8 @@ def choose(
     if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
         chosen = best_exact
     behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
-    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY
+    usual = math.exp(typical[chosen] - min(typical.values()))
+    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * usual
     if not is_steady and exact and not is_draft:
         chosen = exact[0]  # the same whatever the noise
     gain = math.exp(typical[PLAIN] - typical[chosen])
