@@ -85,8 +85,11 @@ def test_a_message_is_answered(page: Page, server: Served) -> None:
 
 
 def test_accepted_draft_tokens_are_tinted(page: Page) -> None:
-    ask(page, "import os\nimport sys\n", 48)
     drafted = page.locator("article.assistant .drafted").first
+    for _ in range(30):  # whether drafting pays depends on the machine, and is tried anew in every answer
+        ask(page, "import os\nimport sys\n", 48)
+        if drafted.count():
+            break
     tinted = drafted.evaluate("e => getComputedStyle(e).backgroundColor")
     page.get_by_label("Tint accepted draft tokens").uncheck()
     assert drafted.evaluate("e => getComputedStyle(e).backgroundColor") != tinted
