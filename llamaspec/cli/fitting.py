@@ -46,7 +46,7 @@ def _tell(role: str, found: Fitted) -> None:
         return  # of a draft it costs time only
     if found.is_new and choice.is_steady:
         say(f"{role}: measured once for this machine: {choice.summary}; fix it with {OPTIONS[role]}")
-    elif found.is_new or found.fault is not None:
+    elif found.is_new:
         say(
             f"{role}: the machine is too busy to find out how attention is best computed; for now "
             f"{choice.configuration}; `llamaspec doctor` measures it once it is not, {OPTIONS[role]} fix it"

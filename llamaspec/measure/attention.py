@@ -205,8 +205,8 @@ def choose(
     behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
     usual = math.exp(typical[chosen] - min(typical.values()))
     is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * usual
-    if not is_steady and exact and not is_draft:
-        chosen = exact[0]  # the same whatever the noise
+    if not is_steady:
+        chosen = PLAIN
     gain = math.exp(typical[PLAIN] - typical[chosen])
     return Choice(chosen, chosen in exact, is_steady, gain, cost)
 

@@ -19,9 +19,7 @@ from llamaspec.llama.devices import find_devices
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.attention import (
     MATTERS,
-    SAFE,
     AttentionProbe,
-    BusyError,
     Choice,
     choose,
     measure_attention,
@@ -86,10 +84,7 @@ def fitted(
     seconds = THOROUGH_SECONDS if is_thorough else max(LEAST_SECONDS, size.n_bytes / BYTES_PER_SECOND)
     try:
         probe = measure(size, n_threads, seconds)
-    except BusyError as error:
-        safe = Choice(SAFE, is_exact=True, is_steady=False, gain=1.0, exact_cost=None)
-        return replace(Fitted(file) if is_draft else _loaded_so(file, safe), fault=str(error))
-    except (LlamaspecError, OSError) as error:
+    except (LlamaspecError, OSError) as error:  # a busy machine too
         return Fitted(file, fault=str(error))
     choice = _chosen(probe, size, n_ctx, is_draft=is_draft)
     if choice.is_steady:
