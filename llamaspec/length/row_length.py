@@ -178,7 +178,8 @@ class AutoRow:
         limit = self._limit(shared.drafting, rate, left)
         gains, prices = self._outlook(shared.drafting)
         faster, n_best = speed_up(prices, gains[: limit + 1], rate)
-        reach = self._reach(n_best, gains, rate, left / 2) if shared.allocator.n_rows == 1 else 0
+        is_alone = shared.allocator.n_rows == 1  # else other rows' tokens show what widths cost
+        reach = self._reach(n_best, gains, prices, rate, left / 2) if is_alone else 0
         if reach:
             return Plan(max(limit, reach), reach, explores=faster == 1.0, rate=rate * faster)
         if faster > 1.0:
@@ -190,12 +191,16 @@ class AutoRow:
                 return Plan(limit, explores=True)
         return NOTHING
 
-    def _reach(self, n_best: int, gains: list[float], rate: float, left: float) -> int:
-        """A number of draft tokens that would be better than the best known, were its width cheap; or 0."""
-        source, prices = self._shared.drafting, self._prices(-LUCK)
-        limit = self._limit(source, rate, left, dearer=0.0)
-        usual = (1.0 + gains[n_best]) / (1.0 + rate * prices[n_best])
-        faster, n = speed_up(prices[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
+    def _reach(self, n_best: int, gains: list[float], prices: list[float], rate: float, left: float) -> int:
+        """A number of draft tokens that would be better than the best known, were its width cheap; or 0.
+
+        At what is believed of the widths it loses, with bad luck, no more than `left` plain tokens.
+        """
+        source, longest = self._shared.drafting, len(prices) - 1
+        limit = _affordable(self._gains(source, longest, -LUCK), prices, rate, left)
+        lucky = self._prices(source, -LUCK)
+        usual = (1.0 + gains[n_best]) / (1.0 + rate * lucky[n_best])
+        faster, n = speed_up(lucky[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
         return n if faster > PROMISE * usual else 0
 
     def _plan_free(self, source: Source, plain_rate: float, left: float) -> Plan:
@@ -212,22 +217,21 @@ class AutoRow:
         is_refused = explores and view.n_since < view.wait
         return NOTHING if is_refused else Plan(limit, 1, explores, plain_rate * faster)
 
-    def _limit(self, source: Source, rate: float, left: float, dearer: float = LUCK) -> int:
+    def _limit(self, source: Source, rate: float, left: float) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
-        limit = 0
-        gains, prices = self._outlook(source, -LUCK)[0], self._prices(dearer, source)
-        for n, (gain, price) in enumerate(zip(gains, prices, strict=True)):
-            if rate * price - gain <= left:
-                limit = n
-        return limit
+        gains, prices = self._outlook(source, -LUCK)
+        return _affordable(gains, prices, rate, left)
 
     def _outlook(self, source: Source, luck: float = 0.0) -> tuple[list[float], list[float]]:
         """[m] tokens that 0, 1, ... draft tokens gain, and cost in seconds, with so much luck."""
-        prices = self._prices(-luck, source)
-        chance = self._views[source].acceptance.probability(z=luck)
-        return expected_accepted(chance, len(prices) - 1), prices
+        prices = self._prices(source, -luck)
+        return self._gains(source, len(prices) - 1, luck), prices
 
-    def _prices(self, z: float = 0.0, source: Source | None = None) -> list[float]:
+    def _gains(self, source: Source, longest: int, luck: float) -> list[float]:
+        """[m] tokens that 0, 1, ... draft tokens gain, `luck` standard deviations more than believed."""
+        return expected_accepted(self._views[source].acceptance.probability(z=luck), longest)
+
+    def _prices(self, source: Source, z: float) -> list[float]:
         """[m] a row's share of what 0, 1, ... draft tokens cost, `z` standard deviations dearer."""
         step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(z)
         return self._shared.allocator.level_seconds(self._pledge, step, z)
@@ -250,3 +254,12 @@ class AutoRow:
         """Whether one more token that the target cannot but accept costs less than it gains."""
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         return self._rate > 0.0 and len(prices) > 1 and self._rate * prices[1] < 1.0
+
+
+def _affordable(gains: list[float], prices: list[float], rate: float, left: float) -> int:
+    """The most draft tokens whose gains and prices lose no more than `left` plain tokens."""
+    limit = 0
+    for n, (gain, price) in enumerate(zip(gains, prices, strict=True)):
+        if rate * price - gain <= left:
+            limit = n
+    return limit
