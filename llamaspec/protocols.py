@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,17 @@ class RowLength(Protocol):
 
     def close(self) -> None:
         """The text has ended."""
+
+
+@runtime_checkable
+class TrialLength(Protocol):
+    """A row's length that wants to see what a width costs before it decides anything."""
+
+    def trial_width(self) -> int:
+        """A number of positions that nobody has timed: the end of the prompt should be read in it; or 0."""
+
+    def observe_trial(self, width: int, seconds: float) -> None:
+        """Learn what it took; the width is that of all rows together."""
 
 
 class LengthPolicy(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.protocols import LengthPolicy, RowLength
+from llamaspec.protocols import LengthPolicy, RowLength, TrialLength
 from llamaspec.values import Draft, Round, Source
 
 Array = npt.NDArray[np.float64]
@@ -104,6 +104,7 @@ def play_rows(
     """The same for several texts that share every evaluation, and draft in lock-step."""
     rng = np.random.default_rng(seed)
     rows = [Row(policy.start_row(), passage, copies) for passage in passages]
+    _read_prompts(rows, machine, rng)
     seconds, plain, evaluation = 0.0, 0.0, 0
     run: list[tuple[int, float, float, int]] = []
     while rows:
@@ -141,6 +142,14 @@ def play_rows(
         rows = [row for row in rows if not row.is_over]
     positions, times, plain_times, lengths = zip(*run, strict=True)
     return Run(positions, times, plain_times, lengths)
+
+
+def _read_prompts(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
+    """The end of a prompt is read in a width that the policy wants to see; the account begins behind it."""
+    for row in rows:
+        width = row.length.trial_width() if isinstance(row.length, TrialLength) else 0
+        if width and isinstance(row.length, TrialLength):
+            row.length.observe_trial(width, float(machine.verify_seconds[width - 1]) * machine.noise(rng))
 
 
 class Row:

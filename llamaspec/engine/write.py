@@ -19,7 +19,7 @@ from llamaspec.engine.row import Text
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Span, TextAssembler
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
-from llamaspec.protocols import Vocabulary
+from llamaspec.protocols import TrialLength, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
@@ -86,16 +86,23 @@ def write(plan: TextPlan) -> Text[TextEvent]:
 
 def _prefill(plan: TextPlan) -> Text[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
-    prompt, n_to_read = plan.prompt, len(plan.prompt) - 1
-    n_cached, seconds = 0, 0.0
-    for begin in range(0, n_to_read, PREFILL_PART):
-        end = min(begin + PREFILL_PART, n_to_read)
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
+    prompt, n_to_read, length = plan.prompt, len(plan.prompt) - 1, plan.speculation.length
+    curious = length if isinstance(length, TrialLength) else None
+    n_trial = 0 if curious is None else curious.trial_width()
+    if n_to_read < 2 * n_trial:  # what comes before it warms up the machine
+        n_trial = 0
+    n_cached, seconds, begin = 0, 0.0, 0
+    for end in sorted({*range(PREFILL_PART, n_to_read, PREFILL_PART), n_to_read - n_trial, n_to_read} - {0}):
+        n_logits = n_trial if end == n_to_read else 0
+        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=n_logits)
+        if curious is not None and n_logits and forward.n_cached == begin:
+            curious.observe_trial(forward.n_positions, forward.seconds)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
             seconds += yield from _prepare_drafter(plan, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
+        begin = end
     seconds += yield from _prepare_drafter(plan, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
 

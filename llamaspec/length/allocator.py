@@ -98,14 +98,6 @@ def stopping_threshold(costs: Sequence[float], gains: Sequence[float], rate: flo
     return least
 
 
-def speed_up(costs: Sequence[float], gains: Sequence[float], plain_rate: float) -> tuple[float, int]:
-    """Of the best number of draft tokens, next to none, and this number; (1, 0) where none pays.
-
-    Tokens of a row over its share of the time.
-    """
-    best, n_best = 1.0, 0
-    for n, (cost, gain) in enumerate(zip(costs, gains, strict=False)):
-        ratio = (1.0 + gain) / (1.0 + plain_rate * cost)
-        if ratio > best:
-            best, n_best = ratio, n
-    return best, n_best
+def speed_up(costs: Sequence[float], gains: Sequence[float], plain_rate: float) -> float:
+    """Of the best number of draft tokens, next to none: tokens of a row over its share of the time."""
+    return max((1.0 + gain) / (1.0 + plain_rate * cost) for cost, gain in zip(costs, gains, strict=False))

@@ -61,6 +61,17 @@ class CostModel:
         return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
 
     @property
+    def is_blank(self) -> bool:
+        """Whether any width may be evaluated, and nothing is known of them."""
+        return self._allowed is None and not self._has_prior and not self.n_timed
+
+    @property
+    def doubts_plain(self) -> bool:
+        """Whether width 1 looks dearer than a wider one after few timings: rather a hiccup than a fact."""
+        self._cover(1)
+        return self.n_timed.get(1, 0) < LASTING and self._seconds[1] > min(self._seconds[2:])
+
+    @property
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
         return bool(self._covariance[STEP, STEP] < UNSEEN_VARIANCES[STEP])
@@ -176,7 +187,7 @@ class CostModel:
         doubt = surprise**2 / (expected * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
         if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
-            covariance[part, part] += surprise**2
+            covariance += surprise**2 * np.outer(*[self._alone(part)] * 2)
         elif doubt > 1:
             noise *= doubt
         column = covariance @ weights
@@ -184,6 +195,13 @@ class CostModel:
         self._mean += column * (surprise / expected)
         covariance -= np.outer(column, column / expected)
         self._seconds = []
+
+    def _alone(self, part: int) -> FloatArray:
+        """What changes where one number was wrong: if that of width 1, not the seconds of timed widths."""
+        changes: FloatArray = np.eye(len(self._mean))[part]
+        if part == PLAIN and self._n_far < LASTING:
+            changes[[place for width, place in self._place.items() if width in self.n_timed]] = -1.0
+        return changes
 
     def _lay_out(self) -> None:
         """What each number weighs in each width: lines between the known widths, a power behind the last."""

@@ -21,7 +21,7 @@ from llamaspec.values import Draft, Round, Source
 
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
-PROMISE = 1.03  # what a width that nobody has timed must promise, next to the best that is known
+TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
@@ -50,7 +50,6 @@ class Plan:
     """What the coming round of a row may do with one source."""
 
     limit: int = 0  # draft tokens at most
-    reach: int = 1  # so many whatever each is worth: nobody knows what as wide an evaluation costs
     explores: bool = False
     rate: float = 0.0  # tokens per second of all rows together, if this source drafts
 
@@ -76,7 +75,6 @@ class AutoRow:
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
-        self._longest = 0  # draft of this text
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
@@ -86,10 +84,8 @@ class AutoRow:
         pledge.n_draft, pledge.is_drafting = n, True
         if draft.source is Source.GRAMMAR:
             wants = self._pays_sure()
-        elif plan.reach <= n < plan.limit:
-            wants = self._pays(draft)
         else:
-            wants = n < plan.limit
+            wants = n < plan.limit and (not n or self._pays(draft))
         pledge.n_draft, pledge.is_drafting = n + wants, wants
         return wants
 
@@ -112,6 +108,15 @@ class AutoRow:
         rate = plain_rate * faster
         return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
 
+    def trial_width(self) -> int:
+        """One width, where nothing is known of any and nothing forbids it."""
+        shared = self._shared
+        return TRIAL if shared.sources and shared.costs.is_blank else 0
+
+    def observe_trial(self, width: int, seconds: float) -> None:
+        """Learn what it took: for no tokens that a prompt would not have cost anyway."""
+        self._shared.costs.observe_verify(width, seconds)
+
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all rows together."""
         return self._shared.costs.cheapest_width(n_positions)
@@ -133,7 +138,6 @@ class AutoRow:
         if n_drafted:
             rate = max(self._rate, shared.allocator.plain_rate(round_.n_rows)) / round_.n_rows
             view.learn(explores, n_made - seconds * rate)
-            self._longest = max(self._longest, n_drafted)
         has_read = round_.n_draft_steps > 0
         self.n_unread = int(n_made > n_drafted) if has_read else self.n_unread + n_made
         self._standing = ((), 1.0)
@@ -159,15 +163,16 @@ class AutoRow:
         if not plain_rate:  # as many positions may not be evaluated
             return
         left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
-        if shared.drafting in shared.sources:
+        has_model = shared.drafting in shared.sources
+        if has_model:
             plan = self._plan_model(plain_rate, left)
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
-        for source in COPIES:
-            if source in shared.sources:
+        for source in COPIES:  # nobody knows what they are worth next to a model that was never asked
+            if source in shared.sources and (shared.costs.knows_step or not has_model):
                 self._plans[source] = self._plan_free(source, plain_rate, left)
         steady = next(iter(self._plans.values()), NOTHING)  # copies beside a draft model are not
         patience = CHECK_AFTER + max(steady.rate / plain_rate - 1.0, 0.0) / CHECK_SHARE
-        if steady.limit and shared.n_since_plain >= patience:
+        if steady.limit and (shared.n_since_plain >= patience or (n_rows == 1 and shared.costs.doubts_plain)):
             shared.wants_plain, self._plans, self._rate = True, {}, 0.0
 
     def _plan_model(self, rate: float, left: float) -> Plan:
@@ -177,31 +182,15 @@ class AutoRow:
         left -= rate * costs.drafting_seconds(0, self.n_unread)
         limit = self._limit(shared.drafting, rate, left)
         gains, prices = self._outlook(shared.drafting)
-        faster, n_best = speed_up(prices, gains[: limit + 1], rate)
-        is_alone = shared.allocator.n_rows == 1  # else other rows' tokens show what widths cost
-        reach = self._reach(n_best, gains, prices, rate, left / 2) if is_alone else 0
-        if reach:
-            return Plan(max(limit, reach), reach, explores=faster == 1.0, rate=rate * faster)
+        faster = speed_up(prices, gains[: limit + 1], rate)
         if faster > 1.0:
             return Plan(limit, rate=rate * faster)
         is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
         if limit and is_due:
             gains, prices = self._outlook(shared.drafting, LUCK)
-            if speed_up(prices, gains, rate)[0] > 1.0:
+            if speed_up(prices, gains, rate) > 1.0:
                 return Plan(limit, explores=True)
         return NOTHING
-
-    def _reach(self, n_best: int, gains: list[float], prices: list[float], rate: float, left: float) -> int:
-        """A number of draft tokens that would be better than the best known, were its width cheap; or 0.
-
-        At what is believed of the widths it loses, with bad luck, no more than `left` plain tokens.
-        """
-        source, longest = self._shared.drafting, len(prices) - 1
-        limit = _affordable(self._gains(source, longest, -LUCK), prices, rate, left)
-        lucky = self._prices(source, -LUCK)
-        usual = (1.0 + gains[n_best]) / (1.0 + rate * lucky[n_best])
-        faster, n = speed_up(lucky[: 1 + min(limit, 1 + 2 * self._longest)], gains, rate)
-        return n if faster > PROMISE * usual else 0
 
     def _plan_free(self, source: Source, plain_rate: float, left: float) -> Plan:
         """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
@@ -212,29 +201,28 @@ class AutoRow:
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         first = view.acceptance.probability(z=0.0 if has_model else LUCK)
         ahead = expected_accepted(self._shared.calibrations[source].probability(0.9), len(prices) - 2)
-        faster, _ = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
+        faster = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
         explores = plain_rate * faster <= self._rate
         is_refused = explores and view.n_since < view.wait
-        return NOTHING if is_refused else Plan(limit, 1, explores, plain_rate * faster)
+        return NOTHING if is_refused else Plan(limit, explores, plain_rate * faster)
 
     def _limit(self, source: Source, rate: float, left: float) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
-        gains, prices = self._outlook(source, -LUCK)
-        return _affordable(gains, prices, rate, left)
+        limit = 0
+        for n, (gain, price) in enumerate(zip(*self._outlook(source, -LUCK), strict=True)):
+            if rate * price - gain <= left:
+                limit = n
+        return limit
 
     def _outlook(self, source: Source, luck: float = 0.0) -> tuple[list[float], list[float]]:
-        """[m] tokens that 0, 1, ... draft tokens gain, and cost in seconds, with so much luck."""
-        prices = self._prices(source, -luck)
-        return self._gains(source, len(prices) - 1, luck), prices
+        """[m] tokens that 0, 1, ... draft tokens gain, and a row's share of what they cost, in seconds.
 
-    def _gains(self, source: Source, longest: int, luck: float) -> list[float]:
-        """[m] tokens that 0, 1, ... draft tokens gain, `luck` standard deviations more than believed."""
-        return expected_accepted(self._views[source].acceptance.probability(z=luck), longest)
-
-    def _prices(self, source: Source, z: float) -> list[float]:
-        """[m] a row's share of what 0, 1, ... draft tokens cost, `z` standard deviations dearer."""
-        step = 0.0 if source in FREE else self._shared.costs.draft_step_seconds(z)
-        return self._shared.allocator.level_seconds(self._pledge, step, z)
+        `luck`: standard deviations by which both are better than believed.
+        """
+        shared, chance = self._shared, self._views[source].acceptance.probability(z=luck)
+        step = 0.0 if source in FREE else shared.costs.draft_step_seconds(-luck)
+        prices = shared.allocator.level_seconds(self._pledge, step, -luck)
+        return expected_accepted(chance, len(prices) - 1), prices
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next token of a draft is worth its position."""
@@ -254,12 +242,3 @@ class AutoRow:
         """Whether one more token that the target cannot but accept costs less than it gains."""
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         return self._rate > 0.0 and len(prices) > 1 and self._rate * prices[1] < 1.0
-
-
-def _affordable(gains: list[float], prices: list[float], rate: float, left: float) -> int:
-    """The most draft tokens whose gains and prices lose no more than `left` plain tokens."""
-    limit = 0
-    for n, (gain, price) in enumerate(zip(gains, prices, strict=True)):
-        if rate * price - gain <= left:
-            limit = n
-    return limit

@@ -144,6 +144,36 @@ def test_a_long_prompt_is_read_in_parts_and_told() -> None:
     assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
 
 
+class Curious(Length):
+    """Wants to see what four positions cost."""
+
+    def trial_width(self) -> int:
+        return 4
+
+    def observe_trial(self, width: int, seconds: float) -> None:
+        self.trials = [*getattr(self, "trials", []), (width, seconds)]
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "widths", "trials"),
+    [(13, [8, 4, 1], [(4, 0.25)]), (9, [4, 4, 1], [(4, 0.25)]), (8, [7, 1], []), (1, [1], [])],
+)
+def test_the_end_of_a_prompt_is_read_in_a_width_to_be_timed(
+    n_prompt: int, widths: list[int], trials: list[tuple[int, float]]
+) -> None:
+    """Where something is read before it, which warms up the machine, and says the same."""
+    model, length = alphabet(context_size=60), Curious()
+    model.seconds = 0.25
+    models = {TARGET: model}
+    scheduler = Scheduler(models, clock=model.clock)
+    prompt = [i % 5 for i in range(n_prompt)]
+    done = stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()
+    assert [evaluated.width for evaluated in model.evaluated] == widths
+    assert getattr(length, "trials", []) == trials
+    assert done.tokens == stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1).run().tokens
+    assert len(length.rounds) == 1
+
+
 def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
     model = alphabet(context_size=900)
     scheduler, prompt = Scheduler({TARGET: model}), [0] * (PREFILL_PART + 30)

@@ -81,6 +81,27 @@ def test_a_hiccup_of_plain_decoding_is_corrected_by_the_next_round() -> None:
     assert not row.wants_more(Draft())
 
 
+def test_where_nothing_is_known_the_end_of_the_prompt_shows_a_width() -> None:
+    policy = AutoLength()
+    row = policy.start_row()
+    assert row.trial_width() == 4
+    row.observe_trial(4, 0.02)
+    assert policy.shared.costs.n_timed == {4: 1}
+    assert policy.start_row().trial_width() == 0
+    known = [AutoLength(machine("q4_0", 0.6).curve()), AutoLength(widths={1, 4}), AutoLength(sources=())]
+    assert [each.start_row().trial_width() for each in known] == [0, 0, 0]
+
+
+def test_a_first_plain_round_that_was_disturbed_is_made_again() -> None:
+    """It took thrice its time, so the width that the prompt had shown seemed to cost less than one token."""
+    row = AutoLength().start_row()
+    row.observe_trial(4, 0.0175)
+    for seconds in (0.030, 0.010):
+        assert not row.wants_more(Draft())
+        row.observe(round_of(0, 0, seconds))
+    assert row.wants_more(Draft())
+
+
 def test_nobody_drafts_where_no_source_is_told() -> None:
     """After a probe of the target alone every round is one position wide."""
     on = machine("q4_0", 0.0)

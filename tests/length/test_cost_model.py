@@ -41,6 +41,29 @@ def test_a_hiccup_of_width_1_is_forgotten_with_the_next_timing() -> None:
         assert model.seconds(1) == pytest.approx(0.0164, rel=0.1)
 
 
+def test_a_hiccup_of_width_1_moves_no_width_that_was_timed() -> None:
+    """Its correction once made width 4 a third of what it was, and every draft seemed to win."""
+    model = CostModel(LearnedPrior())
+    assert model.is_blank
+    model.observe_verify(4, 0.0292)
+    assert not model.is_blank
+    model.observe_verify(1, 0.0492)
+    assert model.doubts_plain
+    model.observe_verify(1, 0.0164)
+    assert [model.seconds(1), model.seconds(4)] == pytest.approx([0.0164, 0.0292], rel=0.15)
+    assert not model.doubts_plain
+
+
+def test_a_width_that_really_is_cheaper_is_believed_in_the_end() -> None:
+    model = CostModel(LearnedPrior())
+    for n in range(3):
+        model.observe_verify(4, 0.010)
+        model.observe_verify(1, 0.020)
+        assert model.doubts_plain == (n < 2)
+    assert not CostModel(probed(Q4_0)).is_blank
+    assert not CostModel(LearnedPrior(), allowed={1, 4}).is_blank
+
+
 def test_a_wider_evaluation_that_is_shorter_shows_the_hiccup_too() -> None:
     model = CostModel(probed(Q4_0))
     model.observe_verify(1, 0.0492)

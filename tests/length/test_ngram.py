@@ -82,6 +82,16 @@ def test_copying_is_refused_where_the_model_is_worth_more() -> None:
     assert both.wants_more(NO_DRAFT)
 
 
+def test_nothing_is_copied_before_the_model_was_asked() -> None:
+    """Copies that cost next to nothing once kept a model silent that would have been right."""
+    row = AutoLength(sources={Source.NGRAM, Source.MODEL}).start_row()
+    row.observe(round_of(NO_DRAFT, 0, FLAT))
+    assert not row.wants_more(NO_NGRAM_DRAFT)
+    assert row.wants_more(NO_DRAFT)
+    row.observe(replace(round_of(ngram_draft(1), 1, FLAT), n_draft_steps=1, draft_seconds=0.0001))
+    assert row.wants_more(NO_NGRAM_DRAFT)
+
+
 def test_what_is_refused_is_tried_again_less_and_less_often() -> None:
     """A position more costs as much as a token, so no copy can win; in case that is wrong, it is tried."""
     row, tries = started(STEEP, Source.NGRAM), list[int]()
@@ -145,7 +155,7 @@ def test_copies_never_make_a_text_slower(curve: str, share: float) -> None:
         assert ran.worst_to_plain(96) <= 1 / 0.97
 
 
-@pytest.mark.parametrize(("curve", "speed_up"), [("f16", 2.2), ("q4_0", 1.6), ("flat", 3.2)])
+@pytest.mark.parametrize(("curve", "speed_up"), [("f16", 2.2), ("q4_0", 1.5), ("flat", 3.2)])
 def test_a_text_that_copies_gets_faster(curve: str, speed_up: float) -> None:
     text = copied(0.9, 1)
     ran = [play(AutoLength(sources={Source.NGRAM}), machine(curve), text, seed, text) for seed in SEEDS]

@@ -92,16 +92,16 @@ def test_without_noise_the_dip_is_found() -> None:
 
 
 def test_an_unlucky_beginning_is_not_the_end() -> None:
-    """Three early misses use up the room; a guess that is sure is judged all the same."""
-    rng = np.random.default_rng(3)
-    stands = np.concatenate([np.zeros(8, bool), rng.random(88) < 0.85])
-    confidences = np.where(stands, rng.uniform(0.7, 0.95, 96), rng.uniform(0.1, 0.6, 96))
-    unlucky = Passage(stands.astype(float), stands, confidences)
-    on = machine("f16", 0.6)
-    result = play(AutoLength(), on, unlucky)
-    first = next(n for n, made in zip(result.n_tokens[6:], result.lengths[6:], strict=True) if made)
-    assert first < 32
-    assert result.to_plain < 0.75
+    """Four misses in a row where five of six will be right: most texts recover, and none loses much."""
+    ran: list[float] = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        stands = np.concatenate([np.zeros(4, bool), rng.random(92) < 0.85])
+        confidences = np.where(stands, rng.uniform(0.7, 0.95, 96), rng.uniform(0.1, 0.6, 96))
+        unlucky = Passage(stands.astype(float), stands, confidences)
+        ran.append(play(AutoLength(), machine("f16", 0.6), unlucky, seed).to_plain)
+    assert sum(to_plain < 0.75 for to_plain in ran) >= 4
+    assert max(ran) <= 1 / 0.97
 
 
 @pytest.mark.parametrize("seed", range(4))
