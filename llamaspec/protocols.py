@@ -192,7 +192,7 @@ class TrialLength(Protocol):
     """A row's length that wants to see what a width costs before it decides anything."""
 
     def trial_width(self) -> int:
-        """A number of positions that nobody has timed: the end of the prompt should be read in it; or 0."""
+        """A number of positions that should be timed before the prompt is read; or 0."""
 
     def observe_trial(self, width: int, seconds: float) -> None:
         """Learn what it took; the width is that of all rows together."""

@@ -104,7 +104,7 @@ def play_rows(
     """The same for several texts that share every evaluation, and draft in lock-step."""
     rng = np.random.default_rng(seed)
     rows = [Row(policy.start_row(), passage, copies) for passage in passages]
-    _read_prompts(rows, machine, rng)
+    _try_widths(rows, machine, rng)
     seconds, plain, evaluation = 0.0, 0.0, 0
     run: list[tuple[int, float, float, int]] = []
     while rows:
@@ -144,8 +144,8 @@ def play_rows(
     return Run(positions, times, plain_times, lengths)
 
 
-def _read_prompts(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
-    """The end of a prompt is read in a width that the policy wants to see; the account begins behind it."""
+def _try_widths(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
+    """A policy may see what a width costs before the prompt is read; the account begins behind it."""
     for row in rows:
         width = row.length.trial_width() if isinstance(row.length, TrialLength) else 0
         if width and isinstance(row.length, TrialLength):

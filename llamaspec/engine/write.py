@@ -86,25 +86,35 @@ def write(plan: TextPlan) -> Text[TextEvent]:
 
 def _prefill(plan: TextPlan) -> Text[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
-    prompt, n_to_read, length = plan.prompt, len(plan.prompt) - 1, plan.speculation.length
-    curious = length if isinstance(length, TrialLength) else None
-    n_trial = 0 if curious is None else curious.trial_width()
-    if n_to_read < 2 * n_trial:  # what comes before it warms up the machine
-        n_trial = 0
-    n_cached, seconds, begin = 0, 0.0, 0
-    for end in sorted({*range(PREFILL_PART, n_to_read, PREFILL_PART), n_to_read - n_trial, n_to_read} - {0}):
-        n_logits = n_trial if end == n_to_read else 0
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=n_logits)
-        if curious is not None and n_logits and forward.n_cached == begin:
-            curious.observe_trial(forward.n_positions, forward.seconds)
+    prompt, n_to_read = plan.prompt, len(plan.prompt) - 1
+    n_cached, seconds = 0, (yield from _try_width(plan))
+    for begin in range(0, n_to_read, PREFILL_PART):
+        end = min(begin + PREFILL_PART, n_to_read)
+        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
             seconds += yield from _prepare_drafter(plan, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
-        begin = end
     seconds += yield from _prepare_drafter(plan, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
+
+
+def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
+    """Let a length that knows nothing yet see what a width costs; returns seconds.
+
+    On tokens of the prompt, because a mixture of experts must tell them apart, but from its end: nothing of
+    this is found again, so the prompt is read as ever, and the text is the same to the bit.
+    """
+    length, prompt = plan.speculation.length, plan.prompt
+    width = length.trial_width() if isinstance(length, TrialLength) else 0
+    tokens = prompt[-1 - width :]
+    if not isinstance(length, TrialLength) or not width or tokens[0] == prompt[0]:
+        return 0.0
+    first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
+    forward = yield ForwardRequest(TARGET, tokens, n_logits=width)
+    length.observe_trial(forward.n_positions, forward.seconds)
+    return first.seconds + forward.seconds
 
 
 def _prepare_drafter(plan: TextPlan, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:

@@ -114,7 +114,7 @@ class AutoRow:
         return TRIAL if shared.sources and shared.costs.is_blank else 0
 
     def observe_trial(self, width: int, seconds: float) -> None:
-        """Learn what it took: for no tokens that a prompt would not have cost anyway."""
+        """Learn what it took."""
         self._shared.costs.observe_verify(width, seconds)
 
     def width(self, n_positions: int) -> int | None:

@@ -147,30 +147,38 @@ def test_a_long_prompt_is_read_in_parts_and_told() -> None:
 class Curious(Length):
     """Wants to see what four positions cost."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.trials: list[tuple[int, float]] = []
+
     def trial_width(self) -> int:
         return 4
 
     def observe_trial(self, width: int, seconds: float) -> None:
-        self.trials = [*getattr(self, "trials", []), (width, seconds)]
+        self.trials.append((width, seconds))
 
 
 @pytest.mark.parametrize(
-    ("n_prompt", "widths", "trials"),
-    [(13, [8, 4, 1], [(4, 0.25)]), (9, [4, 4, 1], [(4, 0.25)]), (8, [7, 1], []), (1, [1], [])],
+    ("prompt", "widths"),
+    [
+        ([0, 1, 2, 3, 4, 0, 1], [1, 4, 6, 1]),
+        ([1, 2, 3, 4, 0, 1], [1, 4, 5, 1]),
+        ([0, 1, 2, 3, 4], [4, 1]),
+        ([0], [1]),
+    ],
 )
-def test_the_end_of_a_prompt_is_read_in_a_width_to_be_timed(
-    n_prompt: int, widths: list[int], trials: list[tuple[int, float]]
+def test_a_width_is_tried_before_the_prompt_and_leaves_nothing_behind(
+    prompt: list[int], widths: list[int]
 ) -> None:
-    """Where something is read before it, which warms up the machine, and says the same."""
+    """The prompt is read in one evaluation, as without: its numbers may depend on that."""
     model, length = alphabet(context_size=60), Curious()
     model.seconds = 0.25
     models = {TARGET: model}
     scheduler = Scheduler(models, clock=model.clock)
-    prompt = [i % 5 for i in range(n_prompt)]
     done = stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()
     assert [evaluated.width for evaluated in model.evaluated] == widths
-    assert getattr(length, "trials", []) == trials
-    assert done.tokens == stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1).run().tokens
+    assert length.trials == [(4, 0.25)] * (len(widths) == 4)
+    assert (done.n_cached, done.prefill_seconds) == (0, 0.25 * (len(widths) - 1))
     assert len(length.rounds) == 1
 
 
