@@ -12,6 +12,7 @@ from dataclasses import dataclass
 ALLOWED = 2.0  # plain tokens of each row that may be lost at first: 2.1 % of 96 tokens
 ALLOWED_RATE = 0.02  # and more for every token after the first 96
 FREE_TOKENS = 96
+SHARE, MOST = 0.1, 1.0  # of what earlier texts have won, that a text may lose besides
 FOLD = 32  # evaluations booked at today's price of a plain token; older ones keep the price of their day
 
 
@@ -20,7 +21,7 @@ class RegretBudget:
     """Running account; gains and losses in plain tokens."""
 
     gain: float = 0.0  # won against plain decoding, in all texts
-    _base: float = 0.0  # gain when the text began; without debts of earlier texts
+    _base: float = 0.0  # gain when the text began, less what it has of earlier texts
     _n_start: int = 0  # tokens when the text began
     _settled: float = 0.0
     _n_made: int = 0
@@ -37,10 +38,14 @@ class RegretBudget:
             self._fold()
 
     def start_text(self, n_tokens: int) -> None:
-        """A text begins alone, after `n_tokens` of earlier ones: it owes their debts, not their gain."""
+        """A text begins alone, after `n_tokens` of earlier ones.
+
+        It owes their debts, and may lose a little of their gain.
+        """
         debt = min(self.gain - self._base + ALLOWED_RATE * (n_tokens - self._n_start), 0.0)
+        won = min(max(SHARE * self.gain, 0.0), MOST)
         self._fold()
-        self._base, self._n_start = self.gain - debt, n_tokens
+        self._base, self._n_start = self.gain - debt - won, n_tokens
 
     def left(self, n_tokens: int, n_rows: int, plain_spread: float) -> float:
         """What may be lost now, after `n_tokens` of all rows.
