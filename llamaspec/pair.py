@@ -358,6 +358,8 @@ class Pair:
 
 
 def _apart(target: LlamaModel, draft: LlamaModel) -> bool:
-    """Whether the two compute on different devices: one on the GPU, the other not."""
-    on_gpu = [model.options.gpu_layers != 0 for model in (target, draft)]
+    """Whether the two compute on different devices: one on the GPU or on workers, the other not."""
+    if target.options.workers:
+        return True
+    on_gpu = [model.options.offloads for model in (target, draft)]
     return runtime.can_offload() and on_gpu[0] != on_gpu[1]
