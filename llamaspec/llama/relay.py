@@ -12,7 +12,8 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from typing import IO, NoReturn
+from io import BufferedReader
+from typing import NoReturn, cast
 
 from llamaspec.errors import WorkerError
 
@@ -58,7 +59,7 @@ class Relay:
         self.address = address
         self._fault: str | None = None
         self._worker = _connected(address)
-        self._answers = self._worker.makefile("rb", _CHUNK)
+        self._answers = _reader(self._worker)
         try:
             self.protocol = self._greet()  # major and minor version
             self._listener = _listening()
@@ -118,11 +119,11 @@ class Relay:
             except OSError:  # closed
                 self._answers.close()
                 return
-            with client, client.makefile("rb", _CHUNK) as requests, suppress(OSError):
+            with client, _reader(client) as requests, suppress(OSError):
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._talk(client, requests)
 
-    def _talk(self, client: socket.socket, requests: IO[bytes]) -> None:
+    def _talk(self, client: socket.socket, requests: BufferedReader) -> None:
         while len(head := requests.read(_HEAD.size)) == _HEAD.size:
             command, n = _HEAD.unpack(head)
             if command == _HELLO:
@@ -207,6 +208,10 @@ def _connected(address: str) -> socket.socket:
         if hasattr(socket, name):
             worker.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return worker
+
+
+def _reader(end: socket.socket) -> BufferedReader:
+    return cast(BufferedReader, end.makefile("rb", _CHUNK))
 
 
 def _listening() -> socket.socket:
