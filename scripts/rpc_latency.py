@@ -92,15 +92,15 @@ def main(
 
 
 def _distance(pair: Pair, delay: float, texts: list[str], sampling: Sampling, max_tokens: int) -> Distance:
-    policy = AutoLength(measure(pair, QUICK).curve, sources=pair.sources)
+    automatic = AutoLength(measure(pair, QUICK).curve, sources=pair.sources)
     plain, drafted, lengths, n_rounds, n_tokens, same = [], [], [], 0, 0, True
     for seed, text in enumerate(texts):
-        pair.forget()
-        alone = pair.stream(
-            text, sampling=sampling, seed=seed, max_tokens=max_tokens, drafter=NoDrafter()
-        ).run()
-        pair.forget()
-        both = pair.stream(text, sampling=sampling, seed=seed, max_tokens=max_tokens, policy=policy).run()
+        done = {}
+        for policy in (None, automatic) if seed % 2 else (automatic, None):
+            pair.forget()
+            how = {"drafter": NoDrafter()} if policy is None else {"policy": policy}
+            done[policy] = pair.stream(text, sampling=sampling, seed=seed, max_tokens=max_tokens, **how).run()
+        alone, both = done[None], done[automatic]
         same = same and alone.tokens == both.tokens
         plain.append(alone.summary.decode_seconds / max(1, alone.summary.n_tokens))
         drafted.append(both.summary.decode_seconds / max(1, both.summary.n_tokens))

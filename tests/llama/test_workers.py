@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from llamaspec import ModelOptions, Sampling, open_pair
 from llamaspec.errors import DeviceError, ModelFileError, WorkerError
 from llamaspec.llama import relay, runtime
+from llamaspec.llama.context import Context
 from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.relay import Relay
@@ -18,6 +21,7 @@ from llamaspec.llama.saved_prefixes import PrefixFolder
 from llamaspec.llama.workers import own_protocol
 from llamaspec.pair import Pair
 from llamaspec.values import TARGET, ForwardRequest
+from patience import PATIENCE
 from rpc_workers import Worker, needs_rpc, running_worker
 
 pytestmark = needs_rpc
@@ -74,6 +78,29 @@ def test_a_worker_that_dies_ends_the_text_with_an_error(models: list[Path], mort
         assert tokens == expected.tokens[: len(tokens)]
         with pytest.raises(WorkerError, match="was lost"):  # nor does another text begin
             pair.stream(PROMPT, seed=5, max_tokens=3).run()
+
+
+def test_no_score_is_believed_that_did_not_come(
+    target_file: Path, mortal: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama_decode comes back before the scores do: if the worker dies in between, they are zeros."""
+    check = Context._check
+
+    def checked(self: Context, status: int) -> None:
+        check(self, status)
+        mortal.kill()
+
+    with LlamaModel(target_file, there(mortal)) as model:
+        tokens = model.vocabulary.tokenize(PROMPT.encode())
+        for n in (-2, -1):  # twice, so that one token more is the same graph, of which nothing is asked
+            model.forward(ForwardRequest(TARGET, tokens[:n]))
+        monkeypatch.setattr(Context, "_check", checked)
+        mortal.process.send_signal(signal.SIGSTOP)  # it takes requests, and answers none
+        guard = threading.Timer(PATIENCE, mortal.process.kill)  # where llama.cpp asks after all
+        guard.start()
+        with pytest.raises(WorkerError, match="was lost"):
+            model.forward(ForwardRequest(TARGET, tokens))
+        guard.cancel()
 
 
 def test_nothing_that_a_lost_worker_held_is_saved(target_file: Path, mortal: Worker, tmp_path: Path) -> None:
