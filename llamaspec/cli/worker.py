@@ -55,11 +55,13 @@ def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | 
         known = ", ".join(each.name for each in found)
         raise click.UsageError(f"no device {', '.join(unknown) or 'given'}; there is {known}")
     folder = _folder() if cache else None
-    say(
+    told = (
         f"a worker on {host}:{port}, computing on {', '.join(device)}; whoever reaches it can use it: "
         f"private networks only; Ctrl-C ends it"
     )
-    serve_worker(host, port, threads, [each for each in found if each.name in device], folder)
+    serve_worker(
+        host, port, threads, [each for each in found if each.name in device], folder, lambda: say(told)
+    )
 
 
 def _folder() -> Path:

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,12 @@ def has_rpc() -> bool:
 
 
 def serve_worker(
-    host: str, port: int, threads: int | None, devices: Sequence[Device], cache: Path | None
+    host: str,
+    port: int,
+    threads: int | None,
+    devices: Sequence[Device],
+    cache: Path | None,
+    ready: Callable[[], None],
 ) -> None:
     """Be a worker, until a signal ends the process; only in the main thread.
 
@@ -101,6 +106,8 @@ def serve_worker(
         What to compute on.
     cache : Path, optional
         A folder where weights are kept, so that a client sends them once.
+    ready : callable
+        Called when nothing is known that could go wrong.
 
     Raises
     ------
@@ -123,6 +130,7 @@ def serve_worker(
     handles = device_handles([device.name for device in devices])
     array = (ctypes.c_void_p * len(handles))(*handles)
     folder = os.fsencode(cache) if cache is not None else None
+    ready()
     start(f"{number}:{port}".encode(), folder, threads or runtime.default_threads(), len(handles), array)
     raise WorkerError(f"the worker on {host}:{port} has ended; choose another --port or --device")
 

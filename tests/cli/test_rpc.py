@@ -97,7 +97,7 @@ def test_a_worker_where_another_program_listens() -> None:
 
 
 def test_a_worker_on_devices_that_are_not_there() -> None:
-    for device in ("CPU,CUDA7", "none"):
+    for device in ("CPU,CUDA7", "none", ""):
         answer = invoke("worker", "--device", device)
         assert answer.code == 2
         assert "there is CPU" in answer.stderr
