@@ -83,17 +83,18 @@ $(PYTHON_READY):
 	@touch $@
 
 # Without the cache, because pip takes a build for one backend for a build for another.
-# The stamp keeps the CMAKE_ARGS of the build; calls without CMAKE_ARGS are content with any build.
+# The stamp keeps the CMAKE_ARGS of the build; calls without CMAKE_ARGS are content with any build, and use
+# its CMAKE_ARGS again where the file of our own settings has changed since.
 ifneq ($(strip $(CMAKE_ARGS)),)
 ifneq ($(strip $(CMAKE_ARGS)),$(strip $(shell cat $(LLAMA_CPP_READY) 2>/dev/null)))
 $(LLAMA_CPP_READY): rebuild
 endif
 endif
-$(LLAMA_CPP_READY): $(PYTHON_READY)
+$(LLAMA_CPP_READY): $(PYTHON_READY) scripts/llama_cpp_build.cmake
 	@echo "Building llama.cpp from source: once, some minutes."
-	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet --no-cache-dir \
-	    $(FROM_SOURCE) --force-reinstall --no-deps "$(LLAMA_CPP)"
-	@printf '%s\n' "$$CMAKE_ARGS" > $@
+	given="$${CMAKE_ARGS:-$$(cat $@ 2>/dev/null)}"; \
+	CMAKE_ARGS="$(BUILD_OPTIONS) $$given" $(BIN)/python -m pip install --quiet --no-cache-dir \
+	    $(FROM_SOURCE) --force-reinstall --no-deps "$(LLAMA_CPP)" && printf '%s\n' "$$given" > $@
 
 rebuild:
 

@@ -5,12 +5,14 @@ LlamaspecError
 ├── PairError                 two models cannot work together
 ├── PromptError               the prompt is empty, too long or not readable
 │   └── ConstraintError       a JSON schema or grammar cannot be used
+├── DeviceError               llama.cpp does not compute on a device of this name
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
 ├── MemoryFullError           the machine has no room
 │   └── ContextFullError      the context has no room for a text
 └── EvaluationError           llama.cpp failed while it computed
     ├── EvaluationAbortedError  somebody asked for it
-    └── ScoresError             the model's scores are not numbers
+    ├── ScoresError             the model's scores are not numbers
+    └── WorkerError             a worker on another machine cannot be reached, or was lost
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ class ConstraintError(PromptError):
     """A JSON schema or a grammar cannot be used."""
 
 
+class DeviceError(LlamaspecError):
+    """llama.cpp does not compute on a device of this name."""
+
+
 class ClosedError(LlamaspecError):
     """A pair is used that is not open in this process."""
 
@@ -63,6 +69,10 @@ class EvaluationError(LlamaspecError):
 
 class EvaluationAbortedError(EvaluationError):
     """An evaluation was ended on purpose."""
+
+
+class WorkerError(EvaluationError):
+    """A worker on another machine cannot be reached, or was lost."""
 
 
 class ScoresError(EvaluationError):

@@ -251,6 +251,12 @@ class Pair:
         """Empty both KV caches, as if nothing had been evaluated."""
         self._scheduler.forget()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker of the target was lost: then every text ends with a WorkerError."""
+        workers = self.target.weights.workers
+        return workers is not None and workers.is_lost
+
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()
@@ -358,6 +364,8 @@ class Pair:
 
 
 def _apart(target: LlamaModel, draft: LlamaModel) -> bool:
-    """Whether the two compute on different devices: one on the GPU, the other not."""
-    on_gpu = [model.options.gpu_layers != 0 for model in (target, draft)]
+    """Whether the two compute on different devices: one on the GPU or on workers, the other not."""
+    if target.options.workers:
+        return True
+    on_gpu = [model.options.offloads for model in (target, draft)]
     return runtime.can_offload() and on_gpu[0] != on_gpu[1]

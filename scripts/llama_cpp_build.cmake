@@ -1,5 +1,10 @@
 # Read by CMake when it builds llama-cpp-python (see the Makefile).
 
+# RPC workers: one object more. The user may still say -DGGML_RPC=OFF.
+if(NOT DEFINED CACHE{GGML_RPC})
+    set(GGML_RPC ON)
+endif()
+
 # Leave out llama.cpp's "common" library, 52 of 127 objects, which only llama.cpp's own programs use.
 # llama-cpp-python asks for it in the cache; this variable hides that.
 set(LLAMA_BUILD_COMMON OFF)

@@ -25,6 +25,7 @@ from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
+from llamaspec.errors import WorkerError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.reasons import explain
@@ -125,12 +126,14 @@ def generate(
                 on_prefill=progress.part,
                 constraint=constraint,
             )
-            interrupted = _consume(stream, output)
+            interrupted, lost = _consume(stream, output)
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
         keep_texts(pair)
         if before is not None:
             _explain(before, stream, decoding)
+    if lost is not None:
+        raise lost
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -143,16 +146,18 @@ def _prompt(
     return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
 
 
-def _consume(stream: TextStream, output: GenerateOptions) -> bool:
-    """Write the text as it comes; answers whether the person interrupted."""
+def _consume(stream: TextStream, output: GenerateOptions) -> tuple[bool, WorkerError | None]:
+    """Write the text as it comes; answers whether the person interrupted, and whether a worker was lost."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
             for span in piece.spans if not output.as_json else ():
                 write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:
-        return True
-    return False
+        return True, None
+    except WorkerError as error:
+        return False, error
+    return False, None
 
 
 def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: GenerateOptions) -> None:

@@ -32,6 +32,7 @@ _SUBCOMMANDS = {
     "models": "Models and pairs by name: fetched once, then used without a network.",
     "probe": "Measure what evaluating several positions at once costs, and keep it for later runs.",
     "serve": "Answer the clients of OpenAI and Anthropic.",
+    "worker": "Compute layers for a target on another machine, given there as --rpc HOST:PORT.",
 }
 
 

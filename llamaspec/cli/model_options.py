@@ -34,6 +34,37 @@ class _Draft(click.ParamType):  # type: ignore[type-arg]
         return (rv,)
 
 
+class DeviceNames(click.ParamType):  # type: ignore[type-arg]
+    """Names with commas between them, or none."""
+
+    name = "devices"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The names; empty for "none"."""
+        if isinstance(value, tuple):
+            return value
+        return () if value == "none" else tuple(name.strip() for name in value.split(","))
+
+
+class _Shares(click.ParamType):  # type: ignore[type-arg]
+    """Numbers with commas or slashes between them, as llama.cpp reads them."""
+
+    name = "shares"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(float(share) for share in value.replace("/", ",").split(","))
+        except ValueError:
+            self.fail(f"{value!r} are no numbers with commas between them, such as 3,1", param, ctx)
+
+
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
@@ -54,6 +85,16 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
+    click.option("--device", "-dev", type=DeviceNames(), metavar="NAME,...",
+                 help="What computes the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
+                      "on workers, or none. Default: the workers, and all GPUs."),
+    click.option("--draft-device", "-devd", type=DeviceNames(), metavar="NAME,...",
+                 help="The same for the draft, on this machine."),
+    click.option("--tensor-split", "-ts", type=_Shares(), default=(), metavar="N,N,...",
+                 help="Shares of the target's layers on these devices; default: by their free memory."),
+    click.option("--rpc", multiple=True, metavar="HOST:PORT",
+                 help="A machine that runs llamaspec worker, or llama.cpp's rpc-server of the same version, "
+                      "and computes the target's layers, alone or with others. Private networks only."),
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), envvar="LLAMASPEC_FLASH_ATTN",
@@ -97,6 +138,10 @@ class ModelChoice:
     draft_cache_type_k: str | None
     draft_cache_type_v: str | None
     verbose: bool
+    device: tuple[str, ...] | None
+    draft_device: tuple[str, ...] | None
+    tensor_split: tuple[float, ...]
+    rpc: tuple[str, ...]
     no_draft: bool = False
     stages: tuple[str, ...] = ()  # the draft's draft, and so on
 
@@ -129,6 +174,9 @@ class ModelChoice:
         return ModelOptions(
             n_ctx=self.n_ctx,
             gpu_layers=self.gpu_layers,
+            devices=self.device,
+            tensor_split=self.tensor_split,
+            workers=self.rpc,
             threads=self.threads,
             flash_attention=self.flash_attn or "auto",
             cache_type_k=self.cache_type_k or "f16",
@@ -141,6 +189,7 @@ class ModelChoice:
         return ModelOptions(
             n_ctx=self.n_ctx if self.draft_ctx is None else self.draft_ctx,
             gpu_layers=self.draft_gpu_layers,
+            devices=self.draft_device,
             threads=self.threads if self.draft_threads is None else self.draft_threads,
             flash_attention=self.flash_attn or "auto",
             cache_type_k=self.draft_cache_type_k or "f16",
@@ -152,7 +201,8 @@ class ModelChoice:
 def _choice(**given: Any) -> ModelChoice:
     """From the command line, where a pair in the environment gives way to names that are nearer."""
     draft, *stages = given.pop("draft") or (None,)
-    choice = ModelChoice(draft=draft, stages=tuple(stages), **given)
+    addresses = tuple(address for named in given.pop("rpc") for address in named.split(","))
+    choice = ModelChoice(draft=draft, stages=tuple(stages), rpc=addresses, **given)
     if choice.pair is None:
         return choice
     for name in ("target", "draft"):

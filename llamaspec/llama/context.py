@@ -30,7 +30,7 @@ from llamaspec.llama.batch import Batch, Places, Stretch
 from llamaspec.llama.branches import Growth, n_leaves
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.context_size import default_context_size
-from llamaspec.llama.devices import find_devices
+from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
@@ -82,7 +82,7 @@ class Context:
         head: int | None = None,
         other: Context | None = None,
     ) -> None:
-        self._path = weights.path
+        self._path, self._weights = weights.path, weights
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
@@ -220,6 +220,7 @@ class Context:
     def decode(self, stretches: Sequence[Stretch]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
         pointer, batch = self.pointer, self._batch.fill(stretches)
+        self._weights.check_workers()
         self.cache.begin()
         self._choose_threads(pointer)
         if batch.n_tokens < LONG:
@@ -234,6 +235,7 @@ class Context:
 
     def _check(self, status: int) -> None:
         """Raise what llama.cpp's answer means."""
+        self._weights.check_workers()
         if status == 0:
             return
         if status == 1:
@@ -285,6 +287,7 @@ class Context:
         return np.concatenate(views, axis=1)
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
+        self._weights.check_workers()  # only now everything has been computed
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
@@ -356,10 +359,13 @@ def _open(
 
 
 def _default_context_size(weights: Weights, options: ModelOptions) -> int:
-    """By main memory, or by that of the GPUs that take the model."""
+    """By main memory, or by that of the devices that take the model."""
     model = weights.pointer
     n_bytes, room = int(lib.llama_model_size(model)), runtime.available_bytes()
-    if runtime.can_offload() and options.gpu_layers != 0:
+    if weights.devices:
+        free = sum(device_of(handle).free_bytes for handle in weights.devices)
+        room = max(0, free - n_bytes) if weights.workers is not None else free  # CPUs report all they have
+    elif runtime.can_offload() and options.offloads:
         gpus = [device for device in find_devices() if device.is_gpu]
         room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
     types = CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
@@ -372,7 +378,7 @@ def _default_context_size(weights: Weights, options: ModelOptions) -> int:
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
     room = runtime.available_bytes()
-    if room is None or (runtime.can_offload() and options.gpu_layers != 0):
+    if room is None or weights.devices or (runtime.can_offload() and options.offloads):
         return
     per_token = weights.kv_bytes_per_token(
         CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_cpp._ggml import libggml  # llama.h does not list devices, ggml does
 
+from llamaspec.errors import DeviceError
 from llamaspec.llama import runtime
 
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
@@ -30,23 +32,35 @@ class Device:
 
 
 def find_devices() -> tuple[Device, ...]:
-    """All devices, those that llama.cpp prefers first."""
-    runtime.start()
-    count = _function("ggml_backend_dev_count", ctypes.c_size_t)
-    get = _function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    return tuple(_device(get(i)) for i in range(count()))
+    """All devices of this machine, those that llama.cpp prefers first."""
+    return tuple(device_of(handle) for handle in _handles())
 
 
-def _device(handle: int) -> Device:
-    name = _function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    description = _function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-    kind = _function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+def device_handles(names: Sequence[str]) -> list[int]:
+    """llama.cpp's handles of devices of this machine.
+
+    Raises
+    ------
+    DeviceError
+        There is no such device.
+    """
+    known = {_name(handle): handle for handle in _handles()}
+    for name in names:
+        if name not in known:
+            raise DeviceError(f"there is no device {name}; llama.cpp finds {', '.join(known)} here")
+    return [known[name] for name in names]
+
+
+def device_of(handle: int) -> Device:
+    """What a handle stands for; of a worker's device, it is asked."""
+    description = function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    kind = function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     sizes = ctypes.POINTER(ctypes.c_size_t)
-    memory = _function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
+    memory = function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     memory(handle, ctypes.byref(free), ctypes.byref(total))
     return Device(
-        name=name(handle).decode("utf-8", errors="replace"),
+        name=_name(handle),
         description=description(handle).decode("utf-8", errors="replace"),
         kind=_KINDS[kind] if 0 <= kind < len(_KINDS) else "device",
         free_bytes=free.value,
@@ -54,7 +68,20 @@ def _device(handle: int) -> Device:
     )
 
 
-def _function(name: str, result: type | None, *arguments: type) -> Any:
-    function = libggml[name]  # by index: an object of our own, whose types nobody else changes
-    function.restype, function.argtypes = result, arguments
-    return function
+def function(name: str, result: type | None, *arguments: type) -> Any:
+    """A function of ggml's with these types."""
+    found = libggml[name]  # by index: an object of our own, whose types nobody else changes
+    found.restype, found.argtypes = result, arguments
+    return found
+
+
+def _handles() -> list[int]:
+    runtime.start()
+    count = function("ggml_backend_dev_count", ctypes.c_size_t)
+    get = function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    return [get(i) for i in range(count())]
+
+
+def _name(handle: int) -> str:
+    name: bytes = function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
+    return name.decode("utf-8", errors="replace")

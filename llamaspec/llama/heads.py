@@ -98,7 +98,8 @@ class PredictionHeads:
         scored_only = target.weights.architecture in SCORED_ROWS_ONLY
         try:
             if path is not None:
-                self._weights = Weights(path, self.options, on_load)
+                at_home = replace(self.options, workers=(), devices=None, tensor_split=())
+                self._weights = Weights(path, at_home, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
                 if self._weights.architecture == EAGLE:
                     self._heads.append(open_eagle(self._weights, target, self.options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llama_cpp import llama_cpp as lib
@@ -59,6 +60,11 @@ class ModelOptions:
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
     max_scored: int = MAX_DRAFT + 1  # positions of one evaluation whose logits are wanted
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
+    devices: tuple[str, ...] | None = (
+        None  # by llama.cpp's names; None = the workers' and all GPUs, () = none
+    )
+    tensor_split: tuple[float, ...] = ()  # shares of the layers, device by device; () = by free memory
+    workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
     heads: bool = False  # load the prediction heads too, and keep the hidden rows that they need
 
     def __post_init__(self) -> None:
@@ -78,3 +84,33 @@ class ModelOptions:
             raise ValueError(f"n_cells must be from 2 to {2**31 - 1}, got {self.n_cells}")
         if self.max_scored < 1:
             raise ValueError(f"max_scored must be >= 1, got {self.max_scored}")
+        self._check_placement()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it lets layers be computed elsewhere than on the CPU of this machine."""
+        return self.gpu_layers != 0 and self.devices != ()
+
+    @property
+    def placement(self) -> list[object]:
+        """Devices and workers, as a part of keys; empty where llama.cpp chooses on this machine."""
+        is_chosen = self.devices is not None or self.tensor_split or self.workers
+        return [self.devices, self.tensor_split, self.workers] if is_chosen else []
+
+    def _check_placement(self) -> None:
+        for address in self.workers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise ValueError(f"a worker is named as HOST:PORT, got {address!r}")
+        if len({*self.workers}) < len(self.workers):
+            raise ValueError("a worker is named twice; each serves one client at a time")
+        if self.workers and not self.offloads:
+            raise ValueError(
+                "workers compute what is offloaded; drop --gpu-layers 0 and --device none, or --rpc"
+            )
+        if not all(0 <= share < math.inf for share in self.tensor_split):
+            raise ValueError(f"shares of tensor-split must be numbers >= 0, got {self.tensor_split}")
+        if self.tensor_split and not any(self.tensor_split):
+            raise ValueError("one share of tensor-split must be greater than 0")
+        if len(self.tensor_split) > lib.LLAMA_MAX_DEVICES:
+            raise ValueError(f"tensor-split has at most {lib.LLAMA_MAX_DEVICES} shares")

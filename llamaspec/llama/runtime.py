@@ -20,10 +20,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
+from llama_cpp._ggml import libggml
 
 from llamaspec.errors import printable
 
 _LONGEST_REASON = 500  # characters; files may name things at any length
+_GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
 
 
@@ -150,8 +152,14 @@ def backend_description() -> str:
 
 
 def can_offload() -> bool:
-    """Whether this build of llama.cpp computes on a GPU."""
-    return bool(lib.llama_supports_gpu_offload())
+    """Whether this build of llama.cpp computes on a GPU of this machine.
+
+    llama.cpp's own answer is yes in every build that has RPC.
+    """
+    start()
+    by_kind = libggml["ggml_backend_dev_by_type"]
+    by_kind.restype, by_kind.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    return any(by_kind(kind) for kind in _GPU_KINDS)
 
 
 @functools.cache

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
+from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
+from llamaspec.llama.devices import device_handles, find_devices
 from llamaspec.llama.facts import ModelFacts, model_facts
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
@@ -22,6 +23,7 @@ from llamaspec.llama.nextn import EAGLE
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.workers import Workers
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
@@ -34,7 +36,7 @@ class Weights:
     path : Path
         A GGUF file.
     options : ModelOptions
-        `gpu_layers`, `repack` and `heads` count here, the rest for contexts.
+        `gpu_layers`, `repack`, `placement` and `heads` count here, the rest for contexts.
     on_load : callable, optional
         Told the fraction that is loaded.
 
@@ -44,14 +46,26 @@ class Weights:
         The file is missing, damaged, or cannot generate text.
     MemoryFullError
         The machine has no room for the weights.
+    WorkerError
+        A worker cannot be reached, or was lost while it was given weights.
+    DeviceError
+        There is no such device.
     """
 
     def __init__(self, path: Path, options: ModelOptions, on_load: LoadProgress | None = None) -> None:
         self.path = path
         runtime.start()
-        check_gguf(path)
-        ensure_tried(path, options.n_ctx, on_load)
-        self._handle: Handle | None = Handle(_load(path, options, on_load), lib.llama_model_free)
+        self.workers = Workers(options.workers) if options.workers else None
+        try:
+            self.devices = _devices(options, self.workers)
+            check_gguf(path)
+            ensure_tried(path, options.n_ctx, on_load)
+            model = self._load(options, on_load)
+        except BaseException:
+            if self.workers is not None:
+                self.workers.close()
+            raise
+        self._handle: Handle | None = Handle(model, _freeing(self.workers))
         try:
             self._check_kind()
         except ModelFileError:
@@ -114,6 +128,11 @@ class Weights:
         row = n_heads_kv * lib.llama_model_n_embd(model) / max(1, lib.llama_model_n_head(model))
         return float(n_layers * row * (bytes_per_key + bytes_per_value))
 
+    def check_workers(self) -> None:
+        """Raise WorkerError if a worker was lost: nothing that was computed since then may be used."""
+        if self.workers is not None:
+            self.workers.check()
+
     def close(self) -> None:
         """Free the weights, once no context needs them; more than once is allowed."""
         if hasattr(self, "vocabulary"):
@@ -127,28 +146,73 @@ class Weights:
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
 
+    def _load(self, options: ModelOptions, on_load: LoadProgress | None) -> Any:
+        """The llama_model of the file."""
+        parameters = lib.llama_model_default_params()
+        if options.gpu_layers is not None:
+            parameters.n_gpu_layers = options.gpu_layers
+        parameters.use_extra_bufts = options.repack and runtime.repacking_is_safe()
+        if self.devices is not None:
+            devices = (ctypes.c_void_p * (len(self.devices) + 1))(*self.devices)  # its end is NULL
+            parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
+        if options.tensor_split:
+            parameters.tensor_split = (ctypes.c_float * lib.LLAMA_MAX_DEVICES)(*options.tensor_split)
+        workers = self.workers
 
-def _load(path: Path, options: ModelOptions, on_load: LoadProgress | None) -> Any:
-    """The llama_model of a file."""
-    parameters = lib.llama_model_default_params()
-    if options.gpu_layers is not None:
-        parameters.n_gpu_layers = options.gpu_layers
-    parameters.use_extra_bufts = options.repack and runtime.repacking_is_safe()
+        def report(fraction: float, _user_data: object) -> bool:
+            if on_load is not None:
+                on_load(fraction)
+            return workers is None or not workers.is_lost
 
-    def report(fraction: float, _user_data: object) -> bool:
-        if on_load is not None:
-            on_load(fraction)
-        return True
+        parameters.progress_callback = callback = lib.llama_progress_callback(report)
+        parameters.load_mtp = options.heads
+        runtime.clear_errors()
+        with runtime.raising_callbacks():
+            model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        del callback  # it had to live until here
+        if workers is not None and workers.is_lost and model:
+            lib.llama_model_free(model)
+        self.check_workers()
+        if model:
+            return model
+        reason = runtime.last_error()
+        if "alloc" in reason or "memory" in reason:
+            raise MemoryFullError(
+                f"no room for {self.path}: {reason}; close programs or put fewer layers on the GPU"
+            )
+        raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
 
-    parameters.progress_callback = callback = lib.llama_progress_callback(report)
-    parameters.load_mtp = options.heads
-    runtime.clear_errors()
-    with runtime.raising_callbacks():
-        model = lib.llama_model_load_from_file(os.fsencode(path), parameters)
-    del callback  # it had to live until here
-    if model:
-        return model
-    reason = runtime.last_error()
-    if "alloc" in reason or "memory" in reason:
-        raise MemoryFullError(f"no room for {path}: {reason}; close programs or put fewer layers on the GPU")
-    raise ModelFileError(f"llama.cpp cannot load {path}: {reason}; download or convert it again")
+
+def _freeing(workers: Workers | None) -> Callable[[Any], object]:
+    """Frees weights, and then lets the workers go on which they lay."""
+
+    def free(model: Any) -> None:
+        lib.llama_model_free(model)
+        if workers is not None:
+            workers.close()
+
+    return free
+
+
+def _devices(options: ModelOptions, workers: Workers | None) -> list[int] | None:
+    """llama.cpp's handles of what computes offloaded layers; None where llama.cpp chooses.
+
+    Its own choice knows no workers, which are not registered, so that drafts stay at home.
+    """
+    remote = workers.devices if workers is not None else []
+    if options.devices is not None:
+        return [_named(name, remote) for name in options.devices]
+    if workers is None:
+        return None
+    here = find_devices()
+    gpus = [device for device in here if device.kind == "GPU"] or [device for device in here if device.is_gpu]
+    return [*remote, *device_handles([device.name for device in gpus])]
+
+
+def _named(name: str, remote: Sequence[int]) -> int:
+    if remote and name.startswith("RPC"):
+        number = name.removeprefix("RPC")
+        if not number.isdecimal() or int(number) >= len(remote):
+            raise DeviceError(f"there is no device {name}; the workers have RPC0 to RPC{len(remote) - 1}")
+        return remote[int(number)]
+    return device_handles([name])[0]

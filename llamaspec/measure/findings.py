@@ -58,7 +58,7 @@ class Machine:
 
     def offloads(self, options: ModelOptions) -> bool:
         """Whether a model loaded like this computes on a GPU."""
-        return bool(self.gpus) and options.gpu_layers != 0
+        return bool(self.gpus) and options.offloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,10 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
 
 
 def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
-    """Weights and contexts against what was free before."""
+    """Weights and contexts on this machine against what was free before."""
+    models = [model for model in models if not model.options.workers]
+    if not models:
+        return Finding(OK, "memory", "weights and context lie on the workers")
     needed = sum(model.needed_bytes for model in models)
     on_gpu = any(machine.offloads(model.options) for model in models)
     free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes

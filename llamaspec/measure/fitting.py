@@ -15,7 +15,6 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.attention import ModelSize, model_size
 from llamaspec.llama.context_size import default_context_size
-from llamaspec.llama.devices import find_devices
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.attention import (
     MATTERS,
@@ -116,5 +115,5 @@ def _loaded_so(file: ModelFile, choice: Choice) -> Fitted:
 
 
 def computes_on_gpu(options: ModelOptions) -> bool:
-    """Whether a model loaded like this computes on a GPU, in part at least."""
-    return runtime.can_offload() and options.gpu_layers != 0 and any(d.is_gpu for d in find_devices())
+    """Whether a model loaded like this computes on a GPU or on workers, in part at least."""
+    return options.workers != () or (runtime.can_offload() and options.offloads)

@@ -36,7 +36,8 @@ def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
         yield Finding(OK, f"{model.role} context", context)
     yield _rollback_finding(model)
     yield _cache_finding(model)
-    yield _flash_finding(model, on_gpu=machine.offloads(model.options))
+    on_gpu = machine.offloads(model.options) or model.options.workers != ()
+    yield _flash_finding(model, on_gpu=on_gpu)
 
 
 def _rollback_finding(model: Examined) -> Finding:

@@ -199,6 +199,7 @@ def _model_key(model: ModelOnDisk) -> list[object]:
     """What tells a model file and the way it is loaded from others."""
     beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
-    placement = [options.gpu_layers, options.threads or runtime.default_threads(), options.repack]
+    threads = options.threads or runtime.default_threads()
+    placement = [options.gpu_layers, threads, options.repack, *options.placement]
     memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
     return [model.path.stat().st_size, beginning, *placement, *memory]

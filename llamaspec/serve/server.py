@@ -93,7 +93,10 @@ def serving(
 
 
 def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Server:
-    """A server that is to be run on a socket, until SIGTERM or Ctrl-C; `ready` is told when it accepts."""
+    """A server that is to be run on a socket, until SIGTERM, Ctrl-C or the loss of a worker.
+
+    `ready` is told when it accepts.
+    """
     grace = service.settings.grace_seconds
     config = uvicorn.Config(
         app,
@@ -106,16 +109,22 @@ def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Se
         h11_max_incomplete_event_size=64 << 10,
         timeout_graceful_shutdown=int(grace) + LAST_SECONDS,
     )
-    return Server(config, service.decoder, grace, ready)
+    return Server(config, service.decoder, grace, ready, lambda: service.pair.is_lost)
 
 
 class Server(uvicorn.Server):
     """uvicorn's, which leaves signals and the decoder in order."""
 
     def __init__(
-        self, config: uvicorn.Config, decoder: Decoder, grace_seconds: float, ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        decoder: Decoder,
+        grace_seconds: float,
+        ready: Callable[[], None],
+        is_lost: Callable[[], bool],
     ) -> None:
         super().__init__(config)
+        self._is_lost = is_lost
         self._decoder, self._grace_seconds, self._ready = decoder, grace_seconds, ready
         self._grace: threading.Timer | None = None
 
@@ -123,6 +132,10 @@ class Server(uvicorn.Server):
         """Accept requests, and say so."""
         await super().startup(sockets)
         self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop."""
+        return await super().on_tick(counter) or self._is_lost()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop in order."""

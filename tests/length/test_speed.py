@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.fixed_length import FixedLength
-from simulated import CURVES, FIXED, LEVELS, PAYS, SEEDS, TEXTS, N, fixed, machine, mean, run, text
+from simulated import CURVES, FIXED, LEVELS, PAYS, SEEDS, TEXTS, N, auto, fixed, machine, mean, run, text
 from simulator import Passage, optimal_rate, play
 
 
@@ -110,3 +112,19 @@ def test_a_dip_behind_dear_widths_is_found(seed: int) -> None:
     on, hard = machine("q4_0", 0.6), text("constant 0.85", seed)
     best = play(FixedLength(3), on, hard, seed).to_plain
     assert play(AutoLength(), on, hard, seed).to_plain < 1.05 * best
+
+
+@pytest.mark.parametrize("curve", ["q4_0", "m4"])
+def test_more_is_drafted_the_farther_away_the_target_computes(curve: str) -> None:
+    """A round trip is added to each evaluation, whatever its width. The table of docs/hardware.md."""
+    lengths, ratios = [], []
+    near = machine(curve, 0.6)
+    for round_trip_ms in (0.0, 4.0, 20.0, 60.0):
+        far = replace(near, verify_seconds=near.verify_seconds + round_trip_ms / 1e3)
+        runs = [play(auto("none", far), far, text("constant 0.7", seed), seed) for seed in SEEDS]
+        lengths.append(float(np.mean([n for run in runs for n in run.lengths])))
+        ratios.append(mean([run.to_plain for run in runs]))
+    assert lengths == sorted(lengths)
+    assert ratios == sorted(ratios, reverse=True)
+    assert lengths[-1] >= lengths[0] + 1.5
+    assert ratios[-1] <= ratios[0] / 1.4

@@ -90,6 +90,18 @@ def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
     assert stored_probe(pair) == Kept()
 
 
+def test_what_was_measured_belongs_to_the_workers(pair: Models) -> None:
+    """The same files elsewhere have other costs: a round trip more, other processors."""
+    store_probe(pair, PROBE)
+    elsewhere = ({"workers": ("a:1",)}, {"workers": ("b:1",)}, {"devices": ()}, {"tensor_split": (3.0, 1.0)})
+    for changes in elsewhere:
+        options = ModelOptions(threads=1, **changes)
+        other = Models(OnDisk(pair.target.path, options))
+        assert stored_probe(other) == Kept()
+        store_probe(other, PROBE)
+        assert stored_probe(other) == Kept(PROBE)
+
+
 @PLACES
 @pytest.mark.parametrize(
     "content",

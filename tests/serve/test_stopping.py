@@ -12,6 +12,7 @@ import pytest
 
 from command import Answer, run, said
 from llamaspec import Pair
+from rpc_workers import needs_rpc, running_worker
 from serving import PATIENCE_SECONDS, Gate, parse_events, process, served, until
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
@@ -67,6 +68,24 @@ def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: P
             for key in ("from-env", "from-file", "other")
         ]
     assert codes == [200, 200, 401]
+
+
+@needs_rpc
+def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A supervisor can start it anew; it could answer nothing any more."""
+    with running_worker(tmp_path) as worker, process("--rpc", worker.address) as server:
+        request = {**LONG, "stream": False, "max_tokens": 4}
+        assert (
+            httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS).status_code
+            == 200
+        )
+        worker.kill()
+        answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS)
+        assert answer.status_code == 500
+        assert "was lost" in answer.text
+        assert server.ended() == 1
+        until(lambda: server.lines[-1].endswith("start it and run this again"))
+    assert not any("Traceback" in line for line in server.lines)
 
 
 def refused(*arguments: str | Path) -> Answer:
