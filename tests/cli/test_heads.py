@@ -108,3 +108,5 @@ def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -
     assert "mtp" not in rows["none"]
     listed = {entry["name"]: entry for entry in json.loads(invoke("models", "list", "--json").stdout)}
     assert (listed["own"]["has_heads"], listed["none"]["has_heads"]) == (True, False)
+    assert rows["qwen3.8-27b"].split().index("mtp") == 5  # from the list alone
+    assert "mtp" not in rows["llama-3.2-3b"]
