@@ -14,7 +14,7 @@ from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.errors import PairError
-from llamaspec.hub.names import AUTO, locate_model
+from llamaspec.hub.names import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
@@ -217,6 +217,8 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     named, target = choice.draft, demo_target()
     if choice.target is not None:
+        if named == AUTO and not may_have_heads(choice.target):
+            known_draft(choice.target)  # said before anything is fetched
         target = find(choice.target)
     if named == AUTO:  # what was just fetched may have heads
         named = None
