@@ -12,7 +12,7 @@ from pathlib import Path
 from llamaspec.drafters.foreign import foreign_vocabulary
 from llamaspec.drafters.past import PastTexts
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub.names import AUTO, has_draft, locate_model, resolve_draft, resolve_model
+from llamaspec.hub.names import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
 from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
@@ -84,8 +84,8 @@ def open_pair(
         raise PairError("a draft has drafts only where all of them are models of their own; drop one")
     if draft == NGRAM:
         draft, ngram = None, True
-    if draft == AUTO and not has_draft(str(target)):
-        resolve_model(target)  # it is fetched first: it may have heads
+    if draft == AUTO and not has_draft(str(target)) and may_have_heads(str(target)):
+        resolve_model(target)  # it is fetched first, to look for them
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
         path = resolve_model(target)
         return _open_with_heads(path, None, *how, past, ngram=ngram)

@@ -10,17 +10,11 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.foreign import ForeignVocabulary
-from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
-from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.past import PastTexts
-from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
@@ -35,16 +29,15 @@ from llamaspec.protocols import (
     Drafter,
     LengthPolicy,
     Model,
-    RandomStreams,
     RowConstraint,
-    Rule,
 )
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES, Coupled
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.stages import draft_name, staged_drafter, stages_of
-from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.stages import draft_name, stages_of
+from llamaspec.text_drafters import TextDrafters
+from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -79,6 +72,7 @@ class Pair:
         if past is not None:
             past.keep_below(target.vocabulary_size)
         self.past = past  # texts that are copied from besides; every text becomes one of them
+        self._drafters = TextDrafters(target, draft, self.stages, heads, foreign, ngram, past, clock)
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
@@ -172,9 +166,9 @@ class Pair:
         others: list[Closing] = []
         length = (policy or self._length).start_row()
         if drafter is None:
-            start = len(tokens), row_constraint
+            chance = sampling, rule, streams
             trees = hasattr(length, "tree")
-            drafter = self._drafter(sampling, rule, streams, *start, others, trees=trees)
+            drafter, others = self._drafters.make(*chance, len(tokens), row_constraint, trees=trees)
         speculation = Speculation(
             drafter=drafter,
             length=length,
@@ -272,40 +266,6 @@ class Pair:
     ) -> None:
         self.close()
 
-    def _drafter(
-        self,
-        sampling: Sampling,
-        rule: str,
-        streams: SeededStreams,
-        n_prompt: int,
-        constraint: RowConstraint | None,
-        others: list[Closing],
-        *,
-        trees: bool,
-    ) -> Drafter:
-        drafters: list[Drafter] = []
-        if self.ngram:
-            copies = NgramDrafter(past=self.past)
-            drafters.append(copies)
-            others.append(copies)
-        if constraint is not None:
-            drafters = [AllowedDrafter(drafter, constraint, n_prompt) for drafter in drafters]
-        if self.stages:
-
-            def alone(model: LlamaModel, name: str, streams: RandomStreams) -> ModelDrafter:
-                chance = RULES[rule], streams
-                return self._asking(model, sampling, *chance, n_prompt, constraint, model=name)
-
-            lengths = [stage.length.start_row() for stage in self.stages]
-            others += lengths
-            drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
-        elif self.draft is not None or self.heads is not None:
-            model = self.model_drafter(sampling, rule, streams, n_prompt, constraint, trees=trees)
-            drafters.append(model)
-        if constraint is not None:
-            drafters.append(GrammarDrafter(constraint, n_prompt))
-        return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
-
     def model_drafter(
         self,
         sampling: Sampling,
@@ -320,38 +280,7 @@ class Pair:
 
         `trees`: it may branch, where both models and the rule can.
         """
-        chance = RULES[rule], streams
-        if self.heads is None:
-            assert self.draft is not None
-            can_branch = trees and rule == Coupled.name and self.draft.can_branch and self.target.can_branch
-            kind = TreeDrafter if can_branch else ModelDrafter
-            drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint, kind=kind)
-            return drafter if self.foreign is None else self.foreign.adapted(drafter)
-        drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
-        return replace(drafter, source=Source.MTP, longest=self.heads.longest)
-
-    def _asking(
-        self,
-        asked: LlamaModel | PredictionHeads,
-        sampling: Sampling,
-        rule: Rule,
-        streams: RandomStreams,
-        n_prompt: int,
-        constraint: RowConstraint | None,
-        model: str = DRAFT,
-        kind: type[ModelDrafter] = ModelDrafter,
-    ) -> ModelDrafter:
-        return kind(
-            asked.vocabulary_size,
-            asked.context_size,
-            sampling,
-            rule,
-            streams,
-            n_tokens=self.target.vocabulary_size,
-            model=model,
-            n_prompt=n_prompt,
-            constraint=constraint,
-        )
+        return self._drafters.asking_model(sampling, rule, streams, n_prompt, constraint, trees=trees)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):

@@ -227,8 +227,8 @@ class Checked:
                 assert [self.cells.cells[i].position for i in found] == list(range(len(found)))
         full = [i for i, cell in enumerate(self.cells.cells) if cell.owners]
         assert full == list(range(self.cache.n_used))  # new cells follow behind all others
-        assert n_holders == self.cache._n_owners.tolist()
-        branches = [*self.cache._free_branches, *(b for s in self.cache._sequences for b in s.branches)]
-        assert sorted(b.number for b in branches) == [b.number for b in self.cache._branches]
+        assert n_holders == self.cache._held._n_owners.tolist()
+        branches = [*self.cache._trees._free, *(b for s in self.cache._sequences for b in s.branches)]
+        assert sorted(b.number for b in branches) == [b.number for b in self.cache._trees._branches]
         n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

@@ -21,9 +21,9 @@ from llamaspec.cli.chat_options import (
     reasoning_options,
 )
 from llamaspec.cli.decoding_options import DecodingOptions, answer_decoding_options, make_policy
-from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
+from llamaspec.cli.model_options import ModelChoice, chat_model_options, find_files
 from llamaspec.cli.opening import keep_texts, open_files
-from llamaspec.cli.option_groups import GroupedCommand
+from llamaspec.cli.option_groups import GroupedCommand, refusing_values
 from llamaspec.cli.terminal import Thoughts, say
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.opening import demo_target
@@ -43,7 +43,7 @@ Examples:
 @chat_options
 @reasoning_options
 @file_options
-@model_or_plain_options
+@chat_model_options
 @answer_decoding_options
 def chat(
     conversation: ChatOptions,
@@ -53,6 +53,13 @@ def chat(
     decoding: DecodingOptions,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists the commands."""
+    if files.n_ctx is not None:
+        if models.n_ctx is not None:
+            raise click.UsageError(
+                "-c and --n-ctx both name the size of the context; drop one", click.get_current_context()
+            )
+        with refusing_values():
+            models = replace(models, n_ctx=files.n_ctx)
     own_files = ConversationFiles()
     messages = own_files.load(files.load) if files.load is not None else None
     if files.resume:

@@ -27,7 +27,7 @@ from llamaspec.cli.lines import (
     terminal_line,
 )
 from llamaspec.cli.messages import message_of
-from llamaspec.cli.report import statistics_lines
+from llamaspec.cli.report import Detail, statistics_lines
 from llamaspec.cli.terminal import SlowProgress, Thoughts, say, write_text
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import Progress
@@ -43,7 +43,8 @@ HELP = '''\
 /set NAME VALUE    temperature, top-k, seed, max-tokens and others, from now on; /set alone shows them
 /save FILE         write the conversation to a file
 /load FILE         go on with a conversation from a file
-/stats             how fast the last answer was, and how much of the conversation was cached
+/stats             how fast the last answer was, and how much of the conversation was cached; /stats full
+                   says where the time went
 /exit, /quit       leave; so does Ctrl-D
 Ctrl-C stops an answer and keeps what was said. Several lines that are pasted are one message. A line that
 ends with \\ goes on in the next one; a line that begins with """ opens a block that ends with """. A space
@@ -101,7 +102,7 @@ class ChatLoop:
             "/set": ("anything", self._set),
             "/save": ("a file", self._save),
             "/load": ("a file", self._load),
-            "/stats": ("nothing", lambda _: self._show_statistics()),
+            "/stats": ("anything", self._statistics),
         }
 
     def run(self) -> None:
@@ -203,8 +204,8 @@ class ChatLoop:
             say(f"stopped after {len(last.completion.tokens)} tokens; /continue gives more")
         elif last.before is not None and not last.completion.tokens:
             say("the model had ended this answer; there is no more of it")
-        if self._stats:
-            self._show_statistics()
+        if self._stats is not None:
+            self._show_statistics(self._stats)
 
     def _keep(self) -> None:
         """For --resume; what cannot be kept is told once, and disturbs nobody."""
@@ -258,12 +259,17 @@ class ChatLoop:
         self._session.replace(self._files.load(name))
         say(f"going on with {name}: {len(self._session.messages)} messages")
 
-    def _show_statistics(self) -> None:
+    def _statistics(self, argument: str) -> None:
+        if argument not in ("", "full"):
+            raise PromptError("/stats stands alone, or with full: /stats full")
+        self._show_statistics("full" if argument else "short")
+
+    def _show_statistics(self, detail: Detail) -> None:
         last, totals = self._session.last, self._session.totals
         if last is None:
             say("there is no answer yet, so nothing to tell")
             return
-        for line in statistics_lines(last.completion, last.seed):
+        for line in statistics_lines(last.completion, last.seed, detail):
             click.echo(line, err=True)
         share = totals.n_cached / max(1, totals.n_prompt_tokens)
         n_context = last.completion.n_prompt_tokens + len(last.completion.tokens)

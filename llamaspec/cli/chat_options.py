@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +12,7 @@ from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.chat.transcript import Transcript
 from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.cli.report import Detail, chosen_detail, statistics_options
 from llamaspec.errors import PromptError
 from llamaspec.pair import Pair
 from llamaspec.values import TokenArray
@@ -25,13 +27,35 @@ _OPTIONS: tuple[Decorator, ...] = (
     ),
 )
 
+_LAST = "last"
+
+
+class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
+    """The word for the last conversation, or a number of tokens."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == _LAST else click.INT.convert(value, param, ctx)
+
+
 _FILE_OPTIONS: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Write the conversation to a new file after every answer."),
     click.option(
         "--load", metavar="FILE", help="Go on with a saved conversation; may be the file of --save."
     ),
     click.option(
-        "--resume", "-c", is_flag=True, help="Go on with the conversation that was held last at a terminal."
+        "--resume", is_flag=True, help="Go on with the conversation that was held last at a terminal."
+    ),
+    click.option(
+        "-c",
+        "last_or_size",
+        type=_LastOrSize(),
+        is_flag=False,
+        flag_value=_LAST,
+        multiple=True,
+        metavar="[N]",
+        help="Alone the same as --resume; with a number, --n-ctx.",
     ),
     click.option(
         "--keep/--no-keep",
@@ -39,9 +63,7 @@ _FILE_OPTIONS: tuple[Decorator, ...] = (
         show_default=True,
         help="Keep the conversation for --resume, in the cache folder, readable by you alone.",
     ),
-    click.option(
-        "--stats/--no-stats", default=False, show_default=True, help="Statistics after every answer."
-    ),
+    *statistics_options(None, "Statistics after every answer"),
 )
 _REASONING_OPTIONS: tuple[Decorator, ...] = (
     click.option(
@@ -153,11 +175,30 @@ class FileOptions:
     load: str | None
     resume: bool
     keep: bool
-    stats: bool
+    stats: Detail | None
+    n_ctx: int | None = None  # of -c N
 
     def __post_init__(self) -> None:
         if self.resume and self.load is not None:
             raise ValueError("--resume and --load both name a conversation; drop one")
+
+
+def _files(
+    *,
+    resume: bool,
+    last_or_size: tuple[str | int, ...],
+    stats: Detail | None,
+    no_stats: bool,
+    **given: Any,
+) -> FileOptions:
+    """From the command line, where -c has two meanings."""
+    sizes = [size for size in last_or_size if isinstance(size, int)]
+    return FileOptions(
+        resume=resume or _LAST in last_or_size,
+        n_ctx=sizes[-1] if sizes else None,
+        stats=chosen_detail(stats, no_stats, None),
+        **given,
+    )
 
 
 def chat_options(command: Command) -> Command:
@@ -177,4 +218,4 @@ def reasoning_options(command: Command) -> Command:
 
 def file_options(command: Command) -> Command:
     """Options of `chat` alone; the command gets FileOptions as `files`."""
-    return option_group("files", FileOptions, _FILE_OPTIONS)(command)
+    return option_group("files", _files, _FILE_OPTIONS)(command)

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,7 +20,14 @@ from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_
 from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
-from llamaspec.cli.report import completion_json, statistics_lines
+from llamaspec.cli.report import (
+    Detail,
+    chosen_detail,
+    completion_json,
+    full_statistics,
+    statistics_lines,
+    statistics_options,
+)
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
@@ -41,8 +49,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--grammar", metavar="FILE|TEXT",
                  help="Write what this grammar allows: llguidance's Lark, or llama.cpp's GBNF."),
     click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
-    click.option("--stats/--no-stats", default=True, show_default=True,
-                 help="A few lines of statistics on stderr."),
+    *statistics_options("short", "A few lines of statistics on stderr, or more"),
     click.option("--explain", is_flag=True,
                  help="Say on stderr why tokens were drafted, and with which results."),
     click.option("--timeline", metavar="FILE", help="Write a page that shows every round, for a browser."),
@@ -65,7 +72,7 @@ class GenerateOptions:
     json_schema: str | None
     grammar: str | None
     show_drafts: bool
-    stats: bool
+    stats: Detail | None
     explain: bool
     timeline: str | None
     as_json: bool
@@ -77,8 +84,12 @@ class GenerateOptions:
             raise ValueError("give either --json-schema or --grammar: a text has one form")
 
 
+def _output(*, stats: Detail | None, no_stats: bool, **given: Any) -> GenerateOptions:
+    return GenerateOptions(stats=chosen_detail(stats, no_stats, "short"), **given)
+
+
 def _generate_options(command: Command) -> Command:
-    return option_group("output", GenerateOptions, _OPTIONS)(command)
+    return option_group("output", _output, _OPTIONS)(command)
 
 
 @click.command(
@@ -163,7 +174,7 @@ def _consume(stream: TextStream, output: GenerateOptions) -> tuple[bool, WorkerE
 def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: GenerateOptions) -> None:
     completion = stream.completion
     if output.timeline is not None:
-        summary = statistics_lines(completion, seed)[0]
+        summary = full_statistics(completion, seed)[0]
         write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
     if output.as_json:
         click.echo(json.dumps(completion_json(completion, pair, seed, rule)))
@@ -176,8 +187,8 @@ def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: Genera
     is_constrained = output.json_schema is not None or output.grammar is not None
     if is_constrained and completion.stop_reason is StopReason.LIMIT:
         say("the text is not complete as the grammar wants it; a larger --max-tokens allows more")
-    if output.stats:
-        for line in statistics_lines(completion, seed):
+    if output.stats is not None:
+        for line in statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)
 
 

@@ -14,7 +14,7 @@ from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.errors import PairError
-from llamaspec.hub.names import AUTO, locate_model
+from llamaspec.hub.names import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
@@ -65,7 +65,7 @@ class _Shares(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} are no numbers with commas between them, such as 3,1", param, ctx)
 
 
-_OPTIONS: tuple[Decorator, ...] = (
+_NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
                       ":QUANTIZATION, or the address of a page of the hub."),
@@ -80,9 +80,16 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--past-texts/--no-past-texts", default=None, envvar="LLAMASPEC_PAST_TEXTS",
                  help="Look up draft tokens in texts of earlier runs, too, and keep this one, in the cache "
                       "folder, readable by you alone; default: where generate and chat look up at all."),
-    click.option("--n-ctx", type=int, help="Tokens of the target's context; default as trained, "
-                      "as far as memory allows."),
-    click.option("--draft-ctx", type=int, help="Tokens of the draft's context; default as --n-ctx."),
+)  # fmt: skip
+_SIZE: dict[str, Any] = {
+    "type": int,
+    "help": "Tokens of the target's context; default as trained, as far as memory allows.",
+}
+_CONTEXT = click.option("--n-ctx", "--ctx-size", "-c", **_SIZE)
+_CONTEXT_OF_CHAT = click.option("--n-ctx", "--ctx-size", **_SIZE)  # whose -c may also stand alone
+_COMPUTING: tuple[Decorator, ...] = (
+    click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
+                 help="Tokens of the draft's context; default as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
     click.option("--device", "-dev", type=DeviceNames(), metavar="NAME,...",
@@ -213,12 +220,17 @@ def _choice(**given: Any) -> ModelChoice:
 
 def model_options(command: Command) -> Command:
     """Options for the models; the command gets a ModelChoice as `models`."""
-    return option_group("models", _choice, _OPTIONS)(command)
+    return option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING))(command)
 
 
 def model_or_plain_options(command: Command) -> Command:
     """The same with --no-draft."""
-    return option_group("models", _choice, (*_OPTIONS, _NO_DRAFT))(command)
+    return option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING, _NO_DRAFT))(command)
+
+
+def chat_model_options(command: Command) -> Command:
+    """The same without -c, which `file_options` reads."""
+    return option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))(command)
 
 
 def find_files(choice: ModelChoice, *, is_thorough: bool = False) -> PairFiles:
@@ -255,6 +267,8 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     named, target = choice.draft, demo_target()
     if choice.target is not None:
+        if named == AUTO and not may_have_heads(choice.target):
+            known_draft(choice.target)  # said before anything is fetched
         target = find(choice.target)
     if named == AUTO:  # what was just fetched may have heads
         named = None

@@ -259,10 +259,10 @@ def _drafts(entry: Entry) -> str:
 
 
 def _has_heads(entry: Entry) -> bool:
-    """Whether the file is here and its own prediction heads can draft."""
+    """Whether its own prediction heads can draft: as the file says if it is here, else as the list says."""
     here = _path_here(entry)
     try:
-        return here is not None and heads_in_file(here).fault is None
+        return bool(entry.heads) if here is None else heads_in_file(here).fault is None
     except ModelFileError:
         return False
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import click
+
+from llamaspec.cli.option_groups import Decorator
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.values import MTP
+
+Detail = Literal["short", "full"]
+
+
+def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorator, ...]:
+    """--stats and --no-stats, as `stats` and `no_stats`; see `chosen_detail`."""
+    shown = "none" if default is None else default
+    return (
+        click.option(
+            "--stats", type=click.Choice(["short", "full"]), is_flag=False, flag_value="short",
+            metavar="[short|full]", help=f"{help_text}; alone: short. Default: {shown}."
+        ),
+        click.option("--no-stats", is_flag=True, help="No statistics."),
+    )  # fmt: skip
+
+
+def chosen_detail(stats: Detail | None, no_stats: bool, default: Detail | None) -> Detail | None:
+    """How much a person wants to read; None = nothing.
+
+    Raises
+    ------
+    ValueError
+        Both options are given.
+    """
+    if stats is not None and no_stats:
+        raise ValueError("--stats and --no-stats contradict each other; drop one")
+    return None if no_stats else stats or default
 
 
 def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
@@ -55,8 +85,32 @@ def _statistics_json(completion: Completion, load_seconds: float) -> dict[str, A
     }
 
 
-def statistics_lines(completion: Completion, seed: int) -> list[str]:
+def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
     """The few lines after a text."""
+    return full_statistics(completion, seed) if detail == "full" else _short_statistics(completion, seed)
+
+
+def _short_statistics(completion: Completion, seed: int) -> list[str]:
+    """What drafts gained and where tokens came from, without the field's terms."""
+    summary = completion.summary
+    speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
+    if summary.tokens_per_second:
+        speed += f", {summary.tokens_per_second:.1f} tokens/s"
+    if summary.speed_up is not None:
+        digits = 1 if summary.speed_up >= 1 else 2
+        speed += f": {summary.speed_up:.{digits}f} times as fast as without a draft"
+    n_vain = summary.n_drafted - summary.n_accepted
+    source = (
+        f"{summary.n_accepted} of them came from drafts, {n_vain} more were drafted in vain"
+        if summary.n_drafted
+        else "nothing was drafted"
+    )
+    prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
+    return [speed, f"{source}; {prompt}; stopped by {completion.stop_reason.value}, seed {seed}"]
+
+
+def full_statistics(completion: Completion, seed: int) -> list[str]:
+    """The same in the field's terms, with where the time went."""
     summary = completion.summary
     lines = [
         f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"

@@ -54,6 +54,7 @@ class Entry:
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     path: str | None = None  # a file on this machine, instead of one on the hub
     draft: str | None = None  # name of another entry
+    heads: bool | None = None  # whether its files have prediction heads; None = not known
     licence: str | None = None
     memory_gb: int | None = None
     template: str | None = None

@@ -135,6 +135,13 @@ def has_draft(target: str) -> bool:
     return (read_catalog().draft_of(target) or _made_draft(target)) is not None
 
 
+def may_have_heads(target: str) -> bool:
+    """Whether prediction heads are worth looking for in a target: not if the lists say that it has none."""
+    name = target.partition(":")[0]
+    entry = None if is_path(target) else read_catalog().entries.get(name)
+    return entry is None or entry.heads is not False
+
+
 def _made_draft(target: str) -> str | None:
     """The newest draft that was made here for a target; None where the target is not here."""
     try:

@@ -2,7 +2,8 @@
 
 A tiny model of the same heads is written, whose matrices all pick units and add nothing up: whatever differs
 between two evaluations is attention's, to the bit. Its depth is not read but copied, so a few thousand tokens
-cost milliseconds. Another file of zeros tells what weights cost. Only times; measure/attention.py decides.
+cost milliseconds. Another file of zeros tells what weights cost. Only times; `measure/attention_choice.py`
+decides.
 """
 
 from __future__ import annotations

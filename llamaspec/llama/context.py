@@ -29,21 +29,12 @@ from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Places, Stretch
 from llamaspec.llama.branches import Growth, n_leaves
 from llamaspec.llama.cells import LlamaCells
-from llamaspec.llama.context_size import default_context_size
-from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.layer_rows import layer_rows, show_layer
-from llamaspec.llama.options import (
-    BATCH,
-    CACHE_BYTES,
-    CACHE_TYPES,
-    FLASH_ATTENTION,
-    N_BRANCHES,
-    N_SEQUENCES,
-    ModelOptions,
-)
+from llamaspec.llama.new_context import can_restore_states, context_size_for, n_sequences, open_context
+from llamaspec.llama.options import N_BRANCHES, ModelOptions
 from llamaspec.llama.state_cache import Snapshots, StateCache
 from llamaspec.llama.threads import governor
 from llamaspec.llama.weights import Weights
@@ -51,8 +42,6 @@ from llamaspec.values import ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
 CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
-EAGLE_BATCH = 64  # it computes logits of every position
-STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
 
 class Context:
@@ -86,11 +75,13 @@ class Context:
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
-        n_ctx = options.n_ctx or _default_context_size(weights, options)
+        n_ctx = options.n_ctx or context_size_for(weights, options)
         self.context_size = n_ctx
         n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
         self.max_scored = options.max_scored
-        pointer = _open(weights, options, n_cells, other, is_head=head is not None)
+        pointer = open_context(
+            weights, options, n_cells, None if other is None else other.pointer, is_head=head is not None
+        )
         self._abort = AbortFlag()
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
@@ -109,12 +100,12 @@ class Context:
         self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | StateCache
         if weights.keeps_states and head is None:  # heads keep keys and values
-            snapshots = Snapshots(pointer) if _can_restore_states(weights) else None
+            snapshots = Snapshots(pointer) if can_restore_states(weights) else None
             self.cache = StateCache(pointer, n_ctx, snapshots)
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
-            self.cache = KVCache(cells, n_cells, _n_sequences(options), n_branches)
+            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches)
 
     @property
     def pointer(self) -> Any:
@@ -310,81 +301,3 @@ def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
     end = last.start + len(last.tokens) if last.places is None else last.places.end
     return Stretch(last.sequence, end, tokens, max(0, min(n, n_scorable)))
-
-
-def _can_restore_states(weights: Weights) -> bool:
-    """Not where other layers look through a window: llama.cpp may have given away positions it would need."""
-    return weights.keeps_states and weights.window is None
-
-
-def _n_sequences(options: ModelOptions) -> int:
-    """Sequences of rows that llama.cpp tells apart: it wants room for one row of logits for each."""
-    return max(2, min(N_SEQUENCES, options.max_scored))
-
-
-def _open(
-    weights: Weights, options: ModelOptions, n_cells: int, other: Context | None, *, is_head: bool
-) -> Any:
-    """The llama_context."""
-    if not is_head:  # one layer
-        _check_room(weights, options, n_cells)
-    parameters = lib.llama_context_default_params()
-    parameters.n_ctx = n_cells
-    parameters.n_batch = parameters.n_ubatch = BATCH
-    keeps_states = weights.keeps_states and not is_head
-    if is_head and weights.architecture == nextn.EAGLE:
-        parameters.n_batch = parameters.n_ubatch = EAGLE_BATCH
-    elif is_head:
-        parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
-    if other is not None:
-        parameters.ctx_other = other.pointer
-    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + (0 if is_head else N_BRANCHES)
-    parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
-    parameters.kv_unified = True
-    parameters.swa_full = True
-    parameters.n_rs_seq = STATES_BACK if keeps_states and _can_restore_states(weights) else 0
-    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
-    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
-    parameters.type_k = CACHE_TYPES[options.cache_type_k]
-    parameters.type_v = CACHE_TYPES[options.cache_type_v]
-    runtime.clear_errors()
-    with runtime.raising_callbacks():
-        context = lib.llama_init_from_model(weights.pointer, parameters)
-    if not context:
-        raise MemoryFullError(
-            f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
-            f"{runtime.last_error()}; use a smaller context"
-        )
-    return context
-
-
-def _default_context_size(weights: Weights, options: ModelOptions) -> int:
-    """By main memory, or by that of the devices that take the model."""
-    model = weights.pointer
-    n_bytes, room = int(lib.llama_model_size(model)), runtime.available_bytes()
-    if weights.devices:
-        free = sum(device_of(handle).free_bytes for handle in weights.devices)
-        room = max(0, free - n_bytes) if weights.workers is not None else free  # CPUs report all they have
-    elif runtime.can_offload() and options.offloads:
-        gpus = [device for device in find_devices() if device.is_gpu]
-        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
-    types = CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
-    per_token = weights.kv_bytes_per_token(*types)
-    if weights.keeps_states and room is not None:
-        n_bytes, room = 0, room // 4  # every text has a context of its own
-    return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
-
-
-def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
-    """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
-    room = runtime.available_bytes()
-    if room is None or weights.devices or (runtime.can_offload() and options.offloads):
-        return
-    per_token = weights.kv_bytes_per_token(
-        CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]
-    )
-    if per_token * n_cells > room:
-        raise MemoryFullError(
-            f"a context of {n_cells} tokens needs {per_token * n_cells / 2**30:.1f} GiB, this machine has "
-            f"{room / 2**30:.1f} GiB to give; use a smaller context"
-        )

@@ -1,11 +1,12 @@
 """Prefixes outside of the KV cache, in memory: kept there they cost evaluations nothing.
 
-The oldest go first. Knows nothing of llama.cpp: contents are bytes.
+The oldest go first. Knows nothing of llama.cpp: contents are bytes. When prefixes are put aside is the
+KV cache's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from llamaspec.llama.cached_sequence import CachedSequence, shared
 from llamaspec.llama.cells import Bytes
 from llamaspec.llama.compaction import Moved
+from llamaspec.llama.held_cells import HeldCells
 from llamaspec.values import TokenArray
 
 MOST = 256  # prefixes
@@ -26,11 +28,33 @@ class Parked(NamedTuple):
 
 
 class ParkedPrefixes:
-    """Prefixes of together at most `n_tokens` tokens."""
+    """Prefixes of together at most as many tokens as there are cells."""
 
-    def __init__(self, n_tokens: int) -> None:
-        self._n_tokens = n_tokens
+    def __init__(self, held: HeldCells) -> None:
+        self._held = held
+        self._n_tokens = held.size
         self._parked: list[Parked] = []  # the last used last
+
+    def put_aside(self, sequences: Sequence[CachedSequence]) -> bool:
+        """Empty some sequences and keep what they held; False where one could not be copied out."""
+        for sequence in sequences:
+            content = self._held.cells.copy_out(sequence.number, 0)
+            if content is None:
+                return False
+            self.add(sequence.tokens[: sequence.n].copy(), content)
+            self._held.cut(sequence, 0)
+        return True
+
+    def fetch(self, sequence: CachedSequence, tokens: TokenArray, others: Sequence[CachedSequence]) -> None:
+        """Let a sequence hold the prefix that shares most of some tokens, if no other knows as much."""
+        found = self.best(tokens)
+        if found is None or self._held.top + len(found.tokens) > self._held.size:
+            return
+        n_shared = shared(found.tokens, tokens)
+        if n_shared > max(other.shared(tokens) for other in others):
+            self._held.fill(sequence, found.tokens, found.content)
+            if sequence.n == n_shared:  # else the rest of it may still be wanted
+                self.remove(found)
 
     def add(self, tokens: TokenArray, content: Bytes) -> None:
         """Keep a prefix, and none that it contains."""

@@ -1,18 +1,16 @@
-"""Flash attention on or off, and the types of keys and values: measured for this machine and a model's shape.
+"""How long attention takes, with flash attention or without, for each type of keys and values.
 
-On CPUs the fastest of these in long contexts is another on every machine, and some compute a single position
-by another kernel than several, so that the text depends on what was drafted. All are timed in turns on a tiny
-model of the same heads, at two depths; attention is linear in depth, and weights cost the same in all. The
-fastest one is chosen, or one that is bit-identical at every width where that costs less than EXACT_WORTH.
+All ways are timed in turns on a tiny model of the same heads, at two depths; attention is linear in depth,
+and weights cost the same in all. Some compute one position by another kernel than several, so that the text
+depends on what was drafted; this is tried, too. Which is best for a model: `attention_choice.py`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +27,15 @@ from llamaspec.llama.attention import (
     WIDEST,
     AttentionShape,
     AttentionTrial,
-    ModelSize,
     write_model,
 )
-from llamaspec.llama.options import BATCH, ModelOptions
+from llamaspec.llama.options import ModelOptions
 
 SHALLOW, DEEP = 512, 2048  # tokens of context; kernels change below
 SEVERAL = 4  # positions of a round with three draft tokens, of which one is accepted, say
 JOBS = {READ: (WIDEST,), SHALLOW: (WIDEST, SEVERAL, 1), DEEP: (SEVERAL, 1)}  # widths timed at each depth
 BATCHES = ([2, 2, 2, 2], [3, 3, 2], [4, 4], [8])  # compared with single positions
-WORTH = 1.1  # times as fast as PLAIN another must be, which is exact in short texts, the usual ones
-EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
-DEPTHS = (450, 1800, 3600, 7200)  # tokens of a text
-READ_SHARE = 0.75  # of a text that was read, not written
-MATTERS = 256  # tokens: up to there all configurations cost and say the same
 FEWEST_TURNS, MOST_TURNS = 3, 7
-STEADY = 1.05  # in three of four turns the chosen one must be within this of the turn's fastest
 PATIENCE = 2.0  # times the time that it should take
 MOST_SECONDS = 1e6
 
@@ -141,99 +132,6 @@ class AttentionProbe:
         for value in (self.weights_single, self.weights_several, self.weights_reading):
             if not 0 < value <= MOST_SECONDS:
                 raise ValueError("seconds must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen for a model and a length of context."""
-
-    configuration: Configuration
-    is_exact: bool
-    is_steady: bool  # whether the machine was quiet enough to believe it
-    gain: float  # speed over the depths divided by that of PLAIN
-    exact_cost: float | None  # time of the best exact one divided by that of the fastest; None: none is exact
-
-    @property
-    def summary(self) -> str:
-        """For people, in a few words."""
-        text = str(self.configuration)
-        if self.configuration != PLAIN:
-            text += f", {self.gain:.2f} times as fast in long contexts as llama.cpp's default"
-        if self.is_exact:
-            return f"{text}; the same numbers at every batch width"
-        if self.exact_cost is None:
-            return f"{text}; behind {MATTERS} tokens no choice has the same numbers at every batch width"
-        return f"{text}; what is the same at every batch width takes {self.exact_cost:.2f} times as long"
-
-
-def choose(
-    probe: AttentionProbe, size: ModelSize, n_ctx: int, *, room: int | None = None, is_draft: bool = False
-) -> Choice:
-    """The configuration for a model.
-
-    Parameters
-    ----------
-    probe : AttentionProbe
-        Of its shape.
-    size : ModelSize
-    n_ctx : int
-        Tokens of the longest text.
-    room : int, optional
-        Bytes of memory of the machine; without flash attention a long context takes some of them.
-    is_draft : bool
-        It writes single positions, and the text does not depend on it.
-    """
-    measured = [one for one in probe.measured if _fits(one.configuration, size.shape, n_ctx, room)]
-    depths = [depth for depth in DEPTHS if depth <= n_ctx] or [n_ctx]
-    by_turn = {  # configuration -> log of the seconds in each turn, mean over depths
-        one.configuration: [
-            statistics.mean(math.log(_seconds(probe, turn, size, depth, is_draft)) for depth in depths)
-            for turn in one.turns
-        ]
-        for one in measured
-    }
-    typical = {configuration: statistics.median(logs) for configuration, logs in by_turn.items()}
-    fastest = min(typical, key=lambda configuration: typical[configuration])
-    if typical[PLAIN] - typical[fastest] < math.log(WORTH):
-        fastest = PLAIN
-    exact = [one.configuration for one in measured if one.is_exact]
-    best_exact = min(exact, key=lambda configuration: typical[configuration], default=None)
-    cost = None if best_exact is None else math.exp(typical[best_exact] - typical[fastest])
-    chosen = fastest
-    if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
-        chosen = best_exact
-    behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
-    usual = math.exp(typical[chosen] - min(typical.values()))
-    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * usual
-    if not is_steady:
-        chosen = PLAIN
-    gain = math.exp(typical[PLAIN] - typical[chosen])
-    return Choice(chosen, chosen in exact, is_steady, gain, cost)
-
-
-def _by_turns(
-    by_turn: Mapping[Configuration, list[float]], chosen: Configuration
-) -> Iterator[tuple[float, ...]]:
-    """The chosen configuration first."""
-    others = [logs for configuration, logs in by_turn.items() if configuration != chosen]
-    return zip(by_turn[chosen], *others, strict=True)
-
-
-def _seconds(probe: AttentionProbe, turn: Turn, size: ModelSize, depth: int, is_draft: bool) -> float:
-    """Of a text of this length, for each token of it."""
-    n_layers, n_bytes = size.shape.n_layers, size.n_read_bytes
-    single = n_bytes * probe.weights_single + n_layers * turn.single * depth
-    several = n_bytes * probe.weights_several + n_layers * turn.several * depth
-    writing = single if is_draft else (single + several / 2) / 2  # rounds without a draft, and with
-    reading = size.n_parameters * probe.weights_reading + n_layers * turn.reading * depth / 2
-    return READ_SHARE * reading + (1 - READ_SHARE) * writing
-
-
-def _fits(configuration: Configuration, shape: AttentionShape, n_ctx: int, room: int | None) -> bool:
-    """Without flash attention all scores of a batch are kept: [heads, BATCH, context] float32."""
-    return configuration.flash_attention == "on" or (
-        room is None or 4 * shape.n_heads * BATCH * n_ctx <= room // 8
-    )
 
 
 _BUSY = "the machine is too busy to measure attention; close what computes beside it"

@@ -16,13 +16,8 @@ from llamaspec.llama import runtime
 from llamaspec.llama.attention import ModelSize, model_size
 from llamaspec.llama.context_size import default_context_size
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.attention import (
-    MATTERS,
-    AttentionProbe,
-    Choice,
-    choose,
-    measure_attention,
-)
+from llamaspec.measure.attention import AttentionProbe, measure_attention
+from llamaspec.measure.attention_choice import MATTERS, Choice, choose
 from llamaspec.measure.pair_files import ModelFile
 from llamaspec.measure.store import drop_attention, store_attention, stored_attention
 

@@ -114,7 +114,7 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
     chat = session(pair)
     answers = [say(chat, "one"), say(chat, "two\nthree")]
     save = tmp_path / "talk.json"
-    stdin = f"one\n\ntwo\\\nthree\n/stats\n{leave}\nfour\n".encode()
+    stdin = f"one\n\ntwo\\\nthree\n/stats full\n{leave}\nfour\n".encode()
     piped = invoke(*options(talker), "--save", save, stdin=stdin)
     assert piped.code == 0
     assert piped.stdout == "".join(f"{answer}\n" for answer in answers)
@@ -135,6 +135,7 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         ([], b"/save\n", "/save needs a file"),
         ([], b"/load none.json\n", "cannot read the conversation none.json"),
         ([], b"/reset all\n", "/reset stands alone"),
+        ([], b"/stats all\n", "/stats stands alone, or with full"),
         ([], b"/regenerate\n", "no answer to regenerate"),
         ([], b"/continue\n", "no answer to go on with"),
         ([], b"/edit\n", "needs a terminal"),
@@ -185,6 +186,26 @@ def test_going_on_in_a_pipe(talker: list[Path], own_cache: None) -> None:
     assert load_last() == (HELLO, Message("assistant", "yes" + answer.stdout.removesuffix("\n")))
     both = invoke(*options(talker), "--resume", "--load", "x.json", stdin=b"")
     assert (both.code, "drop one" in both.stderr) == (2, True)
+
+
+def test_c_resumes_or_names_the_context(talker: list[Path], own_cache: None) -> None:
+    """llama.cpp's `-c N` beside `-c` for the last conversation: they are told apart by the number."""
+    keep_last([HELLO, Message("assistant", "yes")])
+    chat = ["chat", *naming(talker), "--seed", "5", "-n", "2"]
+    sized = invoke(*chat, "-c", "600", stdin=b"one\n/stats\n").stderr
+    assert "of 600 tokens" in sized
+    assert "the last conversation" not in sized
+    assert "the last conversation: 2 messages" in invoke(*chat, "--n-ctx", "600", "-c", stdin=b"").stderr
+    both = invoke(*chat, "-c", "-c", "600", stdin=b"one\n/stats\n").stderr
+    assert "of 600 tokens" in both
+    assert "the last conversation: 2 messages" in both
+    for wrong, says in (
+        (["-c", "x"], "not a valid integer"),
+        (["-c", "0"], "n-ctx must be from 2"),
+        (["-c", "600", "--n-ctx", "700"], "drop one"),
+    ):
+        answer = invoke(*chat, *wrong, stdin=b"")
+        assert (answer.code, len(answer.complaints), says in answer.stderr) == (2, 1, True)
 
 
 def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
@@ -316,7 +337,7 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
     assert "stopped after 20 tokens" in shown
     send(child, "two")
     say(chat, "two")
-    assert f"{last(chat)[1]} of them cached" in send(child, "/stats")
+    assert f"{last(chat)[1]} of them cached" in send(child, "/stats full")
     assert send(child, "/regenerate").startswith("".join(chat.regenerate()).strip("\n"))
     assert "saved to talk.json" in send(child, "/save talk.json")
     assert "begins anew" in send(child, "/reset")

@@ -15,7 +15,7 @@ from rich.console import Console
 from command import invoke, naming
 from llamaspec import LlamaModel
 from llamaspec.cli.explain import explain, verdict
-from llamaspec.cli.report import statistics_lines
+from llamaspec.cli.report import full_statistics, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.values import ForwardRequest, Logits, Source
@@ -90,22 +90,32 @@ TWO_ROUNDS = [
 
 
 def test_the_lines_after_a_text() -> None:
-    assert statistics_lines(a_text(TWO_ROUNDS), 7) == [
+    assert full_statistics(a_text(TWO_ROUNDS), 7) == [
         "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens in 0.12 s), stopped by limit, seed 7",
         "2 of 4 draft tokens accepted (50%), 2.00 tokens per round",
         "time: draft 12.5%, verify 62.5%, overhead 25.0%",
     ]
-    cached = statistics_lines(a_text(TWO_ROUNDS, n_cached=30), 7)[0]
+    cached = full_statistics(a_text(TWO_ROUNDS, n_cached=30), 7)[0]
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
 
 def test_the_gain_is_told_in_plain_words() -> None:
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
-    lines = statistics_lines(a_text([*TWO_ROUNDS, plain]), 7)
-    assert (
-        lines[1]
-        == "1.67 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
+    text = a_text([*TWO_ROUNDS, plain])
+    assert full_statistics(text, 7)[1] == (
+        "1.67 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
     )
+    assert statistics_lines(text, 7, "short") == [
+        "5 tokens in 6.00 s, 0.8 tokens/s: 1.7 times as fast as without a draft",
+        "2 of them came from drafts, 2 more were drafted in vain; the prompt took 0.12 s; "
+        "stopped by limit, seed 7",
+    ]
+    assert statistics_lines(text, 7, "full") == full_statistics(text, 7)
+    slower = a_text([*TWO_ROUNDS, replace(plain, verify_seconds=0.25)])
+    assert "0.79 times as fast as without a draft" in statistics_lines(slower, 7, "short")[0]
+    undrafted = statistics_lines(a_text([plain]), 7, "short")
+    assert undrafted[0] == "1 tokens in 2.00 s, 0.5 tokens/s"
+    assert undrafted[1].startswith("nothing was drafted; the prompt took")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +147,9 @@ def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = a_text(TWO_ROUNDS)
     text = replace(text, summary=replace(text.summary, n_drafted=9))
-    assert "2 of 4 draft tokens accepted (50%), 5 dropped before" in statistics_lines(text, 7)[1]
+    assert "2 of 4 draft tokens accepted (50%), 5 dropped before" in full_statistics(text, 7)[1]
     text = replace(text, summary=replace(text.summary, n_verified=0))
-    assert statistics_lines(text, 7)[1] == "no draft tokens verified, 9 dropped before verification"
+    assert full_statistics(text, 7)[1] == "no draft tokens verified, 9 dropped before verification"
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:

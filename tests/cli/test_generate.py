@@ -28,13 +28,17 @@ LONG = Recipe(dtype="q8_0", n_context=1 << 15)
 
 
 def test_only_the_text_on_stdout(models: list[Path]) -> None:
-    answer = run("generate", *naming(models), PROMPT, "--seed", "5", "-n", "40", "--draft-length", "3")
+    arguments = ["generate", *naming(models), PROMPT, "--seed", "5", "-n", "40", "--draft-length", "3"]
+    answer = run(*arguments)
     assert answer.code == 0
     assert answer.stdout == expected(models, 5, 40).text + "\n"
     assert "seed 5" in answer.stderr
     assert "tokens/s" in answer.stderr
-    assert "draft tokens accepted" in answer.stderr
-    assert "time: draft" in answer.stderr
+    assert "of them came from drafts" in answer.stderr
+    assert "time: draft" not in answer.stderr
+    full = invoke(*arguments, "--stats", "full")
+    assert "draft tokens accepted" in full.stderr
+    assert "time: draft" in full.stderr
 
 
 @pytest.mark.parametrize("with_draft", [False, True])
@@ -52,12 +56,23 @@ def test_ngram_drafts_leave_the_text_alone(models: list[Path], with_draft: bool)
 
 def test_a_run_without_draft_tokens_says_so(models: list[Path]) -> None:
     answer = generate(PROMPT, "-n", "5", "--draft-length", "0", models=models)
-    assert "no draft tokens verified\n" in answer.stderr
+    assert "nothing was drafted; " in answer.stderr
 
 
 def test_no_stats_is_silent(models: list[Path]) -> None:
     answer = generate(PROMPT, "--no-stats", "-n", "5", models=models)
     assert answer.complaints == []
+    both = generate(PROMPT, "--no-stats", "--stats", models=models)
+    assert (both.code, "contradict each other" in both.stderr) == (2, True)
+
+
+def test_the_context_as_peers_spell_it(models: list[Path]) -> None:
+    """Every spelling is the same option, so the reason to stop shows which size was taken."""
+    for spelling in ("--n-ctx", "--ctx-size", "-c"):
+        answer = generate(
+            PROMPT, spelling, "64", "-cd", "32", "-n", "90", "--seed", "1", "--json", models=models
+        )
+        assert answer.json["stop_reason"] == "context"
 
 
 @pytest.mark.parametrize("lengths", [["-k", "3"], [], ["--no-draft"], ["-k", "0"]], ids=str)

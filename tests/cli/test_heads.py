@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from command import PROMPT, invoke, said
+from llamaspec import opening
 from llamaspec.cli import model_options
-from llamaspec.errors import PairError
+from llamaspec.errors import ModelFileError, PairError
 from llamaspec.measure.pair_files import PairFiles
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -108,3 +109,24 @@ def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -
     assert "mtp" not in rows["none"]
     listed = {entry["name"]: entry for entry in json.loads(invoke("models", "list", "--json").stdout)}
     assert (listed["own"]["has_heads"], listed["none"]["has_heads"]) == (True, False)
+    assert rows["qwen3.8-27b"].split().index("mtp") == 5  # from the list alone
+    assert "mtp" not in rows["llama-3.2-3b"]
+
+
+def test_a_model_that_is_known_to_have_neither_is_not_fetched(
+    own_list: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(name: str, _progress: object = None) -> Path:
+        fetched.append(name)
+        raise ModelFileError("fetched")
+
+    monkeypatch.setattr(model_options, "fetched_model", fetch)
+    monkeypatch.setattr(opening, "resolve_model", fetch)
+    answer = invoke("generate", "--pair", "llama-3.2-3b", "-p", "x")
+    assert "no draft is known for llama-3.2-3b" in answer.stderr
+    with pytest.raises(PairError, match=r"no draft is known for llama-3\.2-3b"):
+        opening.open_pair("llama-3.2-3b", "auto")
+    assert fetched == []
+    assert "fetched" in invoke("generate", "--pair", "qwen3.5-9b", "-p", "x").stderr  # has heads

@@ -337,6 +337,7 @@ def test_every_entry_is_complete(catalog: Catalog) -> None:
     for entry in catalog.entries.values():
         file = entry.file()
         assert entry.licence
+        assert entry.draft is not None or entry.heads is not None or entry.name.endswith("-mtp")
         assert entry.checked in (("hash", "listed") if file.sha256 else ("name",))
         assert file.n_bytes
         if entry.draft is not None:

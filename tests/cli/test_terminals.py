@@ -142,7 +142,7 @@ def test_names_and_defaults_are_a_contract() -> None:
     }
     defaults: dict[str, object] = {
         "--max-tokens": 256, "-n": 256, "--temperature": 0.8, "-t": 0.8, "--top-k": 40, "--top-p": 0.95,
-        "--min-p": 0.05, "--rule": "coupled", "--stats": True, "--no-stats": True,
+        "--min-p": 0.05, "--rule": "coupled",
     }  # fmt: skip
     assert {name: found[name] for name in defaults} == defaults
     assert set(found) >= {
@@ -150,7 +150,7 @@ def test_names_and_defaults_are_a_contract() -> None:
         "--presence-penalty", "--frequency-penalty", "--seed", "--stop", "--draft-length", "-k", "--n-ctx",
         "--draft-ctx", "--gpu-layers", "-ngl", "--draft-gpu-layers", "--threads", "--draft-threads",
         "--cache-type-k", "--cache-type-v", "--draft-cache-type-k", "--draft-cache-type-v", "--show-drafts",
-        "--json", "--verbose",
+        "--json", "--verbose", "--stats", "--no-stats", "--ctx-size", "-c", "-cd",
     }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from command import invoke, said
 from forward_requests import EXACT, Count, text
-from llamaspec import FixedLength, ModelOptions, NoDrafter, Sampling, open_pair
+from head_requests import drafted_side_by_side
+from llamaspec import FixedLength, ModelOptions, Sampling, open_pair
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama import head_files, trial
 from llamaspec.llama.weights import Weights
@@ -27,23 +28,7 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore, kind: str) 
     prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (1, 2))]
     with open_pair(store.path("llama"), store.path(kind), target_options=ONE_THREAD) as pair:
         for temperature in (0.0, 1.0):
-            sampling = Sampling(temperature=temperature)
-            plain = [
-                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, drafter=NoDrafter())
-                .run()
-                .tokens
-                for seed, prompt in enumerate(prompts)
-            ]
-            pair.forget()
-            streams = [
-                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, policy=FixedLength(3))
-                for seed, prompt in enumerate(prompts)
-            ]
-            while [stream for stream in streams if next(stream, None) is not None]:
-                pass
-            found = [stream.completion for stream in streams]
-            assert [completion.tokens for completion in found] == plain
-            assert all(completion.summary.n_verified > 20 for completion in found)
+            found = drafted_side_by_side(pair, prompts, temperature)
             assert {round_.source for completion in found for round_ in completion.rounds} >= {Source.MTP}
 
 

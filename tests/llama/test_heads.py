@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import tiny_models as tiny
-from forward_requests import EXACT, Count, assert_same, text, tokens
+from forward_requests import Count, assert_same, text, tokens
+from head_requests import Asking, drafting, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
 from llamaspec.llama import nextn
@@ -34,13 +35,10 @@ TOLERANCE = 2e-3  # the head's scores react to the last bits of a hidden row; an
 LONG = 2048
 RECIPE = Recipe(n_context=LONG)
 
-Asking = Generator[ForwardRequest, Forward, list[Logits]]
-
 
 @contextmanager
 def opened_pair(store: ModelStore, kind: str, **options: object) -> Iterator[Pair]:
-    wanted = ModelOptions(**{"threads": 1, **EXACT, **options})  # type: ignore[arg-type]
-    with open_pair(*files_of(store, kind), target_options=wanted) as pair:
+    with opened(files_of(store, kind), **options) as pair:
         yield pair
 
 
@@ -58,21 +56,6 @@ def distance(one: Logits, other: Logits) -> float:
     finite = np.isfinite(one)
     assert (finite == np.isfinite(other)).all()
     return float(np.abs(one[finite] - other[finite]).max())
-
-
-def drafting(read: TokenArray, draft: TokenArray) -> Asking:
-    """The heads' logits behind a text that the target has evaluated, and behind each draft token."""
-    answers = []
-    for n in range(len(draft) + 1):
-        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
-        answers.append(forward.logits.copy())
-    return answers
-
-
-def reading(read: TokenArray, draft: TokenArray) -> Asking:
-    """The same, where nothing has been evaluated yet."""
-    yield ForwardRequest(TARGET, read[:-1], n_logits=0)
-    return (yield from drafting(read, draft))
 
 
 def assert_fresh(other: Pair, read: TokenArray, draft: TokenArray, answers: Sequence[Logits]) -> None:

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from command import invoke
-from forward_requests import EXACT, TOLERANCE, assert_same, text, tokens
-from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
+from forward_requests import TOLERANCE, assert_same, text, tokens
+from head_requests import Asking, drafted_side_by_side, drafting, opened, reading
+from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
 from llamaspec.llama import nextn
-from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
+from llamaspec.values import MTP, TARGET, ForwardRequest, Source
 from model_store import ModelStore
 from tiny_models import Recipe
 
-Asking = Generator[ForwardRequest, Forward, list[Logits]]
 CLOSE = TOLERANCE["gemma3"]
 
 
 @contextmanager
 def opened_pair(store: ModelStore, **options: object) -> Iterator[Pair]:
-    wanted = ModelOptions(**{"threads": 1, **EXACT, **options})  # type: ignore[arg-type]
-    files = store.path("gemma4"), store.path("gemma4-assistant")
-    with open_pair(*files, target_options=wanted) as pair:
+    with opened((store.path("gemma4"), store.path("gemma4-assistant")), **options) as pair:
         yield pair
-
-
-def drafting(read: TokenArray, draft: TokenArray) -> Asking:
-    answers = []
-    for n in range(len(draft) + 1):
-        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
-        answers.append(forward.logits.copy())
-    return answers
-
-
-def reading(read: TokenArray, draft: TokenArray) -> Asking:
-    yield ForwardRequest(TARGET, read[:-1], n_logits=0)
-    return (yield from drafting(read, draft))
 
 
 def test_rejected_draft_tokens_are_not_seen(store: ModelStore) -> None:
@@ -82,23 +67,8 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore) -> None:
     prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (25, 0), (3, 2))]
     with opened_pair(store, n_ctx=256, n_cells=512) as pair:
         for temperature in (0.0, 1.0):
-            sampling = Sampling(temperature=temperature)
-            plain = []
-            for seed, prompt in enumerate(prompts):
-                pair.forget()
-                stream = pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, drafter=NoDrafter())
-                plain.append(stream.run().tokens)
-            pair.forget()
-            streams = [
-                pair.stream(prompt, seed=seed, sampling=sampling, max_tokens=30, policy=FixedLength(3))
-                for seed, prompt in enumerate(prompts)
-            ]
-            while [stream for stream in streams if next(stream, None) is not None]:
-                pass
-            found = [stream.completion for stream in streams]
-            assert [completion.tokens for completion in found] == plain
+            found = drafted_side_by_side(pair, prompts, temperature)
             assert max(round_.n_rows for completion in found for round_ in completion.rounds) > 1
-            assert all(completion.summary.n_verified > 20 for completion in found)
             assert {round_.source for completion in found for round_ in completion.rounds} == {Source.MTP}
 
 

@@ -26,9 +26,9 @@ from llamaspec.measure.attention import (
     Configuration,
     Measured,
     Turn,
-    choose,
     time_configurations,
 )
+from llamaspec.measure.attention_choice import choose
 from llamaspec.measure.fitting import fitted, forget_attention
 from llamaspec.measure.pair_files import ModelFile
 from llamaspec.measure.store import store_attention, stored_attention
