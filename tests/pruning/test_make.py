@@ -20,7 +20,7 @@ from llamaspec.measure.compare import Spread
 from llamaspec.measure.read_along import WrittenText, read_along, replay
 from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.measure.task import Task
-from llamaspec.pruning.make import Made, Wish, make_draft
+from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
 from llamaspec.sampling.parameters import Sampling
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
@@ -197,3 +197,9 @@ def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     assert made_drafts(other) == []
     write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: identity(other)}), 1)
     assert made_drafts(other) == [made_path(other, "y")]
+
+
+def test_a_draft_that_was_made_otherwise_is_judged(widened: Path) -> None:
+    with LlamaModel(widened, OPTIONS) as model:
+        judged = judge_draft(model, widened, Wish(), KnownCosts(measured=1.25))
+    assert (judged.cost_ratio, judged.acceptance, judged.measured.median) == (1.0, 1.0, 1.25)
