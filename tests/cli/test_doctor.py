@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from command import Answer, invoke, naming
@@ -222,6 +223,8 @@ def test_devices() -> None:
     devices = find_devices()
     assert any(device.kind == "CPU" for device in devices)
     assert all(device.name and device.description for device in devices)
+    (memory,) = (device.total_bytes for device in devices if device.name == "CPU")
+    assert memory == pytest.approx(psutil.virtual_memory().total, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,17 @@ def test_idleness_between_two_texts_says_nothing() -> None:
         assert machine.evaluate() == 1
 
 
+def test_a_machine_may_have_become_another_within_a_tenth_of_a_second() -> None:
+    """What was idle while nobody evaluated is not counted as free."""
+    machine = Machine(2)
+    machine.n_others = 1
+    assert machine.run()[-1] == 1
+    n_looks = machine.n_looks
+    machine.rest(0.1)
+    machine.evaluate()
+    assert machine.n_looks == n_looks + 1
+
+
 def test_short_evaluations_are_looked_at_together() -> None:
     machine = Machine(2)
     machine.n_others = 1

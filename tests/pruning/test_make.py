@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,17 @@ def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     assert made_drafts(other) == []
     write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: identity(other)}), 1)
     assert made_drafts(other) == [made_path(other, "y")]
+
+
+def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
+    """Drafts that were made with an earlier version are still its own: a size and the first mebibyte."""
+    beginning = bytes(range(256)) * 4096
+    key = hashlib.sha256(b"1048579" + beginning).hexdigest()[:32]
+    for rest in (b"abc", b"xyz"):
+        (tmp_path / "target.gguf").write_bytes(beginning + rest)
+        assert identity(tmp_path / "target.gguf") == key
+    (tmp_path / "target.gguf").write_bytes(beginning + b"abcd")
+    assert identity(tmp_path / "target.gguf") != key
 
 
 def test_a_draft_that_was_made_otherwise_is_judged(widened: Path) -> None:
