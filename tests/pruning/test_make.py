@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,64 @@ def test_the_measurement_decides(widened: Path) -> None:
     assert found.measured is not None
     assert "0.90x" in str(found.reason)
     assert made_drafts(widened) == []
+
+
+def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> None:
+    class Dear(KnownCosts):
+        def round_seconds(self, target: LlamaModel) -> list[float]:
+            return [1.0, 1.98, 2.97]
+
+    found = made(widened, Dear())
+    assert found == Made((), None, None, "here even a perfect draft would give 1.01x at most")
+
+
+def test_where_no_copy_can_be_made_the_reasons_are_told(
+    widened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise ModelFileError("llama.cpp cannot make this copy")
+
+    monkeypatch.setattr("llamaspec.pruning.bench.write_copy", refuses)
+    told: list[str] = []
+    with LlamaModel(widened, OPTIONS) as model:
+        found = make_draft(model, Wish(types=(COPY,)), told.append, KnownCosts())
+    assert found == Made((), None, None, "no smaller copy of this target can be made")
+    assert "L2-copy: not possible: llama.cpp cannot make this copy" in told
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"texts": (b"", b"a")}, "the texts are too short"),
+        ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another place with --output"),
+    ],
+)
+def test_what_cannot_be_wished_for(widened: Path, wish: dict[str, object], says: str) -> None:
+    with pytest.raises(LlamaspecError, match=says):
+        made(widened, KnownCosts(), **wish)
+
+
+def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
+    with pytest.raises(LlamaspecError, match="ends its texts at once"):
+        made(target, KnownCosts())
+    with LlamaModel(target, OPTIONS) as model, pytest.raises(LlamaspecError, match="ends its texts at once"):
+        judge_draft(model, target, Wish(), KnownCosts())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file_type": "Q9"},
+        {"pruned": (2, 1)},
+        {"pruned": (-1,)},
+        {"pruned": (1, 1)},
+        {"texts": {"k": 128 * "x"}},
+    ],
+)
+def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"the type must be|layers must ascend|at most 127 bytes"):
+        Copy(**wrong)
 
 
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
