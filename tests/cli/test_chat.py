@@ -90,6 +90,18 @@ def test_messages_of_several_lines(lines: list[str], typed: Typed) -> None:
     assert read_typed(reader(lines)) == typed
 
 
+@pytest.mark.parametrize("first", ['"""', "one\\"])
+def test_ctrl_c_within_several_lines_takes_them_back(first: str) -> None:
+    left = iter([first])
+
+    def read_line(_prompt: str) -> str:
+        for line in left:
+            return line
+        raise KeyboardInterrupt
+
+    assert read_typed(read_line) == Typed("", False)
+
+
 def reader(lines: list[str]) -> Callable[[str], str]:
     left = iter(lines)
 
