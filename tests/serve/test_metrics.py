@@ -13,6 +13,7 @@ from llamaspec.serve.answers import Done, Event, Failed, Run
 from llamaspec.serve.deltas import End
 from llamaspec.serve.figures import figures, openai_usage, rounds, timings
 from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.status import _slots
 from llamaspec.values import Source
 from rounds import a_round, a_text
 
@@ -152,3 +153,22 @@ def test_a_prompt_with_several_choices_counts_once() -> None:
         "prompt_tokens_details": {"cached_tokens": 35},
         "completion_tokens_details": {"reasoning_tokens": 9},
     }
+
+
+def test_what_slots_tell_of_rows() -> None:
+    """One that has written, one that has just begun, and a place that is free."""
+    job = SimpleNamespace(prompt=range(40), drafting=SimpleNamespace(enabled=False))
+    running: Any = [
+        SimpleNamespace(job=job, stream=SimpleNamespace(rounds=[ALONE, SHARED], is_paused=True)),
+        SimpleNamespace(job=SimpleNamespace(prompt=[1], drafting=SimpleNamespace(enabled=True)), stream=None),
+    ]
+    target, settings = SimpleNamespace(context_size=512), SimpleNamespace(parallel=3)
+    service: Any = SimpleNamespace(pair=SimpleNamespace(target=target), settings=settings)
+    common = {"n_ctx": 512, "is_processing": True}
+    assert _slots(running, service) == [
+        {"id": 0, **common, "n_prompt_tokens": 40, "n_decoded": 5, "n_draft": 5, "n_draft_accepted": 3,
+         "speculative": False, "is_paused": True},
+        {"id": 1, **common, "n_prompt_tokens": 1, "n_decoded": 0, "n_draft": 0, "n_draft_accepted": 0,
+         "speculative": True, "is_paused": False},
+        {"id": 2, "n_ctx": 512, "is_processing": False},
+    ]  # fmt: skip
