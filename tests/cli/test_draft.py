@@ -6,6 +6,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from llamaspec.hub.made import DRAFT_FOR, identity, made_path
 from llamaspec.hub.names import find_draft
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.compare import Spread
-from llamaspec.pruning.make import Made
+from llamaspec.pruning.make import Judged, Made
 from llamaspec.pruning.search import Candidate, Found
 
 
@@ -73,6 +75,36 @@ def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "pip install 'llamaspec[train]'" in said(invoke("draft", "distil", target, "--text", __file__))
+
+
+def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, with a training that only copies: without torch."""
+    asked: list[tuple[object, ...]] = []
+
+    def copy(path: Path, _options: object, texts: object, wish: object, output: Path, *_: object) -> None:
+        asked.append((path, texts, wish, output))
+        shutil.copy(path, output)
+
+    module: Any = ModuleType("llamaspec.distil.run")
+    module.Distillation, module.distil_draft = lambda *wish: wish, copy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    judged = Judged(0.25, 0.625, Spread(1.25, 1.5, 2.25))
+    monkeypatch.setattr("llamaspec.cli.draft.judge_draft", lambda *_: judged)
+    text = target.with_name("text.txt")
+    text.write_text("to learn from")
+    options = ["--text", text, "--minutes", "7", "--layers", "2", "--width", "64", "--threads", "1"]
+    answer = invoke("draft", "distil", target, *options)
+    output = made_path(target, "distilled")
+    assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
+    assert answer.stdout.splitlines() == [
+        "a draft token costs 0.250 of a target token, acceptance 0.62",
+        f"wrote {output}, measured: 1.50x ± 0.50",
+    ]
+    other = target.with_name("other.gguf")
+    found = invoke("draft", "distil", target, *options, "--output", other, "--json").json
+    measured = {"low": 1.25, "median": 1.5, "high": 2.25}
+    assert found == {"path": str(other), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
+    assert "--text" in invoke("draft", "distil", target).stderr
 
 
 @pytest.fixture
