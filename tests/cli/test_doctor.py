@@ -145,8 +145,11 @@ def test_states_have_one_size(opened: OpenModel) -> None:
     assert memory.size(10) == memory.size(10_000) > 2 * 16 * 128 * 4
 
 
-def test_another_vocabulary_is_tried(store: ModelStore, target_file: Path) -> None:
-    """A target with other numbers drafts for itself: all is accepted."""
+def test_another_vocabulary_is_tried(
+    store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target with other numbers drafts for itself: all is accepted, which is enough where all is wanted."""
+    monkeypatch.setattr("llamaspec.measure.foreign_findings.FEW", 1.0)
     other = store.path("llama", Recipe(dtype="q8_0", shuffled=1))
     answer = invoke("doctor", *naming([target_file, other]), "--json")
     found = listed(answer)

@@ -92,7 +92,18 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("llamaspec.cli.draft.judge_draft", lambda *_: judged)
     text = target.with_name("text.txt")
     text.write_text("to learn from")
-    options = ["--text", text, "--minutes", "7", "--layers", "2", "--width", "64", "--threads", "1"]
+    options: list[str | Path] = [
+        "--text",
+        text,
+        "--minutes",
+        "7",
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--threads",
+        "1",
+    ]
     answer = invoke("draft", "distil", target, *options)
     output = made_path(target, "distilled")
     assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
