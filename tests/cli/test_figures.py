@@ -7,18 +7,23 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from command import Answer, invoke, naming
-from llamaspec import LlamaModel
+from llamaspec import LlamaModel, ModelOptions
 from llamaspec.cli.explain import explain, verdict
+from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.plot import draw_probe
-from llamaspec.cli.report import statistics_lines
+from llamaspec.cli.report import completion_json, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
+from llamaspec.measure.attention import Choice, Configuration
 from llamaspec.measure.compare import Arm, Comparison
+from llamaspec.measure.fitting import Fitted
+from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.measure.store import Kept
@@ -177,6 +182,87 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
     assert 'const ms = seconds => (1000 * seconds).toFixed(2) + " ms";' in page.read_text()
     assert "draft ${ms(r.draft)}, verify ${ms(r.verify)}, overhead ${ms(r.rest)}" in page.read_text()
     assert "${r.accepted} of ${r.verified}" in page.read_text()
+
+
+def a_pair(**others: Any) -> Any:
+    return SimpleNamespace(target=SimpleNamespace(path=Path("big.gguf")), heads=None, draft=None,
+                           draft_models=(), load_seconds=0.75, **others)  # fmt: skip
+
+
+def test_the_line_of_json_after_a_text() -> None:
+    told = completion_json(
+        a_text([*TWO_ROUNDS, a_round(next_token=7, seconds=(0.0, 1.5, 0.5))]), a_pair(), 7, "x"
+    )
+    assert told.pop("statistics") == {
+        "rounds": 3,
+        "rounds_without_guesses": 1,
+        "drafted": 4,
+        "verified": 4,
+        "accepted": 2,
+        "acceptance_rate": 0.5,
+        "accepted_histogram": [2, 0, 1],
+        "mean_tokens_per_round": 5 / 3,
+        "tokens_per_second": 5 / 6,
+        "seconds": {
+            "load": 0.75, "prefill": 0.125, "draft": 0.5, "verify": 4.0, "rest": 1.5, "decode": 6.0,
+        },
+    }  # fmt: skip
+    assert told == {
+        "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "stop_reason": "limit", "seed": 7,
+        "rule": "x", "target": "big.gguf", "draft": None, "draft_models": [],
+    }  # fmt: skip
+
+
+def test_the_draft_that_the_line_of_json_names() -> None:
+    model = SimpleNamespace(path=Path("small.gguf"))
+    for drafts, named in (
+        ({"draft": model}, "small.gguf"),
+        ({"heads": model}, "small.gguf"),
+        ({"heads": SimpleNamespace(path=Path("big.gguf"))}, "mtp"),  # of the target's own file
+    ):
+        pair = SimpleNamespace(**{**vars(a_pair()), **drafts})
+        assert completion_json(a_text(TWO_ROUNDS), pair, 7, "x")["draft"] == named  # type: ignore[arg-type]
+
+
+# How attention is computed
+
+
+MEASURED = (
+    "llamaspec: {}: measured once for this machine: flash attention off, keys f16, values f16, 1.25 times as "
+    "fast in long contexts as llama.cpp's default; what is the same at every batch width takes 1.50 times as "
+    "long; fix it with --flash-attn, "
+)
+TOO_BUSY = (
+    "llamaspec: {}: the machine is too busy to find out how attention is best computed; for now flash "
+    "attention off, keys f16, values f16; `llamaspec doctor` measures it once it is not, --flash-attn, "
+)
+
+
+@pytest.mark.parametrize(
+    ("is_new", "is_steady", "says"),
+    [(True, True, MEASURED), (True, False, TOO_BUSY), (False, True, None)],
+)
+def test_what_was_measured_of_attention_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_new: bool, is_steady: bool,
+    says: str | None,
+) -> None:  # fmt: skip
+    chosen = ModelOptions(flash_attention="off")
+
+    def fitted(file: ModelFile, **_: object) -> Fitted:
+        choice = Choice(Configuration("off", "f16", "f16"), False, is_steady, 1.25, 1.5)
+        return Fitted(replace(file, options=chosen), choice, is_new=is_new)
+
+    monkeypatch.setattr("llamaspec.cli.fitting.fitted", fitted)
+    one = ModelFile(Path("x.gguf"), ModelOptions())
+    for fixes_target, fixes_draft in ((False, True), (True, False)):
+        fixed: Any = SimpleNamespace(fixes_target=fixes_target, fixes_draft=fixes_draft)
+        found = fit_files(PairFiles(one, one), fixed)
+        assert found.draft is not None
+        changed = (found.target.options == chosen, found.draft.options == chosen)
+        assert changed == (not fixes_target, not fixes_draft)
+        said = capsys.readouterr().err
+        assert said.startswith(says.format("draft" if fixes_target else "target")) if says else not said
+        assert ("--draft-cache-type-k" in said) == (fixes_target and says is not None)
 
 
 # Whether a text is the target's own
