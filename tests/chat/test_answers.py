@@ -360,6 +360,12 @@ def test_the_prompt_has_opened_the_reasoning() -> None:
     assert (found.reasoning, found.text) == ("Hm.", "Yes")
 
 
+def test_reasoning_that_ends_within_its_mark_is_whole() -> None:
+    for pieces in (["<think>Hm </thi"], "<think>Hm </thi"):
+        found = message_of(parsed("qwen3", pieces))
+        assert (found.reasoning, found.text) == ("Hm </thi", "")
+
+
 def test_it_tells_while_it_thinks() -> None:
     parser = AnswerParser(FORMATS["qwen3"])
     seen = []

@@ -184,6 +184,32 @@ def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ x | tojson }}", {"text": '{"b": "<é>", "a": [1, null]}'}),  # nothing is escaped for HTML
+        ("{{ x | tojson(sort_keys=true, indent=1) }}",
+         {"text": '{\n "a": [\n  1,\n  null\n ],\n "b": "<é>"\n}'}),
+        ("{{ x | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+         {"text": '{"b":"<\\u00e9>","a":[1,null]}'}),
+        ("a{% generation %}{{ x.b }}{% endgeneration %}z", {"text": "a<é>z"}),
+        ("  {% if true %}\n  b\n{% endif %}\n", {"text": "  b\n"}),
+        ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+         {"text": "13"}),
+        ("{{ strftime_now('%%') }}", {"text": "%"}),
+        ("{{ raise_exception('No\nsystem  role.') }}", {"failure": "No system role"}),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"failure": "it calls itself without end"}),
+        ("{{ 1 / 0 }}", {"failure": "division by zero"}),
+        ("{{ x.__class__.__mro__ }}",
+         {"failure": "access to attribute '__class__' of 'dict' object is unsafe"}),
+    ],
+)  # fmt: skip
+def test_what_templates_are_written_for(source: str, said: dict[str, str]) -> None:
+    request = {"source": source, "variables": {"x": {"b": "<é>", "a": [1, None]}}}
+    assert template_worker.respond(request) == said
+    assert template_worker.respond({"source": source}) == {"text": ""}, "only compiled"
+
+
 def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: set_to.append(limits))

@@ -55,6 +55,13 @@ def test_a_refused_message_leaves_no_trace(pair: Pair) -> None:
     assert chat.messages == ()
 
 
+def test_a_template_gets_the_model_s_own_ends(pair: Pair) -> None:
+    template = ChatTemplate.of(pair.target, "{{ bos_token }}|{{ messages[0].content }}|{{ eos_token }}")
+    rendered = template.render([HELLO])
+    assert rendered.text == b"<s>|hello|</s>"
+    assert rendered.specials == ((0, 3), (10, 14))
+
+
 def test_a_model_without_a_template(talker: list[Path]) -> None:
     with open_pair(talker[1]) as plain, pytest.raises(ModelFileError, match="no chat template"):
         ChatTemplate.of(plain.target)

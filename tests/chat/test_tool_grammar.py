@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llamaspec.chat.answers import AnswerParser, message_of
+from llamaspec.chat.call_grammar import Marks
 from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.errors import PromptError
@@ -330,6 +331,21 @@ def test_where_nothing_is_forced() -> None:
     assert tool_grammar(AnswerFormat(CallFormat.HARMONY, HARMONY), TOOLS, "required") is None
     with pytest.raises(PromptError, match="names other, which is not among the tools"):
         tool_grammar(HERMES, TOOLS, "other")
+
+
+def test_of_two_marks_the_longer_is_written() -> None:
+    mark = Marks({"[CALL]": 1, "[CALL]s": 2, "]": 3})
+    assert mark("a[CALL]s[CALL]b]") == '"a" <[2]> <[1]> "b" <[3]>'
+    assert mark("") == '""'
+
+
+def test_arguments_are_an_object_whatever_a_schema_leaves_out() -> None:
+    tools = [{"function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}]
+    grammar = tool_grammar(HERMES, tools, "required", controls={})
+    assert grammar is not None
+    assert matches(grammar, Bytes([]), ONE)
+    assert not matches(grammar, Bytes([]), ONE.replace(PARIS, "[1]"))
+    assert not matches(grammar, Bytes([]), ONE.replace('"Paris"', "1"))
 
 
 def test_names_and_schemas_of_all_kinds() -> None:

@@ -25,6 +25,7 @@ def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: s
     assert answer.json["forks"] == []
     assert answer.json["first_difference"] is None
     assert 2 in answer.json["identical_widths"]
+    assert list(answer.json["largest_logit_difference"]) == [str(width) for width in range(2, 17)]
 
 
 @pytest.fixture
@@ -97,6 +98,14 @@ def test_for_people(target_file: Path, draft_file: Path) -> None:
         "same seed, same text: all 20 tokens are those of plain decoding",
         "replayed one token at a time: 0 forks in 20 tokens",
     ]
+
+
+def test_short_texts_have_few_widths(target_file: Path, draft_file: Path) -> None:
+    for n, widths in ((1, []), (3, ["2", "3"])):
+        found = invoke("audit", *naming([target_file, draft_file]), "-n", str(n), "-k", "3", "--json").json
+        assert list(found["largest_logit_difference"]) == widths
+    told = invoke("audit", *naming([target_file, draft_file]), "-n", "3", "-k", "3").stdout
+    assert "widths up to 16 that are bit-identical with width 1 here: 2, 3" in told
 
 
 def test_it_needs_a_draft(target_file: Path) -> None:

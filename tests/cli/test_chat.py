@@ -90,6 +90,18 @@ def test_messages_of_several_lines(lines: list[str], typed: Typed) -> None:
     assert read_typed(reader(lines)) == typed
 
 
+@pytest.mark.parametrize("first", ['"""', "one\\"])
+def test_ctrl_c_within_several_lines_takes_them_back(first: str) -> None:
+    left = iter([first])
+
+    def read_line(_prompt: str) -> str:
+        for line in left:
+            return line
+        raise KeyboardInterrupt
+
+    assert read_typed(read_line) == Typed("", False)
+
+
 def reader(lines: list[str]) -> Callable[[str], str]:
     left = iter(lines)
 
@@ -119,7 +131,13 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
     assert piped.code == 0
     assert piped.stdout == "".join(f"{answer}\n" for answer in answers)
     assert f"{last(chat)[1]} of them cached" in piped.stderr
-    assert "of 1024 tokens; in 2 answers" in piped.stderr
+    n_prompt, _, n_written = last(chat)
+    n_cached, n_read = chat.totals.n_cached, chat.totals.n_prompt_tokens
+    assert 0 < n_cached < n_read
+    assert piped.stderr.splitlines()[-1] == (
+        f"conversation: {n_prompt + n_written} of 1024 tokens; in 2 answers {n_cached} of {n_read} prompt "
+        f"tokens were cached ({n_cached / n_read:.0%})"
+    )
     assert load_conversation(save) == chat.messages
     # A file of another chat is not overwritten, its own is.
     assert "exists" in invoke(*options(talker), "--save", save, stdin=b"x\n").stderr

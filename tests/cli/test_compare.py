@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command import Answer, invoke, naming, run
+from llamaspec import FixedLength, Sampling, open_pair
+from llamaspec.measure.compare import run_compare
+from llamaspec.measure.task import Task
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -145,6 +149,18 @@ def test_texts_that_end_early(store: ModelStore) -> None:
     found: dict[str, Any] = compare([target, target], "-k", "4", "--seed", "3", "--json").json
     assert found["same_text"] is True
     assert min(run["tokens"] for run in found["arms"][0]["runs"]) < 24
+
+
+def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models: list[Path]) -> None:
+    told: list[float] = []
+    with open_pair(*models) as pair:
+        task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(temperature=2.0), 5, 8, "coupled")
+        found = run_compare(pair, task, 2, FixedLength(2), told.append)
+        alone = [replace(task, seed=seed).run_plain(pair).tokens for seed in (5, 6)]
+    assert told == pytest.approx([n / 9 for n in range(1, 10)])  # three arms, and a run that warms up
+    assert [run.tokens for run in found.target.runs] == alone
+    assert alone[0] != alone[1]
+    assert found.same_text
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import psutil
 import pytest
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
+from llamaspec.drafters.foreign import ForeignVocabulary
 from llamaspec.errors import EvaluationError
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
@@ -19,11 +23,13 @@ from llamaspec.measure.findings import (
     Examined,
     Finding,
     Machine,
+    as_size,
     busy_finding,
     machine_findings,
     room_finding,
     thread_finding,
 )
+from llamaspec.measure.foreign_findings import overlap_finding
 from llamaspec.measure.model_findings import model_findings, pace_findings
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
@@ -139,8 +145,11 @@ def test_states_have_one_size(opened: OpenModel) -> None:
     assert memory.size(10) == memory.size(10_000) > 2 * 16 * 128 * 4
 
 
-def test_another_vocabulary_is_tried(store: ModelStore, target_file: Path) -> None:
-    """A target with other numbers drafts for itself: all is accepted."""
+def test_another_vocabulary_is_tried(
+    store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target with other numbers drafts for itself: all is accepted, which is enough where all is wanted."""
+    monkeypatch.setattr("llamaspec.measure.foreign_findings.FEW", 1.0)
     other = store.path("llama", Recipe(dtype="q8_0", shuffled=1))
     answer = invoke("doctor", *naming([target_file, other]), "--json")
     found = listed(answer)
@@ -217,6 +226,8 @@ def test_devices() -> None:
     devices = find_devices()
     assert any(device.kind == "CPU" for device in devices)
     assert all(device.name and device.description for device in devices)
+    (memory,) = (device.total_bytes for device in devices if device.name == "CPU")
+    assert memory == pytest.approx(psutil.virtual_memory().total, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -337,3 +348,78 @@ def test_steps_of_a_slow_model_are_timed_less_often(opened: OpenModel) -> None:
     ticks = itertools.count(0.0, 2.0)
     assert step_seconds(opened(), lambda: next(ticks)) == 2.0
     assert next(ticks) == 2.0 * 8  # three steps, not nine
+
+
+# In figures
+
+
+def said(findings: Iterable[Finding]) -> list[str]:
+    return [finding.text + ("" if finding.remedy is None else f"; {finding.remedy}") for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("n", "told"),
+    [(3 * 2**28, "0.8 GiB"), (2**29, "0.5 GiB"), (2**29 - 2**20, "511.0 MiB"), (3 * 2**19, "1.5 MiB")],
+)
+def test_sizes(n: int, told: str) -> None:
+    assert as_size(n) == told
+
+
+def test_the_figures_of_a_machine() -> None:
+    machine = replace(MACHINE, can_offload=True, devices=(GPU, CPU), n_taken=5.25)
+    assert said(machine_findings(machine))[1] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
+    assert said(machine_findings(MACHINE))[1] == "CPU (a processor); no GPU offload"
+    assert said(busy_finding(machine))[0].startswith("other programs use 5.2 of 8 hardware threads;")
+    assert said([thread_finding(MACHINE, "draft", None), thread_finding(MACHINE, "draft", 6)]) == [
+        "4 of 4 full-speed cores, 8 hardware threads (default)",
+        "6 of 4 full-speed cores, 8 hardware threads: too many wait for each other; ask for 4",
+    ]
+    assert thread_finding(MACHINE, "draft", 6).settings == ("draft.threads",)
+
+
+def test_the_figures_of_the_room() -> None:
+    """Keys and values take 1 KiB for each of 2^18 tokens, and 1 MiB and 2 KiB for each of 512."""
+    target = replace(TARGET, context_size=2**18)
+    small = replace(DRAFT.memory, bytes_per_token=2048.0, fixed_bytes=2**20)
+    draft = replace(
+        DRAFT, facts=replace(DRAFT.facts, weights_bytes=3 * 2**27), memory=small, context_size=512
+    )
+    needed = (
+        "1.1 GiB needed (target 0.5 GiB weights, 256.0 MiB context + "
+        "draft 384.0 MiB weights, 2.0 MiB context)"
+    )
+    assert said([room_finding(replace(MACHINE, free_bytes=3 * 2**29), [target, draft])]) == [
+        f"{needed}, 1.5 GiB free in main memory"
+    ]
+    unknown = room_finding(replace(MACHINE, free_bytes=None), [target, draft])
+    assert said([unknown]) == [f"{needed}; the system does not say what is free"]
+    on_gpu = room_finding(replace(MACHINE, can_offload=True, devices=(GPU, CPU)), [target, draft])
+    assert on_gpu.text == f"{needed}, 1.0 GiB free on the GPU"
+    assert (on_gpu.level, on_gpu.settings) == ("warning", ("target.n_ctx", "target.gpu_layers"))
+
+
+def test_the_figures_of_two_models() -> None:
+    target = replace(TARGET, facts=replace(FACTS, n_active_parameters=35 * 10**8))
+    draft = replace(DRAFT, facts=replace(DRAFT.facts, n_parameters=9 * 10**7), step_seconds=0.04)
+    assert said(pace_findings(target, draft)) == [
+        "a token takes 100.00 ms in the target, 40.00 ms in the draft: 2.5 times cheaper, 3 times are "
+        "wanted; choose a smaller draft, or a larger target; a comparison shows whether drafting pays",
+        "the target uses 3.50 billion parameters for a token, the draft 90.00 million",
+    ]
+    told = only(list(model_findings(MACHINE, target)), "target").text
+    assert told == ("big.gguf: llama 7B Q4_0, 7.00 billion parameters, about 3.50 billion of them active")
+    memory = replace(TARGET.memory, n_kept=13, snapshot_bytes=2_500_000, snapshot_seconds=0.0042)
+    told = only(list(model_findings(MACHINE, replace(TARGET, memory=memory))), "target rollback").text
+    assert told.endswith(
+        "from a snapshot (2.5 MB, 4.2 ms to copy and put back), 5 of 18 tokens were evaluated again in "
+        "a trial"
+    )
+
+
+def test_the_figures_of_another_vocabulary() -> None:
+    overlap = SimpleNamespace(n_shared=300, n_target=400, of_text=0.85, n_steps=1.26)
+    foreign = cast(ForeignVocabulary, SimpleNamespace(overlap=overlap, uses_intersection=False))
+    assert overlap_finding(foreign).text == (
+        "differs: the draft has 300 of the target's 400 tokens, and 85% of those of an ordinary text; "
+        "its text is tokenized anew, 1.3 draft tokens for one of the target's"
+    )

@@ -6,6 +6,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,9 @@ from command import invoke, run, said
 from llamaspec.hub.made import DRAFT_FOR, identity, made_path
 from llamaspec.hub.names import find_draft
 from llamaspec.llama.quantize import Copy, write_copy
+from llamaspec.measure.compare import Spread
+from llamaspec.pruning.make import Judged, Made
+from llamaspec.pruning.search import Candidate, Found
 
 
 @pytest.fixture
@@ -72,6 +77,47 @@ def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.Monk
     assert "pip install 'llamaspec[train]'" in said(invoke("draft", "distil", target, "--text", __file__))
 
 
+def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, with a training that only copies: without torch."""
+    asked: list[tuple[object, ...]] = []
+
+    def copy(path: Path, _options: object, texts: object, wish: object, output: Path, *_: object) -> None:
+        asked.append((path, texts, wish, output))
+        shutil.copy(path, output)
+
+    module: Any = ModuleType("llamaspec.distil.run")
+    module.Distillation, module.distil_draft = lambda *wish: wish, copy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    judged = Judged(0.25, 0.625, Spread(1.25, 1.5, 2.25))
+    monkeypatch.setattr("llamaspec.cli.draft.judge_draft", lambda *_: judged)
+    text = target.with_name("text.txt")
+    text.write_text("to learn from")
+    options: list[str | Path] = [
+        "--text",
+        text,
+        "--minutes",
+        "7",
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--threads",
+        "1",
+    ]
+    answer = invoke("draft", "distil", target, *options)
+    output = made_path(target, "distilled")
+    assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
+    assert answer.stdout.splitlines() == [
+        "a draft token costs 0.250 of a target token, acceptance 0.62",
+        f"wrote {output}, measured: 1.50x ± 0.50",
+    ]
+    other = target.with_name("other.gguf")
+    found = invoke("draft", "distil", target, *options, "--output", other, "--json").json
+    measured = {"low": 1.25, "median": 1.5, "high": 2.25}
+    assert found == {"path": str(other), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
+    assert "--text" in invoke("draft", "distil", target).stderr
+
+
 @pytest.fixture
 def with_draft(target: Path) -> Path:
     """A target beside which a draft lies that was made for it."""
@@ -96,3 +142,38 @@ def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
     (entry,) = [each for each in entries if each["name"] == "mine"]
     assert entry["made_drafts"] == [str(made_path(with_draft, "L1-copy"))]
     assert "L1-copy.gguf" in invoke("models", "show", "mine").stdout
+
+
+FOUND = (
+    Found(Candidate((1, 2), "Q4_0"), 6, 12_400_000, 0.25, 0.625, 3, 1.375),
+    Found(Candidate((), "Q8_0"), 8, 30_600_000, 0.5, 0.75, 2, 1.125),
+)
+
+
+def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = target.with_name("made.gguf")
+    made = Made(FOUND, Spread(1.25, 1.5, 2.25), output, None)
+    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_: made)
+    lines = invoke("draft", "make", target, "--threads", "1").stdout.splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["layers", "type", "MB", "cost", "acceptance", "predicted"],
+        ["6", "Q4_0", "12", "0.250", "0.62", "1.38x"],
+        ["8", "Q8_0", "31", "0.500", "0.75", "1.12x"],
+    ]
+    assert lines[3:] == [f"wrote {output}, measured: 1.50x ± 0.50"]
+    found = invoke("draft", "make", target, "--threads", "1", "--json").json
+    assert (found["path"], found["reason"]) == (str(output), None)
+    assert (found["speed_up"], found["speed_up_quartiles"]) == (1.5, [1.25, 2.25])
+    assert found["candidates"][0]["candidate"] == {"pruned": [1, 2], "file_type": "Q4_0"}
+    assert found["candidates"][0]["cost_ratio"] == 0.25
+
+
+def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(FOUND, None, None, "the best one, L6-Q4_0, gave 0.93x")
+    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_: made)
+    answer = invoke("draft", "make", target, "--threads", "1")
+    assert answer.code == 0
+    told = "no draft made of this target pays here: the best one, L6-Q4_0, gave 0.93x"
+    assert answer.stdout.splitlines()[-1] == told
+    found = invoke("draft", "make", target, "--threads", "1", "--json").json
+    assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (None, None, None)

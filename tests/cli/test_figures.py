@@ -7,19 +7,28 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from command import invoke, naming
-from llamaspec import LlamaModel
+from command import Answer, invoke, naming
+from llamaspec import LlamaModel, ModelOptions
 from llamaspec.cli.explain import explain, verdict
-from llamaspec.cli.report import full_statistics, statistics_lines
+from llamaspec.cli.fitting import fit_files
+from llamaspec.cli.plot import draw_probe
+from llamaspec.cli.report import completion_json, full_statistics, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
+from llamaspec.measure.attention import Choice, Configuration
+from llamaspec.measure.compare import Arm, Comparison
+from llamaspec.measure.fitting import Fitted
+from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
+from llamaspec.measure.store import Kept
 from llamaspec.values import ForwardRequest, Logits, Source
-from rounds import a_round, a_text
+from rounds import a_round, a_text, taking
 from texts import Letters
 
 REASONS = Reasons(
@@ -185,6 +194,87 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
     assert "${r.accepted} of ${r.verified}" in page.read_text()
 
 
+def a_pair(**others: Any) -> Any:
+    return SimpleNamespace(target=SimpleNamespace(path=Path("big.gguf")), heads=None, draft=None,
+                           draft_models=(), load_seconds=0.75, **others)  # fmt: skip
+
+
+def test_the_line_of_json_after_a_text() -> None:
+    told = completion_json(
+        a_text([*TWO_ROUNDS, a_round(next_token=7, seconds=(0.0, 1.5, 0.5))]), a_pair(), 7, "x"
+    )
+    assert told.pop("statistics") == {
+        "rounds": 3,
+        "rounds_without_guesses": 1,
+        "drafted": 4,
+        "verified": 4,
+        "accepted": 2,
+        "acceptance_rate": 0.5,
+        "accepted_histogram": [2, 0, 1],
+        "mean_tokens_per_round": 5 / 3,
+        "tokens_per_second": 5 / 6,
+        "seconds": {
+            "load": 0.75, "prefill": 0.125, "draft": 0.5, "verify": 4.0, "rest": 1.5, "decode": 6.0,
+        },
+    }  # fmt: skip
+    assert told == {
+        "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "stop_reason": "limit", "seed": 7,
+        "rule": "x", "target": "big.gguf", "draft": None, "draft_models": [],
+    }  # fmt: skip
+
+
+def test_the_draft_that_the_line_of_json_names() -> None:
+    model = SimpleNamespace(path=Path("small.gguf"))
+    for drafts, named in (
+        ({"draft": model}, "small.gguf"),
+        ({"heads": model}, "small.gguf"),
+        ({"heads": SimpleNamespace(path=Path("big.gguf"))}, "mtp"),  # of the target's own file
+    ):
+        pair = SimpleNamespace(**{**vars(a_pair()), **drafts})
+        assert completion_json(a_text(TWO_ROUNDS), pair, 7, "x")["draft"] == named  # type: ignore[arg-type]
+
+
+# How attention is computed
+
+
+MEASURED = (
+    "llamaspec: {}: measured once for this machine: flash attention off, keys f16, values f16, 1.25 times as "
+    "fast in long contexts as llama.cpp's default; what is the same at every batch width takes 1.50 times as "
+    "long; fix it with --flash-attn, "
+)
+TOO_BUSY = (
+    "llamaspec: {}: the machine is too busy to find out how attention is best computed; for now flash "
+    "attention off, keys f16, values f16; `llamaspec doctor` measures it once it is not, --flash-attn, "
+)
+
+
+@pytest.mark.parametrize(
+    ("is_new", "is_steady", "says"),
+    [(True, True, MEASURED), (True, False, TOO_BUSY), (False, True, None)],
+)
+def test_what_was_measured_of_attention_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_new: bool, is_steady: bool,
+    says: str | None,
+) -> None:  # fmt: skip
+    chosen = ModelOptions(flash_attention="off")
+
+    def fitted(file: ModelFile, **_: object) -> Fitted:
+        choice = Choice(Configuration("off", "f16", "f16"), False, is_steady, 1.25, 1.5)
+        return Fitted(replace(file, options=chosen), choice, is_new=is_new)
+
+    monkeypatch.setattr("llamaspec.cli.fitting.fitted", fitted)
+    one = ModelFile(Path("x.gguf"), ModelOptions())
+    for fixes_target, fixes_draft in ((False, True), (True, False)):
+        fixed: Any = SimpleNamespace(fixes_target=fixes_target, fixes_draft=fixes_draft)
+        found = fit_files(PairFiles(one, one), fixed)
+        assert found.draft is not None
+        changed = (found.target.options == chosen, found.draft.options == chosen)
+        assert changed == (not fixes_target, not fixes_draft)
+        said = capsys.readouterr().err
+        assert said.startswith(says.format("draft" if fixes_target else "target")) if says else not said
+        assert ("--draft-cache-type-k" in said) == (fixes_target and says is not None)
+
+
 # Whether a text is the target's own
 
 
@@ -222,3 +312,148 @@ def test_audit_names_the_first_difference_and_the_forks(models: list[Path]) -> N
     assert lines[1] == f"replayed one token at a time: {len(found['forks'])} forks in 24 tokens"
     assert len([line for line in lines if line.startswith("  token ")]) == len(found["forks"]) > 0
     assert "bit-identical with width 1 here: none" in answer.stdout
+
+
+# What a probe found
+
+PROBE = Probe(
+    depths=(64, 1024),
+    left_out_depths=(4096,),
+    widths=(
+        WidthTiming(1, (Timing(0.010, 0.009, 0.013), Timing(0.020, 0.018, 0.022)), 0.0, 8),
+        WidthTiming(2, (Timing(0.011, 0.011, 0.011), Timing(0.021, 0.021, 0.021)), 0.0, 8),
+        WidthTiming(4, (Timing(0.030, 0.024, 0.036), Timing(0.040, 0.030, 0.050)), 0.125, 8),
+        WidthTiming(5, (Timing(0.024, 0.024, 0.024), Timing(0.034, 0.034, 0.034)), 0.0, 8),
+    ),
+    draft_step=Timing(0.002, 0.002, 0.002),
+    catch_ups=(CatchUp(2, 0.003), CatchUp(8, 0.0045)),
+    sampling_seconds=25e-6,
+)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier probe found PROBE."""
+    monkeypatch.setattr("llamaspec.cli.probe.curves.stored_probe", lambda files: Kept(PROBE, None))
+
+
+@pytest.mark.usefixtures("probed")
+def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best lengths by (1 + a + a² ...) / (verify + K draft steps), with width 4 padded to 5."""
+    monkeypatch.setenv("COLUMNS", "200")
+    told = invoke("probe", *naming(models), "--show").stdout
+    assert [" ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in told.splitlines()] == [
+        "positions ms, 64 deep ms, 1024 deep relative ms each same",
+        "1 10.00 ±20% 20.00 ±10% 1.00 10.00 yes",
+        "2 11.00 ±0% 21.00 ±0% 1.10 5.50 yes",
+        "4 30.00 ±20% 40.00 ±25% 3.00 7.50 ± 0.12",
+        "5 24.00 ±0% 34.00 ±0% 2.40 4.80 yes",
+        "a draft token: 2.00 ms",
+        "tokens that the draft prefills at once: 2 in 3.00 ms, 8 in 4.50 ms",
+        "sampling: 25 µs for each position",
+        "a position more costs less than half of a single one up to 2 at once",
+        "the cost rises sharply after 2 positions",
+        "a context of 4096 tokens takes too long to prefill here; it was left out",
+        "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v bf16 "
+        "avoids the kernel that differs in long contexts",
+        "4 positions cost more than 5: they are padded",
+        "acceptance best draft length predicted speed-up",
+        "0.50 1 1.15x",  # 1.5 * 10 / 13
+        "0.60 1 1.23x",
+        "0.70 1 1.31x",
+        "0.80 1 1.38x",
+        "0.90 1 1.46x",
+        "0.95 1 1.50x",
+        "drafting does not pay on this machine for this pair below an acceptance of 0.30",
+    ]
+
+
+@pytest.mark.usefixtures("probed")
+def test_the_rows_of_a_probe(models: list[Path]) -> None:
+    rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()
+    assert rows[1:3] == ["1,64,0.01,0.009,0.013,0.0", "1,1024,0.02,0.018,0.022,0.0"]
+    assert rows[5] == "4,64,0.03,0.024,0.036,0.125"
+    assert len(rows) == 9
+
+
+def test_the_picture_of_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In milliseconds: the medians at each depth, the quartiles around them, and the break-even line."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    draw_probe(PROBE, tmp_path / "curve.svg", "big")
+    (axes,) = drawn[0].axes
+    lines = {line.get_label().partition(":")[0]: line.get_xydata().round(6).tolist() for line in axes.lines}
+    assert lines == {
+        "64 cached tokens": [[1, 10], [2, 11], [4, 30], [5, 24]],
+        "1024 cached tokens": [[1, 20], [2, 21], [4, 40], [5, 34]],
+        "break-even": [[1, 10], [2, 18], [4, 34], [5, 42]],  # width * 10 ms, less 2 ms a draft token
+    }
+    bands = [band.get_paths()[0].vertices.round(6).tolist() for band in axes.collections]
+    assert [1, 9] in bands[0]
+    assert [1, 13] in bands[0]
+    assert [4, 50] in bands[1]
+    assert axes.get_ylim() == (0, pytest.approx(60))
+    assert (axes.get_title(), axes.get_ylabel()) == ("big", "milliseconds")
+
+
+# What a comparison found
+
+
+def compared(*, drafts: bool = True, same_file: bool = False) -> Comparison:
+    """4 tokens in some seconds; `both` has 1 of 3 draft tokens accepted."""
+    alone, draft = [taking(s) for s in (1.0, 2.0, 5.0)], [taking(s) for s in (0.5, 0.5, 0.25)]
+    both = [taking(s) for s in (0.5, 0.8, 2.0)]
+    if drafts:
+        plain = [a_round(next_token=token, seconds=(0.0, 0.0, 0.0)) for token in (3, 4)]
+        both = [
+            a_text([a_round((1, 9, 9), accepted=1, next_token=2, seconds=(0.0, s, 0.0)), *plain])
+            for s in (0.5, 0.8, 2.0)
+        ]
+    arms = [Arm(name, tuple(runs)) for name, runs in (("alone", alone), ("draft", draft), ("both", both))]
+    return Comparison(arms[0], arms[1], arms[2], same_file)
+
+
+def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path], *options: str) -> Answer:
+    monkeypatch.setattr("llamaspec.cli.compare.run_compare", lambda *_: found)
+    return invoke("compare", *naming(models), "-n", "4", "--seed", "3", *options)
+
+
+def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quartiles of three values lie half-way to the median; 4 / 0.8 tokens/s is the median of `both`."""
+    answer = shown(compared(), monkeypatch, models)
+    assert [" ".join(line.split()) for line in answer.stdout.splitlines()] == [
+        "method runs seconds tokens/s speed-up",
+        "alone 3 2.000 ± 1.000 2.0 1.00x",
+        "draft 3 0.500 ± 0.062 8.0 4.00x ± 4.50",  # 2, 4 and 20 times
+        "both 3 0.800 ± 0.375 5.0 2.50x ± 0.12",  # 2, 2.5 and 2.5 times
+        "acceptance: 33.3% of the verified draft tokens",
+    ]
+    assert "sanity check" not in answer.stderr
+    answer = shown(compared(same_file=True), monkeypatch, models)
+    assert "this is the sanity check" in answer.stderr
+    answer = shown(compared(drafts=False), monkeypatch, models)
+    assert answer.stdout.splitlines()[-2].split() == ["both", "3", "0.800", "±", "0.375", "5.0"]
+    assert answer.stdout.splitlines()[-1] == "no draft tokens were made: the difference is noise"
+
+
+def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shown(compared(), monkeypatch, models, "--json").json
+    both = found.pop("arms")[2]
+    assert found == {
+        "seed": 3, "rule": "coupled", "same_file": False, "same_text": True,
+        "acceptance_rate": pytest.approx(1 / 3), "drafted": 9,
+    }  # fmt: skip
+    assert both.pop("runs")[1] == {
+        "tokens": 4, "seconds": 0.8, "prefill_seconds": 0.125, "acceptance_rate": pytest.approx(1 / 3),
+    }  # fmt: skip
+    assert both == {
+        "method": "both",
+        "tokens_per_second": pytest.approx(5.0),
+        "speed_up": pytest.approx(2.5),
+        "speed_up_quartiles": pytest.approx([2.25, 2.5]),
+        "median_seconds": pytest.approx(0.8),
+        "seconds_quartiles": pytest.approx([0.65, 1.4]),
+        "mean_seconds": pytest.approx(1.1),
+        "std_seconds": pytest.approx(0.63**0.5),
+    }

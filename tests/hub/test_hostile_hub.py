@@ -345,6 +345,8 @@ def test_a_disk_without_links_keeps_the_file_itself(
     assert not path.is_symlink()
     assert path.read_bytes() == hub.files[BIG]
     assert find_here(FILE) == path
+    assert remove(FILE) == len(hub.files[BIG])
+    assert not folder_of(FILE).exists()
 
 
 def test_a_server_without_ranges_begins_anew(hub: Hub, here: Path) -> None:
@@ -375,3 +377,13 @@ def test_the_library_s_own_download_believes_the_hub(hub: Hub, here: Path, tmp_p
         with pytest.raises(OSError, match="should be of size 100000"):
             hf_hub_download(FILE.repo, FILE.file, cache_dir=here, endpoint=hub.url)
         assert hub.n_sent >= 100 << 20  # it read to the end
+
+
+def test_what_is_too_large_for_a_plain_download(
+    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(hub.files[BIG]) - 1)
+    assert refused().endswith("it is found here: hf download acme/big-GGUF big-Q8_0.gguf")
+    assert written(tmp_path) == []
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(hub.files[BIG]))
+    assert fetch(FILE).is_file()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +200,34 @@ def test_repacking_is_optional(opened: OpenModel) -> None:
     assert np.corrcoef(answers[0].ravel(), answers[1].ravel())[0, 1] > 0.99
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="threads must be"):
-        ModelOptions(threads=0)
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"n_ctx": 1}, "n-ctx must be from 2 to 2147483647, got 1"),
+        ({"n_ctx": 1 << 31}, "got 2147483648"),
+        ({"gpu_layers": -1}, "gpu-layers must be >= 0"),
+        ({"threads": 0}, "threads must be from 1 to 512, got 0"),
+        ({"threads": 513}, "got 513"),
+        ({"flash_attention": "perhaps"}, "flash-attn must be one of auto, on, off"),
+        ({"cache_type_k": "q9"}, "cache types must be among f32, f16"),
+        ({"cache_type_v": "q9"}, "cache types must be among f32, f16"),
+        ({"flash_attention": "off", "cache_type_v": "q8_0"}, "q8_0 needs flash attention"),
+        ({"n_cells": 1}, "n_cells must be from 2"),
+        ({"max_scored": 0}, "max_scored must be >= 1, got 0"),
+    ],
+)
+def test_options_are_checked(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ModelOptions(**wrong)
+
+
+def test_options_at_their_limits() -> None:
+    ModelOptions(n_ctx=2, gpu_layers=0, threads=1, n_cells=2, max_scored=1)
+    ModelOptions(n_ctx=(1 << 31) - 1, threads=512, flash_attention="off", cache_type_v="bf16")
+
+
+def test_a_model_is_not_used_behind_a_fork(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, here = opened(), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    with pytest.raises(ClosedError, match="opened before a fork; open it in the child"):
+        model.forward(request(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from head_requests import Asking, drafted_side_by_side, drafting, opened, readin
 from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
 from llamaspec.llama import nextn
+from llamaspec.llama.shared_head import SharedHead
 from llamaspec.values import MTP, TARGET, ForwardRequest, Source
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -63,13 +65,22 @@ def test_the_cache_and_the_hidden_row_matter(store: ModelStore) -> None:
             assert all(np.abs(a - b).max() > 5 * CLOSE for a, b in zip(right, other, strict=True))
 
 
-def test_the_text_is_the_targets_own_among_others(store: ModelStore) -> None:
+def test_the_text_is_the_targets_own_among_others(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, shapes = SharedHead.evaluate, set[tuple[int, int]]()
+
+    def seen(self: SharedHead, batch: Any) -> Any:
+        answers = evaluate(self, batch)
+        shapes.update((len(logits), len(rows)) for logits, rows in answers)
+        return answers
+
+    monkeypatch.setattr(SharedHead, "evaluate", seen)
     prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (25, 0), (3, 2))]
     with opened_pair(store, n_ctx=256, n_cells=512) as pair:
         for temperature in (0.0, 1.0):
             found = drafted_side_by_side(pair, prompts, temperature)
             assert max(round_.n_rows for completion in found for round_ in completion.rounds) > 1
             assert {round_.source for completion in found for round_ in completion.rounds} == {Source.MTP}
+    assert shapes == {(1, 1)}, "of each row its own scores and its own hidden row"
 
 
 def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: ModelStore) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from llamaspec.llama import runtime
@@ -100,6 +103,17 @@ def test_idleness_between_two_texts_says_nothing() -> None:
         assert machine.evaluate() == 1
 
 
+def test_a_machine_may_have_become_another_within_a_tenth_of_a_second() -> None:
+    """What was idle while nobody evaluated is not counted as free."""
+    machine = Machine(2)
+    machine.n_others = 1
+    assert machine.run()[-1] == 1
+    n_looks = machine.n_looks
+    machine.rest(0.1)
+    machine.evaluate()
+    assert machine.n_looks == n_looks + 1
+
+
 def test_short_evaluations_are_looked_at_together() -> None:
     machine = Machine(2)
     machine.n_others = 1
@@ -157,3 +171,34 @@ def write(root: Path, files: dict[str, str]) -> Path:
 )
 def test_the_quota_of_a_container(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     assert runtime.cpu_quota(write(tmp_path, files)) == quota
+
+
+def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple silicon only the fast cores count; older Macs do not name them."""
+    answers = {"hw.perflevel0.physicalcpu": "6\n", "hw.physicalcpu": "10\n"}
+
+    def sysctl(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(stdout=answers.get(command[-1], ""))
+
+    monkeypatch.setattr(runtime, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(runtime, "subprocess", SimpleNamespace(run=sysctl))
+    assert runtime._full_speed_cores() == 6
+    del answers["hw.perflevel0.physicalcpu"]
+    assert runtime._full_speed_cores() == 10
+    answers.clear()
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert runtime._full_speed_cores() == 4  # half of the hardware threads
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert runtime._full_speed_cores() == 1
+
+
+def test_memory_where_the_system_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_path: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", nothing)
+    whole = runtime.available_bytes()
+    assert whole == psutil.virtual_memory().total
+    monkeypatch.delattr(os, "sysconf")
+    assert runtime.available_bytes() is None

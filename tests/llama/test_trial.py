@@ -16,6 +16,7 @@ import pytest
 from command import run
 from fuzzing import Entry, Parts, put_together, take_apart
 from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
+from llamaspec.errors import MemoryFullError
 from llamaspec.llama import trial
 from model_store import ModelStore
 from tiny_models import Recipe, truncated
@@ -302,11 +303,22 @@ def test_a_trial_ends_with_who_asked_for_it() -> None:
         (b"", -signal.SIGSEGV, "SIGSEGV"),
         (b"", -60, "signal 60"),
         (b'["memory", ""]', 0, "needs more memory"),
+        (b'["PairError", "of another kind"]', 0, "^of another kind$"),
+        (None, -signal.SIGKILL, "busy without end"),
+        (b"", -signal.SIGXCPU, "busy without end"),
     ],
 )
-def test_whatever_the_trial_says_is_one_line(answer: bytes, code: int, says: str) -> None:
+def test_whatever_the_trial_says_is_one_line(answer: bytes | None, code: int, says: str) -> None:
     with pytest.raises(ModelFileError, match=says):
         trial._judge(Path("x.gguf"), code, answer)
+
+
+def test_what_is_not_the_fault_of_the_file() -> None:
+    with pytest.raises(MemoryFullError, match="no room"):
+        trial._judge(Path("x.gguf"), 0, b'["MemoryFullError", "no room"]')
+    with pytest.raises(KeyboardInterrupt):
+        trial._judge(Path("x.gguf"), -signal.SIGINT, b"")
+    trial._judge(Path("x.gguf"), 0, b'["", ""]')
 
 
 # Through the commands

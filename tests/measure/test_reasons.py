@@ -140,6 +140,41 @@ def test_damaged_experience_is_refused() -> None:
         replace(known, variances=(0.1, -1.0))
 
 
+def test_draft_tokens_that_were_looked_up_are_counted_together() -> None:
+    """Of this text and of earlier ones; not what a constraint forced, nor what a model drafted."""
+    rounds = [
+        Round(Draft.certain([1] * n, source=source), tuple(range(k)), 0, n + 1)
+        for source, n, k in (
+            (Source.NGRAM, 3, 1),
+            (Source.STORE, 5, 2),
+            (Source.GRAMMAR, 7, 7),
+            (Source.MODEL, 2, 1),
+        )
+    ]
+    why = explain(AutoLength(sources={Source.MODEL, Source.NGRAM, Source.STORE}), rounds)
+    assert (why.n_ngram_verified, why.n_ngram_accepted) == (2 + 3, 1 + 2)  # up to the first rejected one
+    assert sum(bin_.n_judged for bin_ in why.bins) == 2
+    assert [(count.n_draft, count.n_rounds) for count in why.lengths] == [(2, 1), (3, 1), (5, 1), (7, 1)]
+
+
+def test_acceptance_is_believed_of_the_middle_of_a_bin() -> None:
+    policy = AutoLength()
+    calibration = policy.shared.calibrations[policy.shared.drafting]
+    believed = {(b.low, b.high): b.believed for b in explain(policy, []).bins}
+    assert believed[0.7, 0.9] == calibration.probability(0.8)
+    assert believed[0.1, 0.3] == calibration.probability(0.2)
+    assert believed[0.1, 0.3] < believed[0.7, 0.9] < calibration.probability(0.9)
+
+
+def test_the_verdict_knows_the_longest_drafts() -> None:
+    """All widths cost as much as 15 single positions: only 17 tokens at once are worth it."""
+    policy = AutoLength(CostCurve((1, 2, 17), (0.01, 0.15, 0.15), 1e-9))
+    assert policy.shared.allocator.longest == 16
+    needed = explain(policy, []).break_even_acceptance
+    assert needed is not None
+    assert sum(needed**n for n in range(17)) == pytest.approx(15, rel=0.02)
+
+
 def timed(width: int, seconds: float) -> Round:
     draft = Draft(np.zeros(width - 1, dtype=np.int32), (), (0.5,) * (width - 1))
     return Round(draft, (), 0, width, n_draft_steps=width - 1, draft_seconds=0.003 * (width - 1),

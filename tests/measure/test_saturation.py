@@ -11,7 +11,9 @@ from llamaspec.measure.saturation import (
     best_length,
     break_even,
     break_even_acceptance,
+    knees,
     round_seconds,
+    saturation_width,
 )
 
 DIP = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 1.5), 0.1)  # width 4 is cheaper than 2 and 3
@@ -67,3 +69,19 @@ def test_the_best_length_and_the_acceptance_it_needs() -> None:
     assert best_length([1.0, 2.6, 1.75], 0.4) == (0, 1.0)
     assert break_even([1.0, 2.6, 1.75]) == pytest.approx(0.5)
     assert break_even([1.0, 2.1]) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "widest", "sharp"),
+    [
+        ((1.0, 1.4, 2.2), 4, [1]),  # 1.4 and 2.2 are less than 1.5 and 2.5; the first rise is a knee
+        ((2.0, 2.1, 5.2), 2, [2]),  # 3.2 more than one position, where 3 would be half of three
+        ((2.0, 2.1, 5.0), 4, [2]),
+        ((2.0, 3.2, 3.4), 1, [1]),
+        ((1.0, 1.09, 1.27), 4, []),  # less than a tenth of a position is no knee
+    ],
+)
+def test_where_a_curve_saturates(seconds: tuple[float, ...], widest: int, sharp: list[int]) -> None:
+    curve = CostCurve((1, 2, 4), seconds, 0.0)
+    assert saturation_width(curve) == widest
+    assert knees(curve) == sharp

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from llamaspec.measure.compare import Spread
 from llamaspec.measure.read_along import WrittenText, read_along, replay
 from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.measure.task import Task
-from llamaspec.pruning.make import Made, Wish, make_draft
+from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
 from llamaspec.sampling.parameters import Sampling
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
@@ -106,6 +108,64 @@ def test_the_measurement_decides(widened: Path) -> None:
     assert found.measured is not None
     assert "0.90x" in str(found.reason)
     assert made_drafts(widened) == []
+
+
+def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> None:
+    class Dear(KnownCosts):
+        def round_seconds(self, target: LlamaModel) -> list[float]:
+            return [1.0, 1.98, 2.97]
+
+    found = made(widened, Dear())
+    assert found == Made((), None, None, "here even a perfect draft would give 1.01x at most")
+
+
+def test_where_no_copy_can_be_made_the_reasons_are_told(
+    widened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise ModelFileError("llama.cpp cannot make this copy")
+
+    monkeypatch.setattr("llamaspec.pruning.bench.write_copy", refuses)
+    told: list[str] = []
+    with LlamaModel(widened, OPTIONS) as model:
+        found = make_draft(model, Wish(types=(COPY,)), told.append, KnownCosts())
+    assert found == Made((), None, None, "no smaller copy of this target can be made")
+    assert "L2-copy: not possible: llama.cpp cannot make this copy" in told
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"texts": (b"", b"a")}, "the texts are too short"),
+        ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another place with --output"),
+    ],
+)
+def test_what_cannot_be_wished_for(widened: Path, wish: dict[str, object], says: str) -> None:
+    with pytest.raises(LlamaspecError, match=says):
+        made(widened, KnownCosts(), **wish)
+
+
+def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
+    with pytest.raises(LlamaspecError, match="ends its texts at once"):
+        made(target, KnownCosts())
+    with LlamaModel(target, OPTIONS) as model, pytest.raises(LlamaspecError, match="ends its texts at once"):
+        judge_draft(model, target, Wish(), KnownCosts())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file_type": "Q9"},
+        {"pruned": (2, 1)},
+        {"pruned": (-1,)},
+        {"pruned": (1, 1)},
+        {"texts": {"k": 128 * "x"}},
+    ],
+)
+def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"the type must be|layers must ascend|at most 127 bytes"):
+        Copy(**wrong)
 
 
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
@@ -197,3 +257,20 @@ def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     assert made_drafts(other) == []
     write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: identity(other)}), 1)
     assert made_drafts(other) == [made_path(other, "y")]
+
+
+def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
+    """Drafts that were made with an earlier version are still its own: a size and the first mebibyte."""
+    beginning = bytes(range(256)) * 4096
+    key = hashlib.sha256(b"1048579" + beginning).hexdigest()[:32]
+    for rest in (b"abc", b"xyz"):
+        (tmp_path / "target.gguf").write_bytes(beginning + rest)
+        assert identity(tmp_path / "target.gguf") == key
+    (tmp_path / "target.gguf").write_bytes(beginning + b"abcd")
+    assert identity(tmp_path / "target.gguf") != key
+
+
+def test_a_draft_that_was_made_otherwise_is_judged(widened: Path) -> None:
+    with LlamaModel(widened, OPTIONS) as model:
+        judged = judge_draft(model, widened, Wish(), KnownCosts(measured=1.25))
+    assert (judged.cost_ratio, judged.acceptance, judged.measured.median) == (1.0, 1.0, 1.25)

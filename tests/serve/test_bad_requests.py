@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaspec import Pair
+from llamaspec.errors import MemoryFullError, PromptError
+from llamaspec.serve.faults import RequestError, fault_of, fault_response
 from llamaspec.serve.service import depth
 from llamaspec.serve.settings import Limits
 from serving import CONTEXT, PATIENCE_SECONDS, Served, served
@@ -245,3 +247,35 @@ def test_depth_is_that_of_the_value(value: Any) -> None:
 @given(st.text(alphabet='"\\[]{}a'))
 def test_depth_of_what_is_no_json(text: str) -> None:
     assert 0 <= depth(text.encode()) <= len(re.findall(r"[\[{]", text))
+
+
+@pytest.mark.parametrize(
+    ("status", "openai", "anthropic"),
+    [
+        (400, "invalid_request_error", "invalid_request_error"),
+        (401, "authentication_error", "authentication_error"),
+        (403, "permission_error", "permission_error"),
+        (404, "not_found_error", "not_found_error"),
+        (408, "timeout_error", "timeout_error"),
+        (413, "invalid_request_error", "request_too_large"),
+        (429, "rate_limit_error", "rate_limit_error"),
+        (503, "server_error", "overloaded_error"),
+        (504, "timeout_error", "timeout_error"),
+        (500, "server_error", "api_error"),
+    ],
+)
+def test_each_api_has_its_own_names_for_faults(status: int, openai: str, anthropic: str) -> None:
+    fault = RequestError(status, "no", field="x", code="c", retry_after=3)
+    answer = fault_response(CHAT, fault)
+    assert (answer.status_code, answer.headers["retry-after"]) == (status, "3")
+    error = {"message": "no", "type": openai, "param": "x", "code": "c"}
+    assert json.loads(bytes(answer.body)) == {"error": error}
+    answer = fault_response(MESSAGES, fault)
+    assert json.loads(bytes(answer.body)) == {"type": "error", "error": {"type": anthropic, "message": "no"}}
+
+
+def test_faults_of_all_kinds() -> None:
+    assert fault_of(PromptError("too long")).status == 400
+    assert fault_of(MemoryFullError("no room")).status == 500
+    broken = fault_of(KeyError("a secret"))
+    assert (broken.status, broken.message) == (500, "internal error: KeyError")

@@ -17,7 +17,7 @@ from llamaspec.chat.message import Message, ToolCall
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.chat import ChatRequest
-from llamaspec.serve.messages import MessagesRequest
+from llamaspec.serve.messages import CountRequest, MessagesRequest
 from llamaspec.serve.responses import ResponsesRequest
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
@@ -108,6 +108,28 @@ def test_openai_responses(client: Any) -> None:
     asked = [*USER, call.model_dump(exclude_none=True), result]
     more = client.responses.create(model="any", input=asked, tools=FLAT, max_output_tokens=4)
     assert more.status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("choice", "asked"),
+    [
+        (None, ("auto", False, False, True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False, False, False)),
+        ({"type": "any"}, ("required", False, True, True)),
+        ({"type": "tool", "name": "nap"}, ("nap", True, True, True)),
+        ({"type": "none"}, ("none", False, False, True)),
+    ],
+)
+def test_what_a_choice_of_anthropic_s_means(choice: Any, asked: tuple[str, bool, bool, bool]) -> None:
+    body: Any = {"messages": USER, "tools": CLAUDES, "tool_choice": choice}
+    use = CountRequest.model_validate(body).question(takes_tools=True).tool_use
+    assert (use.choice, use.is_named, use.is_forced, use.is_parallel) == asked
+    assert [tool["function"]["name"] for tool in use.offered] == (
+        [] if asked[0] == "none" else ["find", "nap"]
+    )
+    assert not use.is_strict
+    body["tools"] = [CLAUDES[0], {**CLAUDES[1], "strict": True}]
+    assert CountRequest.model_validate(body).question(takes_tools=True).tool_use.is_strict
 
 
 def test_anthropic(claude: Any) -> None:

@@ -1,0 +1,102 @@
+"""The metadata of a file, written byte by byte: what no sound file says, and what cannot be read."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from llamaspec.errors import ModelFileError
+from llamaspec.llama.gguf_metadata import check_metadata
+
+UINT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, FLOAT64 = 0, 4, 5, 6, 7, 8, 9, 12
+LONG = struct.pack("<Q", 1 << 40)
+
+
+def text(said: bytes) -> bytes:
+    return struct.pack("<Q", len(said)) + said
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key.encode()) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, n: int, values: bytes) -> bytes:
+    return struct.pack("<IQ", kind, n) + values
+
+
+def whole(key: str, value: int) -> bytes:
+    return entry(key, INT32, struct.pack("<i", value))
+
+
+def tokens(*said: bytes) -> bytes:
+    return entry("tokenizer.ggml.tokens", ARRAY, array(STRING, len(said), b"".join(map(text, said))))
+
+
+LLAMA = entry("general.architecture", STRING, text(b"llama"))
+
+
+def check(folder: Path, *entries: bytes) -> None:
+    path = folder / "model.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries)) + b"".join(entries))
+    check_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "fault"),
+    [
+        ([LLAMA, whole("llama.block_count", 0)], "llama.block_count is 0, not from 1 to 4096"),
+        ([LLAMA, whole("llama.block_count", 4097)], "llama.block_count is 4097, not from 1 to 4096"),
+        ([LLAMA, whole("llama.vocab_size", 1)], "llama.vocab_size is 1, not from 2 to 268435456"),
+        ([LLAMA, whole("llama.expert_used_count", 3), whole("llama.expert_count", 2)],
+         "it uses 3 of 2 experts"),
+        ([entry("a.epsilon", FLOAT32, struct.pack("<f", math.nan))], "a.epsilon is nan"),
+        ([entry("a.epsilon", FLOAT64, struct.pack("<d", math.inf))], "a.epsilon is inf"),
+        ([whole("general.alignment", 4)], "general.alignment is 4"),
+        ([whole("general.alignment", 24)], "general.alignment is 24"),
+        ([tokens(b"a", b"b", b"a", b"b", b"c")], "2 of its 5 tokens are there twice"),
+        ([tokens(b"a")], "its vocabulary has 1 tokens"),
+        # Read correctly past arrays of other kinds:
+        ([entry("x", ARRAY, array(UINT32, 3, bytes(12))), whole("general.alignment", 1)], "alignment is 1"),
+        ([entry("x", ARRAY, array(STRING, 2, text(b"a") + text(b"bc"))), whole("general.alignment", 1)],
+         "alignment is 1"),
+    ],
+)  # fmt: skip
+def test_what_no_sound_file_says(tmp_path: Path, entries: list[bytes], fault: str) -> None:
+    with pytest.raises(ModelFileError, match=rf"model.gguf is damaged: .*{fault}; download or convert"):
+        check(tmp_path, *entries)
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        [LLAMA, whole("llama.block_count", 1), whole("llama.vocab_size", 2)],
+        [LLAMA, whole("llama.block_count", 4096)],
+        [LLAMA, whole("other.block_count", 0)],  # of another architecture
+        [LLAMA, whole("llama.expert_used_count", 2), whole("llama.expert_count", 2)],
+        [whole("general.alignment", 8), tokens(b"a", b"b")],
+        [LLAMA, entry("llama.block_count", BOOL, b"\0")],  # no number
+    ],
+)
+def test_what_sound_files_may_say(tmp_path: Path, sound: list[bytes]) -> None:
+    check(tmp_path, *sound)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        entry("x", 99, b""),  # a kind that does not exist
+        entry("x", ARRAY, array(ARRAY, 1, array(UINT8, 1, b"x"))),
+        entry("x", ARRAY, array(UINT32, 1 << 40, b"")),  # more values than the file has bytes
+        entry("x", ARRAY, array(STRING, 1 << 40, b"")),
+        entry("x", STRING, LONG),
+        entry("x", STRING, struct.pack("<Q", 4) + b"abc"),
+        entry("x", UINT32, b"\0"),
+        LONG,
+        b"",
+    ],
+)
+def test_what_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broken: bytes) -> None:
+    check(tmp_path, whole("general.alignment", 3), broken)
