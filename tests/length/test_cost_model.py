@@ -138,7 +138,10 @@ class Plain:
         self.n_far = self.n_far + 1 if doubt > 1 else 0
         if doubt > 1:
             if self.n_far >= 3 or (surprise < 0 and n_before < 3):
-                self.covariance[part, part] += surprise**2
+                wrong = np.eye(len(self.mean))[part]
+                if part == 0 and self.n_far < 3:  # a hiccup of width 1 moves no width that was timed
+                    wrong[[2 + i for i, width in enumerate(self.known) if width in self.n_timed]] = -1.0
+                self.covariance = self.covariance + surprise**2 * np.outer(wrong, wrong)
             else:
                 noise *= float(doubt)
         gain = self.covariance @ w / (w @ self.covariance @ w + noise)
