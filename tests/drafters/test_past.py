@@ -7,7 +7,7 @@ import pytest
 
 from fakes import tokens
 from llamaspec.drafters.ngram import NgramDrafter, SuffixAutomaton
-from llamaspec.drafters.past import MAX_TOKENS, MIN_MATCH, PastTexts, latest
+from llamaspec.drafters.past import _PLACE_BITS, MAX_TOKENS, MIN_MATCH, PastTexts, latest
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.values import Source, TokenArray
 
@@ -73,6 +73,11 @@ def test_no_more_is_copied_and_compared_than_pays() -> None:
         later = [tokens(1, 2, 3, 4, 100 + i) for i in range(n_later)]
         match = PastTexts([tokens(9, 1, 2, 3, 4, 50), *later]).find(tokens(9, 1, 2, 3, 4))
         assert (match.length, int(match.following[0])) == (length, following)
+
+
+def test_every_place_has_a_number_of_its_own() -> None:
+    """Also where all texts are as short as may be, with a gap behind each."""
+    assert MAX_TOKENS + MAX_TOKENS // (MIN_MATCH + 1) + 32 <= 1 << _PLACE_BITS
 
 
 def test_texts_too_short_to_be_found_are_not_kept() -> None:

@@ -183,6 +183,9 @@ def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -
         assert found.wide_step_seconds(5).tolist() == pytest.approx([plain.wide_step(n) for n in range(6)])
         wide = [plain.wide_step(scored / 3) * 3 / plain.wide_step(1.0) for scored in (7, 9, 10)]
         assert [found.narrow_steps(3, n) for n in (2, 3, 7, 9, 10)] == pytest.approx([3, 3, *wide])
+        if allowed is not None:  # 6 and 16 positions: widths that were never timed
+            dearer = found.batch_seconds([6, 16], 1.5), plain.batch_seconds([6, 16], 1.5)
+            assert dearer[0] == pytest.approx(dearer[1])
     fresh, positions = CostModel(found.learned((0.1, 0.2, 0.3)), allowed), [2, 3, 5, 8, 16]
     again = Plain(found.learned((0.1, 0.2, 0.3)), allowed)
     for z in (-1.0, 0.0, 2.0):
