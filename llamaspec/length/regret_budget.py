@@ -2,7 +2,7 @@
 
 This is the guarantee behind "never slower": whatever the estimates say, a round that could lose more than
 what is left is not made. The unit is the time of one plain token. One budget for all rows.
-tests/length/test_speed.py checks the bound on every simulated machine, text and load.
+tests/length/test_regret_budget.py; test_speed.py checks the bound on every simulated machine, text and load.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ import pytest
 
 from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.learned_length import WORTH_KEEPING, auto_length, keep_prior
-from llamaspec.measure.store import stored_prior
+from llamaspec.measure.probe import Probe, Timing, WidthTiming
+from llamaspec.measure.store import store_prior, store_probe, stored_prior
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
@@ -67,3 +70,20 @@ def test_a_policy_begins_with_it(models: list[Path]) -> None:
         keep_prior(pair, policy)
         assert stored_prior(pair).value == policy.experience()
         assert auto_length(pair).experience().log_odds == policy.experience().log_odds
+
+
+def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path]) -> None:
+    """What an earlier run has learnt is newer."""
+    one, four, step = (Timing(seconds, seconds, seconds) for seconds in (3.0, 4.5, 0.6))
+    widths = WidthTiming(1, (one,), 0.0, 8), WidthTiming(4, (four,), 0.0, 8)
+    probe = Probe((64,), (), widths, step, (), 1e-4)
+    with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
+        pair = Pair(target, draft, 0.0)
+        store_probe(pair, probe)
+        costs = auto_length(pair).shared.costs
+        assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
+        assert costs.draft_step_seconds() == pytest.approx(0.6)
+        assert auto_length(pair, frozenset({1, 4})).shared.costs.cheapest_width(2) == 4
+        store_prior(pair, LearnedPrior.of_probe(CostCurve((1, 4), (2.0, 2.5), 0.5)))
+        costs = auto_length(pair).shared.costs
+        assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])

@@ -9,8 +9,8 @@ from fake_constraint import Steps
 from fakes import Branching, Length, tokens
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
-from llamaspec.protocols import Drafter, RowLength
-from llamaspec.values import Draft, Source, TokenArray
+from llamaspec.protocols import Drafter, Preparing, RowLength
+from llamaspec.values import DRAFT, NO_DRAFT, Draft, ForwardRequest, Source, TokenArray
 
 N_PROMPT = 2
 
@@ -70,6 +70,19 @@ def test_what_is_forbidden_is_cut(says: list[int], kept: int) -> None:
     draft = proposed(drafter, tokens(1, 0, 1, 2), 9)
     assert draft.tokens.tolist() == says[:kept]
     assert draft.source is Source.NGRAM
+
+
+class Reads(Says):
+    """Has a model read the prompt."""
+
+    def prepare(self, context: TokenArray) -> Preparing:  # type: ignore[override]
+        yield ForwardRequest(DRAFT, context, n_logits=0)
+
+
+def test_the_drafter_that_is_cut_takes_in_the_prompt() -> None:
+    (request,) = AllowedDrafter(Reads(NO_DRAFT), Steps(), N_PROMPT).prepare(tokens(1, 0))
+    assert request.tokens.tolist() == [1, 0]
+    assert list(AllowedDrafter(Says(NO_DRAFT), Steps(), N_PROMPT).prepare(tokens(1, 0))) == []
 
 
 def test_a_tree_is_left_to_the_rule() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fakes import tokens
 from llamaspec.drafters.ngram import NgramDrafter, SuffixAutomaton
-from llamaspec.drafters.past import MAX_TOKENS, MIN_MATCH, PastTexts, latest
+from llamaspec.drafters.past import _PLACE_BITS, MAX_TOKENS, MIN_MATCH, PastTexts, latest
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.values import Source, TokenArray
 
@@ -42,6 +42,59 @@ def test_what_is_found_is_what_plain_search_finds(seed: int) -> None:
         if match.length:
             place = [*path.tolist()[-match.length :], *match.following.tolist()]
             assert any(place == text[i : i + len(place)] for text in kept for i in range(len(text)))
+
+
+@pytest.mark.parametrize("factor", [0, 1, 1 << 40])
+def test_hashes_that_meet_decide_nothing(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four tokens alike, or many of them: the places are compared."""
+    monkeypatch.setattr("llamaspec.drafters.past._FACTOR", factor)
+    rng = np.random.default_rng(3)
+    texts = [random_text(rng, 12, 4) for _ in range(4)]
+    past = PastTexts(texts)
+    kept = [text.tolist() for text in past.texts]
+    lengths = list[int]()
+    for _ in range(200):
+        path = random_text(rng, 7, 4)
+        match = past.find(path)
+        assert match.length == longest_end(path.tolist(), kept)
+        assert bool(len(match.following)) == bool(match.length)
+        lengths.append(match.length)
+    assert 0 in lengths
+    assert max(lengths) > 4
+
+
+def test_no_more_is_copied_and_compared_than_pays() -> None:
+    """64 tokens, and the latest 64 places."""
+    past = PastTexts([np.arange(200, dtype=np.int32)])
+    assert past.find(tokens(0, 1, 2, 3)).following.tolist() == list(range(4, 68))
+    long = past.find(np.arange(190, dtype=np.int32))
+    assert (long.length, long.following.tolist()) == (32, list(range(190, 200)))
+    for n_later, length, following in ((63, 5, 50), (64, 4, 163)):
+        later = [tokens(1, 2, 3, 4, 100 + i) for i in range(n_later)]
+        match = PastTexts([tokens(9, 1, 2, 3, 4, 50), *later]).find(tokens(9, 1, 2, 3, 4))
+        assert (match.length, int(match.following[0])) == (length, following)
+
+
+def test_every_place_has_a_number_of_its_own() -> None:
+    """Also where all texts are as short as may be, with a gap behind each."""
+    assert MAX_TOKENS + MAX_TOKENS // (MIN_MATCH + 1) + 32 <= 1 << _PLACE_BITS
+
+
+def test_texts_too_short_to_be_found_are_not_kept() -> None:
+    past = PastTexts()
+    past.add(tokens(1, 2, 3, 4))
+    assert (past.texts, past.added, past.n_tokens) == ((), (), 0)
+    past.add(tokens(1, 2, 3, 4, 5))
+    assert (len(past.texts), len(past.added), past.n_tokens) == (1, 1, 5)
+    assert past.find(tokens(2, 3, 4)).length == 0
+    assert past.find(tokens(1, 2, 3, 4)).length == 4
+
+
+def test_what_is_added_is_the_callers_no_longer() -> None:
+    past, text = PastTexts(), tokens(1, 2, 3, 4, 5)
+    past.add(text)
+    text[:] = 9
+    assert past.texts[0].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_the_latest_of_several_places_counts() -> None:

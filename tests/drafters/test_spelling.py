@@ -109,6 +109,41 @@ def test_bit_by_bit_is_all_at_once() -> None:
     assert joined(Spelling(DRAFT), said) == b"[bos] " + Spelling(TARGET).text(text[:-1])
 
 
+def cuts(text: bytes) -> list[int]:
+    """Before the first word 64 bytes behind a cut, or else between characters 1024 bytes behind it."""
+    found, begin = list[int](), 0
+    while True:
+        words = [
+            i for i in range(begin + 64, min(len(text), begin + 1025) - 1)
+            if text[i : i + 1] == b" " and not text[i - 1 : i].isspace() and text[i + 1 : i + 2].isalpha()
+        ]  # fmt: skip
+        if not words and len(text) <= begin + 1024:
+            return found
+        begin = words[0] if words else len(text[: begin + 1024].decode("utf-8", "ignore").encode())
+        found.append(begin)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"the end of a beginning " * 20,
+        b"x" * 63 + b" a" + b"y" * 62 + b" b c 1",
+        b"x" * 64 + b"  ab 1 c",
+        b"x" * 1022 + b" a" + b"y" * 500,
+        b"x" * 1023 + b" a" + b"y" * 500,
+        b"x" * 1024 + b" a" + b"y" * 500,
+        b"xx" + "日".encode() * 900 + " é".encode() + b" ab",
+        b"x" + "👩".encode() * 700,
+        b"x" * 1024,
+        b"x" * 1025,
+    ],
+)
+def test_where_a_text_is_cut(text: bytes) -> None:
+    used = mirror()
+    used.read(np.array([3 + byte for byte in text], np.int32))
+    assert [chunk.end for chunk in used._chunks] == cuts(text)
+
+
 def test_only_the_tail_is_tokenized_again(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Spelling(TARGET).tokens(b"the end of a beginning " * 400)
     used, sizes = mirror(), list[int]()

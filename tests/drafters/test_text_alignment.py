@@ -12,6 +12,7 @@ from fakes import FakeModel, Length, answer_alone, tokens
 from foreign import FakeVocabulary, related
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.spelling import Spelling
+from llamaspec.drafters.text_alignment import MOST_STEPS
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
@@ -105,6 +106,18 @@ def proposed(made: Drafter, context: TokenArray, n_draft: int, model: Reciter) -
         return end.value, n
 
 
+@pytest.mark.parametrize("context_size", [512, 8])
+def test_the_first_draft_token_finds_all_but_the_last_token_read(context_size: int) -> None:
+    made: Any = replace(drafter(HALVES_THAT_BEGIN, 1.0), context_size=context_size)  # type: ignore[type-var]
+    context = Spelling(WORDS).tokens(POEM[:20])
+    (request,) = made.prepare(context)
+    path = next(made.propose(context, Length(1))).tokens
+    assert (request.model, request.n_logits) == (DRAFT, 0)
+    assert request.tokens.tolist() == path[:-1].tolist()
+    assert 3 < len(path) <= context_size
+    assert list(made.prepare(tokens())) == []
+
+
 def test_the_end_of_the_text_is_proposed_as_the_targets() -> None:
     poem = b"a bad bed"
     draft, _ = proposed(drafter(HALVES, 0.3), Spelling(WORDS).tokens(b"a"), 9, Reciter(HALVES, poem))
@@ -133,7 +146,7 @@ def test_text_of_which_nothing_is_a_token_comes_to_an_end() -> None:
     made = related(few, HALVES, intersection=False).adapted(own)
     draft, n_steps = proposed(made, tokens(0), 5, Stuck(HALVES))
     assert len(draft) == 0
-    assert n_steps < 50
+    assert n_steps == MOST_STEPS
 
 
 class Renumbered(FakeModel):

@@ -32,6 +32,11 @@ def test_tokens_are_the_same_by_their_text_and_ends_by_what_they_are() -> None:
     assert made.noise.tolist() == [6, 7 + 1, 1, 5, 3, 2, 7 + 6, 7 + 7]
 
 
+def test_the_first_token_has_the_targets_noise_too() -> None:
+    made = token_map(FakeVocabulary([b"b", b"a"]), FakeVocabulary([b"a", b"b", b"c"]))
+    assert made.noise.tolist() == [1, 0, 2 + 2]
+
+
 def test_a_text_is_read_token_by_token() -> None:
     made = token_map()
     for _ in range(2):  # learnt, and known

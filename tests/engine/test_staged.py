@@ -197,6 +197,13 @@ def test_its_policy_learns_what_its_evaluations_cost() -> None:
 # -- what goes wrong ----------------------------------------------------------------------------------------
 
 
+def test_every_draft_takes_in_the_prompt() -> None:
+    chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
+    drafter = staged_drafter(THREE, [Length(2), Length(1)], *chance)
+    asked = [(request.model, request.tokens.tolist()) for request in drafter.prepare(tokens(1, 2, 0))]
+    assert asked == [(DRAFT, [1, 2]), (SECOND, [1, 2]), (THIRD, [1, 2])]
+
+
 def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
     drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     alone = model_drafter(WIDE, SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))

@@ -192,6 +192,30 @@ def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
         assert [evaluated.width for evaluated in model.evaluated] == widths
 
 
+def test_the_drafter_takes_in_a_long_prompt_part_by_part() -> None:
+    """Prediction heads read the hidden rows of each part, which are not kept for long."""
+    n, taken = 2 * PREFILL_PART + 30, list[int]()
+
+    class Reading(NoDrafter):
+        def prepare(self, context: TokenArray) -> None:
+            taken.append(len(context))
+
+    model = alphabet(context_size=2000)
+    made("a" * n, model=model, drafter=Reading(), max_tokens=1).run()
+    assert taken == [PREFILL_PART + 1, 2 * PREFILL_PART + 1, n]
+
+
+def test_what_was_cached_is_told_where_the_rest_takes_several_evaluations() -> None:
+    """Each part finds those before it cached; they were not, when the prompt came."""
+    model = alphabet(context_size=900, batch_size=8)
+    scheduler, prompt = Scheduler({TARGET: model}), [0] * 20 + [1] * 40
+    stream(scheduler, {TARGET: model}, prompt[:21], drafter=NoDrafter(), max_tokens=1).run()
+    model.evaluated.clear()
+    done = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1).run()
+    assert [evaluated.width for evaluated in model.evaluated] == [8, 8, 8, 8, 6, 1]
+    assert done.n_cached == 21
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -67,6 +67,35 @@ def test_models_on_different_devices_compute_at_once() -> None:
     assert barrier.n_waiting == 0
     assert not barrier.broken
     scheduler.close()
+
+
+class Meanwhile:
+    """A lock that is free only after another thread has done something."""
+
+    def __init__(self, lock: threading.Lock, done_first: Callable[[], object]) -> None:
+        self.lock, self.done_first = lock, [done_first]
+
+    def __enter__(self) -> None:
+        if self.done_first:
+            thread = threading.Thread(target=self.done_first.pop())
+            thread.start()
+            thread.join(PATIENCE)
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_who_has_waited_for_another_threads_step_makes_none() -> None:
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    of = stream(scheduler, models, drafter=NoDrafter())
+    next(of)
+    n_before = len(models[TARGET].evaluated)
+    scheduler._lock = Meanwhile(scheduler._lock, scheduler.step)  # type: ignore[assignment,arg-type]
+    next(of)
+    assert len(models[TARGET].evaluated) == n_before + 1
+    assert of.run().tokens == alone()
 
 
 def test_tasks_of_asyncio() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.length.allocator import Allocator, Pledge, expected_accepted, stopping_threshold
+from llamaspec.length.allocator import Allocator, Pledge, expected_accepted, speed_up, stopping_threshold
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
@@ -53,6 +53,54 @@ def test_a_row_that_paused_is_not_expected() -> None:
 
 def test_the_rate_of_plain_decoding_counts_all_rows() -> None:
     assert allocator(pledge(0), pledge(0)).plain_rate(2) == pytest.approx(2 / 1.1)
+
+
+def test_rows_are_expected_that_took_part_in_one_of_the_last_two_evaluations() -> None:
+    rows = [Pledge(last_evaluation=n) for n in (-1, 6, 7, 8, 9)]
+    asking = Pledge(is_asking=True)
+    among = Allocator(CostModel(LearnedPrior.of_probe(STEPS)), 2, [*rows, asking], latest=9)
+    assert among.present() == [rows[3], rows[4], asking]
+    assert among.n_rows == 3
+    fresh = Allocator(CostModel(LearnedPrior.of_probe(STEPS)), 2, [Pledge(), Pledge(last_evaluation=0)])
+    assert fresh.present() == fresh.pledges[1:]
+    assert Allocator(fresh.costs, 2).n_rows == 1
+
+
+def test_an_evaluation_begins_new_rounds() -> None:
+    among = allocator(pledge(2, True), pledge(0))
+    among.start_evaluation(5)
+    assert (among.latest, [p.n_draft for p in among.pledges]) == (5, [0, 0])
+
+
+def test_what_has_no_room_costs_nothing_and_doubt_makes_dearer() -> None:
+    own = pledge(1)
+    assert allocator(own).level_seconds(own, 0.2) == pytest.approx([0.0, 0.3])
+    assert allocator(own, longest=1).level_seconds(own, 0.2) == [0.0]
+    assert allocator(own, longest=0).level_seconds(own, 0.2) == [0.0]
+    doubtful = allocator(own).level_seconds(own, 0.2, z=1.0)
+    factor = np.exp(np.sqrt(2 * 0.006))  # of two widths, each known to that next to width 1
+    assert doubtful == pytest.approx([0.0, 0.2 + 1.2 * factor - 1.1])
+
+
+def test_rows_behind_are_level_and_those_ahead_are_not() -> None:
+    """Of three others that are drafting, two have no more tokens than this one."""
+    own = pledge(1, is_drafting=True)
+    among = allocator(own, pledge(0, True), pledge(1, True), pledge(2, True), longest=2)
+    base, more = among.costs.batch_seconds([8, 11])  # 4 rows, 4 tokens; then one for each of 3 rows
+    assert among.level_seconds(own, 0.2) == pytest.approx([0.0, 0.2 / 4 + (more - base) / 3])
+
+
+def test_what_rows_need_besides_the_models_counts() -> None:
+    among = allocator(pledge(0))
+    among.costs.overhead_seconds = 0.05
+    assert among.plain_rate(2) == pytest.approx(2 / (1.1 + 2 * 0.05))
+
+
+def test_the_best_number_of_draft_tokens() -> None:
+    costs, gains = [0.0, 1.0, 1.5, 9.0], [0.0, 0.5, 0.75, 0.9]
+    assert speed_up(costs, gains, 0.2) == 1.75 / 1.3
+    assert speed_up(costs, gains, 1.0) == 1.0
+    assert speed_up(costs[:2], gains, 0.2) == 1.5 / 1.2
 
 
 def test_an_evaluation_of_several_rows_is_learnt_once() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
-from llamaspec.values import Draft, Round
+from llamaspec.length.prior import LOG_ODDS, LearnedPrior
+from llamaspec.values import Draft, Round, Source
 from simulated import machine, text
 from simulator import play
 
@@ -35,6 +38,8 @@ def test_fixed_length() -> None:
     assert not FixedLength(0).wants_more(Draft())
     assert [FixedLength(2).width(n) for n in (1, 2, 9)] == [1, 2, 9]
     assert FixedLength(2).start_row() == FixedLength(2)
+    FixedLength(2).observe(round_of(2, 1, 0.01))
+    FixedLength(2).close()
     with pytest.raises(ValueError, match="draft length must be >= 0, got -1"):
         FixedLength(-1)
 
@@ -44,6 +49,42 @@ def test_auto_length_checks_its_arguments() -> None:
         AutoLength(widths=(4, 2))
     with pytest.raises(ValueError, match="the longest draft must be >= 1, got 0"):
         AutoLength(longest=0)
+
+
+def test_what_it_knows_is_told() -> None:
+    """Seconds of plain rounds, and what the next run begins with."""
+    curve = machine("flat", 0.6).curve()
+    policy = AutoLength(curve, sources=[Source.STAGE, Source.NGRAM])
+    assert policy.plain_seconds() is None
+    row = policy.start_row()
+    row.observe(round_of(0, 0, 0.5))
+    row.observe(round_of(0, 0, 0.5))
+    alone = policy.shared.costs.seconds(1) + 0.0001
+    assert policy.plain_seconds() == pytest.approx(alone)
+    assert policy.plain_seconds(2) == pytest.approx(policy.shared.costs.batch_seconds([2])[0] + 0.0002)
+    assert policy.experience().log_odds == LOG_ODDS
+    policy.shared.usual[Source.STAGE].level = 1.25
+    policy.shared.calibrations[Source.STAGE].level, policy.shared.calibrations[Source.STAGE].slope = 0.5, 0.75
+    learnt = policy.experience()
+    assert learnt.log_odds == (1.25, 0.5, 0.75)
+    assert np.exp(learnt.means[0]) == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_it_begins_with() -> None:
+    """A probe, what an earlier run has learnt, or what is usual."""
+    curve = CostCurve((1, 2), (0.02, 0.03), 0.004)
+    probed, fresh = AutoLength(curve).shared, AutoLength(trees=False).shared
+    known = [probed.costs.seconds(1), probed.costs.seconds(2), probed.costs.draft_step_seconds()]
+    assert known == pytest.approx([0.02, 0.03, 0.004])
+    assert fresh.costs.seconds(1) == pytest.approx(0.03)
+    assert (fresh.grows_trees, probed.grows_trees) == (False, True)
+    learnt = replace(LearnedPrior.of_probe(curve), log_odds=(1.0, 2.0, 3.0))
+    again = AutoLength(learnt, longest=5).shared
+    assert again.costs.seconds(2) == pytest.approx(0.03)
+    assert again.usual[Source.MODEL].level == 1.0
+    assert (again.calibrations[Source.MODEL].level, again.calibrations[Source.MODEL].slope) == (2.0, 3.0)
+    assert (again.allocator.longest, fresh.allocator.longest) == (5, 16)
+    assert AutoLength(longest=1).shared.allocator.longest == 1
 
 
 @pytest.mark.parametrize("prior", [None, machine("flat", 0.6).curve()])

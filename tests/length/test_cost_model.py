@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import exp, inf, log, sqrt
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from llamaspec.length.cost_curve import CostCurve
@@ -15,6 +19,229 @@ Q4_0 = {1: 16.4, 2: 26.4, 3: 36.5, 4: 29.2, 5: 42.3, 6: 52.5, 7: 53.2, 8: 54.0} 
 def probed(seconds: dict[int, float], step: float = 0.6) -> LearnedPrior:
     curve = CostCurve(tuple(seconds), tuple(t / 1000 for t in seconds.values()), step / 1000)
     return LearnedPrior.of_probe(curve)
+
+
+class Plain:
+    """The same beliefs without tables: every question goes over the known widths and the Gaussian anew.
+
+    Numbers: the logarithm of the seconds of width 1, of a draft step next to it, of each width next to it.
+    """
+
+    def __init__(self, prior: LearnedPrior, allowed: set[int] | None = None) -> None:
+        self.allowed = allowed
+        self.believe(prior)
+        self.prior_plain = prior.means[0]
+        self.n_timed: dict[int, int] = {}
+        self.n_steps_timed = self.n_far = 0
+
+    def believe(self, prior: LearnedPrior) -> None:
+        self.mean, self.covariance = np.array(prior.means), np.diag(prior.variances)
+        self.known = list(prior.widths)  # in the order of the numbers
+        self.has_prior = bool(prior.widths)
+
+    def relative(self, width: int) -> npt.NDArray[np.float64]:
+        """What each number weighs in the logarithm of a width next to width 1."""
+        found, known = np.zeros(len(self.mean)), sorted([1, *self.known])
+        below, above = max(k for k in known if k <= width), min((k for k in known if k >= width), default=0)
+        beyond = 0.5 * log(width / below) / log(below) if not above and below > 1 else 0.0
+        part = log(width / below) / log(above / below) if above > below else 0.0
+        for k, weight in ((below, 1 - part + beyond), (above, part)):
+            if k > 1:
+                found[2 + self.known.index(k)] += weight
+        return found
+
+    def weights(self, width: int) -> npt.NDArray[np.float64]:
+        found = self.relative(width)
+        found[0] = 1.0
+        return found
+
+    def offset(self, width: int) -> float:
+        last = max([1, *self.known])
+        return (0.25 if self.known else 0.5) * max(log(width / last), 0.0)
+
+    def bend(self, width: int) -> float:
+        near = min(abs(log(width / k)) for k in [1, *self.known])
+        return 0.18**2 + (0.3 * near) ** 2 if near else 0.0
+
+    def seconds(self, width: int) -> float:
+        return exp(self.offset(width) + self.weights(width) @ self.mean)
+
+    def spread(self, width: int) -> float:
+        w = self.weights(width)
+        return sqrt(w @ self.covariance @ w + self.bend(width))
+
+    def cheapest_width(self, n: int, widest: int = 17) -> int | None:
+        best = None
+        for width in range(widest, n - 1, -1):
+            if self.allowed is None or width in self.allowed:
+                least = 0.96 if width > 1 else 0.0
+                if best is None or self.seconds(best) > least * self.seconds(width):
+                    best = width
+        return best
+
+    def batch_seconds(self, positions: Sequence[int], z: float) -> list[float]:
+        first, found = self.cheapest_width(positions[0]), []
+        for n in positions:
+            width = self.cheapest_width(n)
+            if width is None or first is None:
+                found.append(inf)
+                continue
+            apart = self.relative(width) - self.relative(first)
+            variance = apart @ self.covariance @ apart + self.bend(width) + self.bend(first)
+            found.append(self.seconds(width) * exp(z * sqrt(variance) * (width != first)))
+        return found
+
+    def step(self, z: float = 0.0) -> float:
+        return exp(self.mean[0] + self.mean[1] + z * sqrt(self.covariance[1, 1]))
+
+    def wide_step(self, n: float) -> float:
+        """A step of the draft that reads n tokens, between whole numbers on a line."""
+        if n <= 1:
+            return n * self.step()
+        whole = [
+            max(self.seconds(i) for i in range(1, m + 1)) / self.seconds(1) for m in (int(n), int(n) + 1)
+        ]
+        return (whole[0] + (n - int(n)) * (whole[1] - whole[0])) * self.step()
+
+    def observe_verify(self, width: int, seconds: float) -> None:
+        if width not in [1, *self.known] and (width <= 17 or self.bend(width) > 0.18**2 + 0.03**2):
+            w, n = self.relative(width), len(self.mean)
+            column, variance = self.covariance @ w, w @ self.covariance @ w + self.bend(width)
+            self.mean = np.append(self.mean, w @ self.mean + self.offset(width))
+            self.covariance = np.block([[self.covariance, column[:, None]], [column, np.array(variance)]])
+            self.known.append(width)
+            assert self.covariance.shape == (n + 1, n + 1)
+        surprise = log(seconds / self.seconds(width))
+        self.covariance = self.covariance + np.diag([0.004**2] + [0.001**2] * (len(self.mean) - 1))
+        n_before = self.n_timed.get(width, 0)
+        self.learn(self.weights(width), 0, n_before, surprise, 0.07**2 + self.bend(width))
+        self.n_timed[width] = n_before + 1
+        if sum(self.n_timed.values()) == 2 and self.looks_foreign():
+            plain = self.mean[0], self.covariance[0, 0]
+            self.believe(LearnedPrior())
+            self.mean[0], self.covariance[0, 0] = plain
+
+    def looks_foreign(self) -> bool:
+        return self.has_prior and abs(self.mean[0] - self.prior_plain) > 0.4
+
+    def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
+        w = np.zeros(len(self.mean))
+        w[:2] = 1.0
+        surprise = log(seconds / ((n_steps + 0.2 * n_unread) * self.step()))
+        self.learn(w, 1, self.n_steps_timed, surprise, (0.07 * (1 + 0.2 * n_unread / n_steps)) ** 2)
+        self.n_steps_timed += 1
+
+    def learn(
+        self, w: npt.NDArray[np.float64], part: int, n_before: int, surprise: float, noise: float
+    ) -> None:
+        doubt = surprise**2 / ((w @ self.covariance @ w + noise) * 2.5**2)
+        self.n_far = self.n_far + 1 if doubt > 1 else 0
+        if doubt > 1:
+            if self.n_far >= 3 or (surprise < 0 and n_before < 3):
+                wrong = np.eye(len(self.mean))[part]
+                if part == 0 and self.n_far < 3:  # a hiccup of width 1 moves no width that was timed
+                    wrong[[2 + i for i, width in enumerate(self.known) if width in self.n_timed]] = -1.0
+                self.covariance = self.covariance + surprise**2 * np.outer(wrong, wrong)
+            else:
+                noise *= float(doubt)
+        gain = self.covariance @ w / (w @ self.covariance @ w + noise)
+        self.mean = self.mean + gain * surprise
+        self.covariance = self.covariance - np.outer(gain, w @ self.covariance)
+
+
+PRIORS = {
+    "nothing": lambda: LearnedPrior(),
+    "a probe": lambda: probed(Q4_0),
+    "of another machine": lambda: probed({1: 160.0, 3: 170.0, 8: 171.0}, step=0.0),
+    "an earlier run": lambda: LearnedPrior((2, 5), (-4.0, -2.5, 0.3, 0.8), (0.2, 0.1, 0.01, 0.05)),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    allowed = {1, 2, 4, 5, 8, 16} if seed else None
+    found, plain = CostModel(PRIORS[prior](), allowed), Plain(PRIORS[prior](), allowed)
+    hiccups = rng.choice([0.0, 1.2, -1.2], 90, p=[0.8, 0.1, 0.1])
+    hiccups[60:64] = 0.9  # this lasts
+    for i, hiccup in enumerate(hiccups.tolist()):
+        width = int(rng.choice([1, 1, 2, 3, 4, 5, 7, 17, 18, 19, 33, 34, 120]))
+        seconds = 0.016 * width**0.6 * exp(0.1 * rng.standard_normal() + hiccup)
+        n_steps, n_unread = float(rng.choice([1.0, 2.5, 4.0])), int(rng.choice([0, 1, 9]))
+        for model in (found, plain):
+            if i % 3 == 2:
+                model.observe_draft(n_steps, n_unread, seconds / 9)
+            else:
+                model.observe_verify(width, seconds)
+        assert found.n_timed == plain.n_timed
+        widths = (1, 2, 4, 6, 11, 17, 18, 40, 130)
+        assert [found.seconds(n) for n in widths] == pytest.approx([plain.seconds(n) for n in widths])
+        assert [found.spread(n) for n in widths] == pytest.approx([plain.spread(n) for n in widths])
+        steps = found.draft_step_seconds(), found.draft_step_seconds(2.0), found.drafting_seconds(3.0, 5)
+        assert steps == pytest.approx((plain.step(), plain.step(2.0), 4.0 * plain.step()))
+        assert found.wide_step_seconds(5).tolist() == pytest.approx([plain.wide_step(n) for n in range(6)])
+        wide = [plain.wide_step(scored / 3) * 3 / plain.wide_step(1.0) for scored in (7, 9, 10)]
+        assert [found.narrow_steps(3, n) for n in (2, 3, 7, 9, 10)] == pytest.approx([3, 3, *wide])
+        if allowed is not None:  # 6 and 16 positions: widths that were never timed
+            dearer = found.batch_seconds([6, 16], 1.5), plain.batch_seconds([6, 16], 1.5)
+            assert dearer[0] == pytest.approx(dearer[1])
+    fresh, positions = CostModel(found.learned((0.1, 0.2, 0.3)), allowed), [2, 3, 5, 8, 16]
+    again = Plain(found.learned((0.1, 0.2, 0.3)), allowed)
+    for z in (-1.0, 0.0, 2.0):
+        assert fresh.batch_seconds(positions, z) == pytest.approx(again.batch_seconds(positions, z))
+    assert [fresh.cheapest_width(n) for n in range(1, 18)] == [again.cheapest_width(n) for n in range(1, 18)]
+
+
+def test_what_a_run_keeps_is_what_it_believed_with_the_doubts_of_another_day() -> None:
+    model = CostModel(LearnedPrior((4,), (-4.0, -2.0, 0.5), (45.0, 0.2, 0.01)))
+    kept = model.learned((0.1, 0.2, 0.3))
+    assert (kept.widths, kept.means, kept.log_odds) == ((4,), (-4.0, -2.0, 0.5), (0.1, 0.2, 0.3))
+    assert kept.variances == pytest.approx((49.0, 0.3, 0.016))  # no larger than a prior may be
+    of_probe = probed({1: 100.0, 4: 150.0}, step=10.0)
+    assert of_probe.means == pytest.approx((log(0.1), log(0.1), log(1.5)))
+    assert of_probe.variances == pytest.approx((9.0, 0.1, 0.006))
+    of_free = probed({1: 100.0}, step=0.0)
+    assert of_free.means[1] == log(0.12)
+    assert of_free.variances == pytest.approx((9.0, 1.1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ({"widths": (2,)}, "belong together"),
+        ({"variances": (1.0, 1.0, 1.0)}, "belong together"),
+        ({"widths": (1,), "means": (0.0,) * 3, "variances": (1.0,) * 3}, "ascend from 2"),
+        ({"widths": (3, 3), "means": (0.0,) * 4, "variances": (1.0,) * 4}, "ascend from 2"),
+        ({"widths": (4, 3), "means": (0.0,) * 4, "variances": (1.0,) * 4}, "ascend from 2"),
+        ({"widths": (1 << 20,), "means": (0.0,) * 3, "variances": (1.0,) * 3}, "ascend from 2"),
+        ({"variances": (1.0, -0.1)}, "finite"),
+        ({"means": (0.0, -50.0)}, "finite"),
+        ({"variances": (50.0, 1.0)}, "finite"),
+        ({"log_odds": (0.0, float("nan"), 0.0)}, "finite"),
+    ],
+)
+def test_a_prior_that_cannot_be_is_refused(parts: dict[str, tuple[float, ...]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        LearnedPrior(**parts)  # type: ignore[arg-type]
+    LearnedPrior((2, (1 << 20) - 1), (49.9,) * 4, (0.0,) * 4)
+
+
+def test_times_that_cannot_be_teach_nothing() -> None:
+    model = CostModel(probed(Q4_0))
+    before = believed(model)
+    model.observe_verify(1, 0.0)
+    model.observe_draft(0, 3, 1.0)
+    model.observe_draft(2, 3, 0.0)
+    assert (believed(model), model.n_timed) == (before, {})
+    assert model.draft_step_seconds() == pytest.approx(0.0006)
+
+
+def test_what_a_round_costs_besides_the_models_is_learnt_without_its_hiccups() -> None:
+    model = CostModel(LearnedPrior())
+    told = [model.observe_overhead(seconds) for seconds in (0.0, 2.0, 3.0, 9.0)]
+    assert told == pytest.approx([0.0, 2.0, 3.0, 3 * 2.1])
+    assert model.overhead_seconds == pytest.approx(2.1 + 0.1 * (6.3 - 2.1))
 
 
 def believed(model: CostModel) -> list[float]:

@@ -96,6 +96,115 @@ def test_what_candidates_are_worth_is_learnt() -> None:
     assert after[2] > before[2] + 0.1
 
 
+def test_what_candidates_are_worth_at_first_and_after_one_round() -> None:
+    acceptance = TreeAcceptance()
+    assert acceptance.usual(0.6) == pytest.approx((0.6, 0.4 * 0.45, 0.4 * 0.13, 0.4 * 0.06))
+    even = acceptance.chance(0, 0.5), acceptance.chance(1, 0.5), acceptance.chance(3, 0.5)
+    assert even == pytest.approx((1 / (1 + np.exp(-0.4)), 0.5, 0.5))
+    assert acceptance.chance(2, 0.9) == pytest.approx(0.9)  # what is not the first is taken at its word
+    assert acceptance.chance(1, 0.01) == pytest.approx(0.5 * acceptance.chance(1, 0.02))
+    acceptance.first.level = 40.0
+    assert acceptance.chance(0, 1.0) == 0.998
+    draft = Draft(np.arange(4, dtype=np.int32), (), (0.5,) * 4, parents=np.array([-1, -1, -1, 0]))
+    fresh = TreeAcceptance()
+    assert fresh.learn(Round(draft, (1,), 0, width=5)) == [False]
+    assert fresh.shares == pytest.approx([0.45 + 0.02 * 0.55, 0.13 - 0.02 * 0.13, 0.06])
+    assert fresh.first.level < 0.4
+    before = list(fresh.shares)
+    assert fresh.learn(Round(draft, (0, 3), 0, width=5)) == [True, True]  # says nothing of what came second
+    assert fresh.shares == before
+
+
+def values_of(acceptance: TreeAcceptance, tree: CandidateTree) -> list[float]:
+    """Products along the paths; a candidate is no likelier than its better siblings."""
+    found: list[float] = []
+    for i, parent in enumerate(tree.parents):
+        better = [j for j in range(i + 1) if tree.parents[j] == parent]
+        chance = min(acceptance.chance(tree.ranks[j], tree.confidences[j]) for j in better)
+        found.append(chance * (found[parent] if parent >= 0 else 1.0))
+    return found
+
+
+def most_worth(values: list[float], prices: list[float]) -> tuple[int, float]:
+    """How many of some tokens to verify, by trying every number, and what that is worth."""
+    values = sorted(values, reverse=True)
+    worth = [sum(values[:n]) - prices[n] for n in range(1, min(len(values) + 1, len(prices)))]
+    best = max(worth, default=0.0)
+    return (worth.index(best) + 1, best) if best > 0 else (0, 0.0)
+
+
+def looked_ahead(usual: tuple[float, ...], depth: int) -> list[float]:
+    """The best 64 tokens of a tree whose levels are cut to the best 32."""
+    found, level = list[float](), [1.0]
+    for _ in range(depth):
+        level = sorted((a * round(b, 2) for a in level for b in usual), reverse=True)[:32]
+        found += level
+    return sorted(found, reverse=True)[:64]
+
+
+def read_next(rule: TreeGrowth, tree: CandidateTree) -> list[int]:
+    """What the draft should read, by trying every number of levels."""
+    values, prices = values_of(rule.acceptance, tree), rule.prices.tolist()
+    unread = sorted(set(range(len(tree))) - set(tree.read), key=lambda i: (-values[i], i))[:8]
+    (_, best), chosen = most_worth(values, prices), list[int]()
+    for depth in (1, 2, 4, 8):
+        pool = values + [values[i] * ahead for i in unread for ahead in looked_ahead(rule.usual, depth)]
+        n, worth = most_worth(pool, prices)
+        if n:
+            least = sorted(pool, reverse=True)[n - 1]
+            nodes = [i for i in unread if values[i] * rule.usual[0] >= least]
+            worth -= depth * rule.steps[len(nodes)]
+            if nodes and worth > best:
+                best, chosen = worth, nodes
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
+    """Positions, steps and confidences are others every time."""
+    rng = np.random.default_rng(seed)
+    acceptance, steps = TreeAcceptance(), np.cumsum(rng.uniform(0.002, 0.03, 9))
+    steps[0] = 0.0
+    prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
+    prices[0] = 0.0
+    rule = TreeGrowth(acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps, Pledge())
+    tree, n_levels = CandidateTree(), 0
+    assert rule.expand(tree) == [-1]
+    tree.add(-1, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
+    while nodes := rule.expand(tree):
+        n_levels += 1
+        assert rule.pledge.is_drafting
+        assert nodes == read_next(rule, tree)
+        tree.read += nodes
+        for node in nodes:
+            tree.add(node, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
+    assert read_next(rule, tree) == []
+    values = values_of(acceptance, tree)
+    n, _ = most_worth(values, prices.tolist())
+    best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
+    assert rule.keep(tree) == sorted(best)
+    assert (rule.pledge.n_draft, rule.pledge.is_drafting) == (n, False)
+    assert n_levels or seed
+
+
+@pytest.mark.parametrize("acceptance", [0.35, 0.62, 0.9])
+@pytest.mark.parametrize("position", [0.004, 0.05, 0.3])
+def test_the_speed_of_the_best_tree_is_that_of_plain_search(position: float, acceptance: float) -> None:
+    usual = TreeAcceptance().usual(acceptance)
+    prices, steps = np.cumsum([0.0, *[position] * 20]), np.array([0.0, *np.linspace(0.05, 0.12, 8)])
+    best = 1.0
+    for depth in (1, 2, 4, 8):
+        values = looked_ahead(usual, depth)
+        for n in range(1, min(len(values), 20) + 1):
+            width = min(max(n / depth, 1.0), 8.0)
+            step = steps[int(width)] + (width - int(width)) * (
+                steps[min(int(width) + 1, 8)] - steps[int(width)]
+            )
+            best = max(best, (1 + sum(values[:n])) / (1 + prices[n] + depth * step))
+    assert tree_speed_up(usual, prices, steps) == pytest.approx(best)
+    assert best > 1.0 or position > 0.1
+
+
 def test_along_a_path_each_position_teaches() -> None:
     draft = Draft(np.arange(4, dtype=np.int32), (), (0.6, 0.6, 0.2, 0.2), parents=np.array([-1, 0, 0, -1]))
     acceptance = TreeAcceptance()

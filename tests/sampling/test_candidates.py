@@ -47,3 +47,25 @@ def test_penalties_come_first() -> None:
 def test_no_more_than_there_are() -> None:
     sampling = Sampling(temperature=1.0, top_k=2)
     assert len(candidates(SCORES, Sampler(sampling), PATH, SeededStreams(1), 4).tokens) == 2
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.3, top_k=1)])
+@pytest.mark.parametrize(("n", "n_likely"), [(1, 16), (4, 16), (5, 20)])
+def test_greedy_ones_are_as_sure_as_at_temperature_1(n: int, n_likely: int, sampling: Sampling) -> None:
+    """Of the most probable tokens, four times as many as are wanted and at least 16; nothing else is cut."""
+    scores = np.linspace(8.0, 0.0, 60, dtype=np.float32)
+    found = candidates(scores, Sampler(sampling), PATH, SeededStreams(1), n)
+    weights = np.exp(scores[:n_likely].astype(np.float64))
+    assert found.tokens == tuple(range(n))
+    assert found.confidences == pytest.approx(weights[:n] / weights.sum())
+
+
+def test_confidences_are_softmax_of_what_is_compared() -> None:
+    """Over all tokens that may be drawn, not only over those that are told."""
+    sampling, streams = Sampling(1.0, None, None, None), SeededStreams(4)
+    q = Sampler(sampling).distribution(SCORES, PATH)
+    compared = np.exp(streams.perturbed(q, Stream.TOKEN, 3))
+    found = candidates(SCORES, Sampler(sampling), PATH, streams, 2)
+    best = np.argsort(-compared)[:2]
+    assert found.tokens == tuple(best.tolist())
+    assert found.confidences == pytest.approx(compared[best] / compared.sum())

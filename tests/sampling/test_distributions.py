@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamaspec.sampling.distributions import Scores, confidence, distribution, penalised
+from llamaspec.sampling.distributions import Scores, biased, confidence, distribution, penalised
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import Distribution
 
@@ -136,6 +136,8 @@ def test_impossible_tokens_stay_impossible() -> None:
 def test_confidence_is_the_draft_s_own_probability() -> None:
     assert confidence(ROW, 2, distribution(ROW, chain(top_k=2))) == pytest.approx(3 / 7)
     assert confidence(ROW, 1, Distribution.certain(1)) == pytest.approx(0.4)
+    assert confidence(ROW, 2, Distribution.certain(2), np.array([0, 2, 3])) == pytest.approx(0.5)
+    assert confidence(ROW, 1, Distribution.certain(1), np.array([0])) == 1.0  # 4, if it could be
 
 
 @pytest.mark.parametrize(
@@ -149,13 +151,60 @@ def test_confidence_is_the_draft_s_own_probability() -> None:
         {"top_p": 1.1},
         {"min_p": 0.0},
         {"repeat_penalty": 0.0},
+        {"min_p": 1.1},
+        {"repeat_penalty": float("inf")},
         {"presence_penalty": float("nan")},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": -float("inf")},
         {"penalty_window": 0},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {3: 1.0, 4: float("inf")}},
+        {"logit_bias": {3: -float("inf")}},
     ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 1.0, "penalty_window": 1},
+        {"repeat_penalty": 1e-9, "presence_penalty": -9.0, "frequency_penalty": 0.0, "logit_bias": {0: -9.0}},
+    ],
+)
+def test_settings_at_the_edge_of_their_range_are_taken(edge: dict[str, float]) -> None:
+    made = Sampling(**edge)  # type: ignore[arg-type]
+    assert {name: getattr(made, name) for name in edge} == edge
+
+
+def test_what_is_usual() -> None:
+    """llama.cpp's own chain."""
+    assert Sampling() == Sampling(0.8, 40, 0.95, 0.05, None, None, None, 64, None)
+    assert Sampling(repeat_penalty=1.0).penalises
+    assert Sampling(presence_penalty=0.0).penalises
+    assert Sampling(frequency_penalty=0.0).penalises
+    assert not Sampling(penalty_window=3, logit_bias={1: 1.0}).penalises
+
+
+def test_a_bias_is_added_before_anything_else() -> None:
+    """A draft may have fewer tokens than the target, whose bias it is."""
+    row, bias = ROW.copy(), {0: 2.0, 2: -1.5, 4: 9.0, 7: 9.0}
+    expected = row + np.array([2.0, 0.0, -1.5, 0.0], dtype=np.float32)
+    assert biased(row, bias).tolist() == expected.tolist()
+    assert row.tolist() == ROW.tolist()
+    found = distribution(row, Sampling(1.0, 2, None, None, logit_bias=bias))
+    assert found.tokens.tolist() == [0, 1]
+    assert distribution(row, Sampling(0, logit_bias=bias, presence_penalty=5.0), np.array([0])).tokens == [1]
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    allowed = np.array([0, 2, 3], dtype=np.int32)
+    found = distribution(ROW, chain(top_k=2), allowed=allowed)
+    assert found.tokens.tolist() == [2, 3]
+    assert found.probabilities == pytest.approx([0.6, 0.4])
+    assert distribution(ROW, chain(0), allowed=allowed).tokens.tolist() == [2]
 
 
 def test_probability_of_a_token_that_did_not_survive_is_zero() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from llamaspec.protocols import Stream
-from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.random_streams import SeededStreams, StageStreams, _of_part
 from llamaspec.values import Distribution
 
 COIN = Distribution(np.array([4, 9], dtype=np.int32), np.array([0.5, 0.5]))
@@ -64,10 +66,52 @@ def test_draws_that_differ_in_anything_are_independent(name: str, other: object)
     assert abs(same - n / 2) < 4 * np.sqrt(n) / 2
 
 
+def test_the_smallest_number_is_still_above_zero() -> None:
+    """The seed whose hash of this draw is 0, found by hashing backwards: what is impossible stays so."""
+    mask, key = (1 << 64) - 1, -0x9E3779B97F4A7C15
+    for part in (0, 0, Stream.ACCEPT):
+        for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+            key &= mask
+            key = (key ^ key >> shift ^ key >> 2 * shift) * pow(factor, -1, 1 << 64)
+        key = key & mask ^ _of_part(part)
+    streams = SeededStreams(key)
+    assert streams.chance(1e-16, Stream.ACCEPT, 0)
+    assert not streams.chance(5e-17, Stream.ACCEPT, 0)
+    assert not streams.chance(0.0, Stream.ACCEPT, 0)
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     assert SeededStreams(5).choose(SKEWED, Stream.TOKEN, 9) == SeededStreams(5 + 2**64).choose(
         SKEWED, Stream.TOKEN, 9
     )
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+def test_a_draw_is_the_greatest_of_what_candidates_are_compared_by(stream: Stream) -> None:
+    streams = SeededStreams(5)
+    for position in range(50):
+        compared = streams.perturbed(SKEWED, stream, position)
+        assert SKEWED.tokens[compared.argmax()] == streams.choose(SKEWED, stream, position)
+
+
+def test_the_chance_of_a_drafts_draft() -> None:
+    """What position alone decides is everybody's; what belongs to an attempt differs from every other's."""
+    streams, n = SeededStreams(5), 2000
+    first, second = StageStreams(streams), StageStreams(streams)
+    first.start, second.start = 3, 4
+    for i in range(50):
+        assert first.choose(SKEWED, Stream.TOKEN, i) == streams.choose(SKEWED, Stream.TOKEN, i)
+        assert np.array_equal(
+            first.perturbed(SKEWED, Stream.TOKEN, i), streams.perturbed(SKEWED, Stream.TOKEN, i)
+        )
+    draws = [
+        [each.choose(COIN, Stream.DRAFT, i, 3) for i in range(n)]
+        for each in (streams, first, second, StageStreams(first))
+    ]
+    chances = [[each.chance(0.5, Stream.ACCEPT, i, 3) for i in range(n)] for each in (streams, first, second)]
+    for made in (draws, chances):
+        for a, b in itertools.combinations(np.array(made), 2):
+            assert abs((a == b).sum() - n / 2) < 4 * np.sqrt(n) / 2
 
 
 def test_golden_value_of_a_seed_of_64_bits() -> None:
