@@ -1,135 +1,223 @@
 """Drive `llamaspec serve` and llama.cpp's `llama-server` with the same requests, in turns.
 
-    python scripts/serve_load.py --target big.gguf --draft small.gguf
-    python scripts/serve_load.py --target big.gguf --draft small.gguf --llama-server llama/bin/llama-server
+    python scripts/serve_load.py --target big.gguf --draft small.gguf --keep loads.jsonl --plot loads.png
+    python scripts/serve_load.py --target big-q4_0.gguf --target big-f16.gguf --draft small.gguf \\
+        --llama-cpp llama/bin                               # scripts/llama_cpp_arms.py says how to build it
 
-Every arm is a server of its own over the same files, or a field of the request; only one of them has work
-at a time. Clients ask one request after the other, each its own prompts, and stream the answers. Arms are
-interleaved turn by turn, because machines drift; ratios are medians over turns. A table goes to stderr, the
-last line of stdout is one JSON object.
+Every arm is a server of its own over the same files; only one of them has work at a time. Clients ask one
+request after the other and stream the answers. No two requests to a server begin alike, so that every
+prompt is read. Arms are interleaved turn by turn, because machines drift; ratios are medians over turns. A
+table goes to stderr, the last line of stdout is one JSON object; `load_figures.py` draws what was kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import click
 import httpx
+import numpy as np
 import yaml
 from rich.console import Console
-from rich.table import Table
+
+from load_figures import AUTO, BASE, PEER, Load, check_picture, conclusion, draw, figures, table
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
-BASE = "llamaspec, no draft"  # what all ratios are to
 READY_SECONDS = 180.0
+END_SECONDS = 30.0
+TOGETHER_SECONDS = 0.001  # events closer than this arrive together: one program sends a round as several
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """Where requests go, and what they say besides."""
+class Arm(NamedTuple):
+    """A server."""
 
     name: str
     url: str
-    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What one arm made of one load."""
+class Case:
+    """What every arm is asked in one turn."""
 
-    arm: str
     n_clients: int
     temperature: float
     turn: int
-    n_tokens: int
-    seconds: float
-    first_seconds: float  # median, from the request to its first text
-    gap_p50: float  # seconds between two events with text
-    gap_p99: float
-    draft_length: float | None  # draft tokens per round; None where the server does not tell
+    n_requests: int  # of each client
+    max_tokens: int
 
-    @property
-    def speed(self) -> float:
-        """Tokens per second of all clients together."""
-        return self.n_tokens / self.seconds
+    def prompts(self, texts: Sequence[str]) -> list[list[tuple[str, int]]]:
+        """For each client its prompts and their seeds; all begin differently."""
+        first = [self.turn, round(100 * self.temperature), self.n_clients]
+        return [
+            [
+                (
+                    f"# {'.'.join(map(str, [*first, number]))}\n{texts[number % len(texts)]}",
+                    1000 * self.turn + number,
+                )
+                for number in range(client * self.n_requests, (client + 1) * self.n_requests)
+            ]
+            for client in range(self.n_clients)
+        ]
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--target", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--draft", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--llama-server", type=click.Path(exists=True, path_type=Path), help="llama.cpp's program.")
-@click.option("--n-max", "n_maxes", type=int, multiple=True, default=(1, 2, 3, 4), show_default=True)
-@click.option("--clients", "-c", type=int, multiple=True, default=(1, 2, 4, 8), show_default=True)
-@click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 1.0))
-@click.option("--max-tokens", "-n", type=int, default=64, show_default=True, help="Of each answer.")
-@click.option("--requests", type=int, default=2, show_default=True, help="Of each client and turn.")
-@click.option("--turns", "-r", type=int, default=3, show_default=True)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draft tokens by load.")
+@click.option(
+    "--target",
+    "targets",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    help="May be repeated: one after the other.",
+)
+@click.option("--draft", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
+@click.option(
+    "--llama-cpp",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Also llama-server, from this folder.",
+)
+@click.option(
+    "--n-max",
+    "n_maxes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 2, 3, 4),
+    show_default=True,
+    help="Draft tokens of llama-server.",
+)
+@click.option(
+    "--clients", "-c", type=click.IntRange(min=1), multiple=True, default=(1, 2, 4, 8), show_default=True
+)
+@click.option(
+    "--temperature",
+    "-t",
+    "temperatures",
+    type=click.FloatRange(min=0.0),
+    multiple=True,
+    default=(0.0, 1.0),
+    show_default=True,
+)
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(min=2), default=64, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--requests", type=click.IntRange(min=1), default=2, show_default=True, help="Of each client and turn."
+)
+@click.option("--turns", "-r", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Of every server; default: what each chooses.")
+@click.option(
+    "--keep",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Append every load to this file as it is measured, one JSON object a line.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw tokens per second and K by the number of clients, as .png or .svg.",
+)
 def main(
-    target: Path,
+    targets: Sequence[Path],
     draft: Path,
-    llama_server: Path | None,
+    llama_cpp: Path | None,
     n_maxes: Sequence[int],
     clients: Sequence[int],
     temperatures: Sequence[float],
     max_tokens: int,
     requests: int,
     turns: int,
+    threads: int | None,
+    keep: Path | None,
     plot: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
-    texts = [entry["text"] for entry in yaml.safe_load(PROMPTS.read_text())]
-    loads: list[Load] = []
-    with ExitStack() as stack:
-        arms = list(_arms(stack, target, draft, llama_server, n_maxes, max(clients)))
-        for arm in arms:  # warm-up: also what the automatic length learns first
-            _measure(arm, texts, 2, 0.0, 0, requests, max_tokens)
-        cases = [(t, n, turn) for turn in range(turns) for t in temperatures for n in clients]
-        for done, (temperature, n_clients, turn) in enumerate(cases):
-            shift = done % len(arms)
-            loads += [
-                _measure(arm, texts, n_clients, temperature, turn, requests, max_tokens)
-                for arm in [*arms[shift:], *arms[:shift]]
-            ]
-            click.echo(f"{done + 1}/{len(cases)}", err=True)
-    _show(loads)
     if plot is not None:
-        _plot(loads, plot)
-    print(json.dumps({"target": target.name, "draft": draft.name, "loads": [asdict(load) for load in loads]}))
+        check_picture(plot)
+    peer = None if llama_cpp is None else llama_cpp / PEER
+    if peer is not None and not peer.is_file():
+        raise click.UsageError(f"{llama_cpp} has no {PEER}")
+    cases = [
+        Case(n, temperature, turn, requests, max_tokens)
+        for turn in range(turns)
+        for temperature in temperatures
+        for n in clients
+    ]
+    loads: list[Load] = []
+    for target in targets:
+        for load in _measured(target, draft, peer, n_maxes, threads, cases):
+            loads.append(load)
+            if keep is not None:
+                with keep.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(load)) + "\n")
+    found = figures(loads)
+    Console(stderr=True, width=130).print(table(found))
+    click.echo(conclusion(found), err=True)
+    if plot is not None:
+        draw(found, plot)
+    print(json.dumps({"draft": draft.name, "figures": [asdict(each) for each in found]}))
 
 
-def _arms(
-    stack: ExitStack,
+def _measured(
     target: Path,
     draft: Path,
-    llama_server: Path | None,
+    peer: Path | None,
     n_maxes: Sequence[int],
+    threads: int | None,
+    cases: Sequence[Case],
+) -> Iterator[Load]:
+    """Every arm at every load, with one target."""
+    texts = [entry["text"] for entry in yaml.safe_load(PROMPTS.read_text(encoding="utf-8"))]
+    n_parallel = max(case.n_clients for case in cases)
+    with ExitStack() as stack:
+        arms = [
+            Arm(name, stack.enter_context(_serving(command)))
+            for name, command in _commands(target, draft, peer, n_maxes, threads, n_parallel)
+        ]
+        warm_up = Case(2, 0.0, -1, cases[0].n_requests, cases[0].max_tokens)
+        for arm in arms:  # also what the automatic length learns first
+            _measure(target, arm, warm_up, texts)
+        for done, case in enumerate(cases):
+            shift = done % len(arms)
+            for arm in [*arms[shift:], *arms[:shift]]:
+                yield _measure(target, arm, case, texts)
+            click.echo(f"{target.name}: {done + 1}/{len(cases)}", err=True)
+
+
+def _commands(
+    target: Path,
+    draft: Path,
+    peer: Path | None,
+    n_maxes: Sequence[int],
+    threads: int | None,
     n_parallel: int,
-) -> Iterator[Arm]:
-    own = [sys.executable, "-m", "llamaspec", "serve", "--target", str(target), "--draft", str(draft)]
-    url = stack.enter_context(_serving([*own, "--parallel", str(n_parallel)]))
-    yield Arm("llamaspec", url)
-    yield Arm(BASE, url, {"speculative": {"enabled": False}})
-    if llama_server is None:
+) -> Iterator[tuple[str, list[str]]]:
+    """The arms, each with what starts its server."""
+    more = [] if threads is None else ["--threads", str(threads)]
+    own = [sys.executable, "-m", "llamaspec", "serve", "--target", str(target), *more]
+    own += ["--parallel", str(n_parallel)]
+    yield AUTO, [*own, "--draft", str(draft)]
+    yield BASE, own
+    if peer is None:
         return
-    context = str(4096)
-    peer = [str(llama_server), "-m", str(target), "-np", str(n_parallel), "-c", context, "-kvu", "--no-webui"]
-    yield Arm("llama-server, no draft", stack.enter_context(_serving(peer)))
+    size = ["-np", str(n_parallel), "-c", str(4096), "-kvu"]
+    plain = [str(peer), "-m", str(target), *size, "--no-webui", *more]
+    yield f"{PEER}, no draft", plain
     for n_max in n_maxes:
         drafting = ["--spec-type", "draft-simple", "-md", str(draft), "--spec-draft-n-max", str(n_max)]
-        yield Arm(f"llama-server n_max={n_max}", stack.enter_context(_serving([*peer, *drafting])))
+        yield f"{PEER} n_max={n_max}", [*plain, *drafting]
 
 
 @contextmanager
@@ -139,21 +227,28 @@ def _serving(command: list[str]) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(
-        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=log) as process,
+    ):
         try:
-            _await_ready(url, process)
+            _await_ready(url, process, log)
             yield url
         finally:
             process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def _await_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def _await_ready(url: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise click.ClickException(f"{process.args!r} ended with {process.returncode}")
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise click.ClickException(f"{process.args!r} ended with {process.returncode}: {last}")
         try:
             if httpx.get(f"{url}/health").status_code == httpx.codes.OK:
                 return
@@ -163,36 +258,33 @@ def _await_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise click.ClickException(f"no server answers at {url}")
 
 
-def _measure(
-    arm: Arm, texts: list[str], n_clients: int, temperature: float, turn: int, requests: int, max_tokens: int
-) -> Load:
-    body = {"temperature": temperature, "max_tokens": max_tokens, "stream": True, **arm.fields}
+def _measure(target: Path, arm: Arm, case: Case, texts: Sequence[str]) -> Load:
+    body: dict[str, Any] = {"temperature": case.temperature, "max_tokens": case.max_tokens, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    prompts = [
-        [(texts[(client * requests + i) % len(texts)], 1000 * turn + i) for i in range(requests)]
-        for client in range(n_clients)
-    ]
+    prompts = case.prompts(texts)
     begin = time.perf_counter()
-    answers = asyncio.run(_all(arm.url, body, prompts))
+    try:
+        answers = asyncio.run(_all(arm.url, body, prompts))
+    except httpx.HTTPError as error:
+        raise click.ClickException(f"{arm.name}: {error!r}") from error
     seconds = time.perf_counter() - begin
-    gaps = sorted(b - a for answer in answers for a, b in zip(answer.times, answer.times[1:], strict=False))
+    gaps = [gap for answer in answers for gap in answer.gaps()]
+    if not gaps:
+        raise click.ClickException(f"{arm.name}: no answer came in two parts; ask for more --max-tokens")
     n_rounds = sum(answer.n_rounds for answer in answers)
     return Load(
+        target=target.name,
         arm=arm.name,
-        n_clients=n_clients,
-        temperature=temperature,
-        turn=turn,
+        n_clients=case.n_clients,
+        temperature=case.temperature,
+        turn=case.turn,
         n_tokens=sum(answer.n_tokens for answer in answers),
         seconds=seconds,
         first_seconds=statistics.median(a.times[0] - a.begin for a in answers if a.times),
-        gap_p50=_quantile(gaps, 0.5),
-        gap_p99=_quantile(gaps, 0.99),
-        draft_length=sum(answer.n_drafted for answer in answers) / n_rounds if n_rounds else None,
+        gap_p50=float(np.quantile(gaps, 0.5)),
+        gap_p99=float(np.quantile(gaps, 0.99)),
+        draft_length=sum(answer.n_drafted for answer in answers) / max(n_rounds, 1),
     )
-
-
-def _quantile(ascending: Sequence[float], q: float) -> float:
-    return ascending[min(int(q * len(ascending)), len(ascending) - 1)] if ascending else math.nan
 
 
 @dataclass(slots=True)
@@ -202,6 +294,17 @@ class _Answer:
     n_tokens: int = 0
     n_drafted: int = 0
     n_rounds: int = 0
+
+    def gaps(self) -> list[float]:
+        """Seconds between two arrivals of text."""
+        apart = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return [gap for gap in apart if gap >= TOGETHER_SECONDS] or apart
+
+    def note(self, timings: dict[str, Any]) -> None:
+        """What the server says of its drafts; llama-server tells no rounds, but each makes one more token."""
+        self.n_drafted = timings.get("draft_n", 0)
+        n_own = timings.get("predicted_n", 0) - timings.get("draft_n_accepted", 0)
+        self.n_rounds = timings.get("rounds", n_own)
 
 
 async def _all(url: str, body: dict[str, Any], prompts: list[list[tuple[str, int]]]) -> list[_Answer]:
@@ -226,59 +329,19 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise click.ClickException(f"{event['error']}")
             if any(choice.get("text") for choice in event.get("choices", ())):
                 answer.times.append(time.perf_counter())
             if event.get("usage"):
                 answer.n_tokens = event["usage"]["completion_tokens"]
-            timings = event.get("timings") or {}
-            answer.n_drafted = timings.get("draft_n", answer.n_drafted)
-            answer.n_rounds = timings.get("rounds", answer.n_rounds)
+            if event.get("timings"):
+                answer.note(event["timings"])
     return answer
 
 
-def _show(loads: list[Load]) -> None:
-    speeds = {(load.arm, load.n_clients, load.temperature, load.turn): load.speed for load in loads}
-    table = Table(box=None, pad_edge=False, title=f"tokens per second of all clients; ratios to {BASE!r}")
-    for title in ("temperature", "clients", "arm", "tokens/s", "ratio", "first ms", "p50 ms", "p99 ms", "K"):
-        table.add_column(title, justify="left" if title == "arm" else "right")
-    groups: dict[tuple[float, int, str], list[Load]] = {}
-    for load in loads:
-        groups.setdefault((load.temperature, load.n_clients, load.arm), []).append(load)
-    for (temperature, n_clients, arm), own in sorted(groups.items()):
-        ratios = [load.speed / speeds[BASE, n_clients, temperature, load.turn] for load in own]
-        lengths = [load.draft_length for load in own if load.draft_length is not None]
-        table.add_row(
-            f"{temperature:g}",
-            str(n_clients),
-            arm,
-            f"{statistics.median(load.speed for load in own):.1f}",
-            f"{statistics.median(ratios):.3f}",
-            *(
-                f"{1000 * statistics.median(getattr(load, name) for load in own):.1f}"
-                for name in ("first_seconds", "gap_p50", "gap_p99")
-            ),
-            f"{statistics.median(lengths):.2f}" if lengths else "",
-        )
-    Console(stderr=True, width=110).print(table)
-
-
-def _plot(loads: list[Load], path: Path) -> None:
-    """Draft tokens per round by the number of clients, a line for each temperature."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for temperature in sorted({load.temperature for load in loads}):
-        own = [load for load in loads if load.arm == "llamaspec" and load.temperature == temperature]
-        n_clients = sorted({load.n_clients for load in own})
-        lengths = [
-            statistics.median(x.draft_length or 0.0 for x in own if x.n_clients == n) for n in n_clients
-        ]
-        axes.plot(n_clients, lengths, marker="o", label=f"temperature {temperature:g}")
-    axes.set(xlabel="clients", ylabel="draft tokens per round", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path)
-
-
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        sys.exit(f"serve_load.py: {error}")

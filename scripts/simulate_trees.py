@@ -45,15 +45,15 @@ N_POSITIONS = 513
 
 
 class Machine:
-    """A clock that evaluations move on."""
+    """A clock that evaluations move on. `reads_free`: but not those that only read a prompt."""
 
-    def __init__(self, curve: dict[int, float], step: float) -> None:
+    def __init__(self, curve: dict[int, float], step: float, *, reads_free: bool = False) -> None:
         widths, times = list(curve), list(curve.values())
         slope = (times[-1] - times[-2]) / (widths[-1] - widths[-2])
         every = np.arange(N_POSITIONS)
         beyond = np.maximum(every - widths[-1], 0) * slope
         self._seconds = np.interp(every, widths, times) / times[0] * 0.04 + beyond / times[0] * 0.04
-        self._step = step
+        self._step, self._reads_free = step, reads_free
         self.now = 0.0
 
     def __call__(self) -> float:
@@ -78,7 +78,8 @@ class Machine:
 
         def evaluated(batch: Any, n_padding: int = 0) -> Any:
             width = n_padding + sum(request.n_tokens - cached[row] for row, request in batch)
-            self.now += float(self._seconds[width]) * (self._step if is_draft else 1.0)
+            if not self._reads_free or any(request.n_scored for _, request in batch):
+                self.now += float(self._seconds[width]) * (self._step if is_draft else 1.0)
             return evaluate(batch, n_padding)
 
         model.prepare, model.evaluate = prepared, evaluated  # type: ignore[method-assign]

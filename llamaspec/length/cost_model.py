@@ -60,6 +60,11 @@ class CostModel:
         self._cover(width)
         return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
 
+    def knows(self, n: int) -> bool:
+        """Whether evaluations of at least `n` positions have been timed, or nearly as wide ones."""
+        width = self.cheapest_width(n)
+        return width is None or self._is_known(width)
+
     @property
     def is_blank(self) -> bool:
         """Whether any width may be evaluated, and nothing is known of them."""
@@ -137,7 +142,7 @@ class CostModel:
         if seconds <= 0:
             return
         self._cover(width)
-        if width not in self._place and self._bend[width] > (0.0 if width <= DENSE else CLOSE):
+        if not self._is_known(width):
             self._add(width)
         surprise = log(seconds / self.seconds(width))
         self._covariance += self._drift
@@ -162,6 +167,9 @@ class CostModel:
         seconds = min(seconds, 3 * self.overhead_seconds or seconds)
         self.overhead_seconds += (0.1 if self.overhead_seconds else 1.0) * (seconds - self.overhead_seconds)
         return seconds
+
+    def _is_known(self, width: int) -> bool:
+        return bool(self._bend[width] <= (0.0 if width <= DENSE else CLOSE))
 
     def _believe(self, prior: LearnedPrior) -> None:
         self._mean, self._covariance = np.array(prior.means), np.diag(prior.variances)

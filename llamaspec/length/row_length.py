@@ -72,6 +72,7 @@ class AutoRow:
             )
             for source, usual in shared.usual.items()
         }
+        self._pledge.chance = self._views[shared.drafting].acceptance.probability()
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
@@ -143,6 +144,7 @@ class AutoRow:
         self._standing = ((), 1.0)
         self._pledge.is_asking, self._pledge.is_drafting = False, n_drafted > 0
         self._pledge.last_evaluation = round_.evaluation
+        self._pledge.chance = self._views[shared.drafting].acceptance.probability()
 
     def close(self) -> None:
         """The row has ended."""
@@ -156,9 +158,9 @@ class AutoRow:
             return
         self._pledge.is_asking, self._pledge.n_draft = True, 0
         self._plans, self._rate = {}, 0.0
-        if not shared.knows_plain or shared.wants_plain:
-            return
         n_rows = allocator.n_rows
+        if not shared.knows_plain or shared.wants_plain or not shared.costs.knows(n_rows):
+            return
         self._rate = plain_rate = allocator.plain_rate(n_rows)
         if not plain_rate:  # as many positions may not be evaluated
             return

@@ -25,7 +25,7 @@ from llamaspec.serve.deltas import (
     Whole,
 )
 from llamaspec.serve.faults import RequestError, fault_of, openai_error
-from llamaspec.serve.fields import Count, Fields
+from llamaspec.serve.fields import CountOrAny, Fields
 from llamaspec.serve.figures import figures, openai_usage
 from llamaspec.serve.probabilities import token_list
 from llamaspec.serve.questions import MAX_TOOLS, Effort, Question, ThinkingFields, ToolName, ToolUse
@@ -66,7 +66,7 @@ class ChatRequest(OpenAIFields, ThinkingFields):
     """A conversation to answer."""
 
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: CountOrAny | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

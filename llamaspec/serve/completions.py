@@ -20,7 +20,7 @@ from llamaspec.serve.deltas import Content, Deltas, End, Silence, TokenLogprobs,
 from llamaspec.serve.faults import RequestError, fault_of, not_supported, openai_error
 from llamaspec.serve.fields import (
     MAX_STOPS,
-    Count,
+    CountOrAny,
     Fields,
     SamplingFields,
     StopText,
@@ -73,9 +73,8 @@ class OpenAIFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: CountOrAny | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    user: str | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -107,7 +106,7 @@ class OpenAIFields(SamplingFields):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(OpenAIFields):

@@ -42,13 +42,13 @@ class FunctionFields(Fields):
     """A function and its arguments, which are JSON."""
 
     name: str
-    arguments: str = "{}"
+    arguments: str | None = None
 
 
 class CallFields(Fields):
     """A call of a tool by the assistant."""
 
-    id: str = ""
+    id: str | None = None
     function: FunctionFields
 
 
@@ -131,7 +131,10 @@ def _messages(message: MessageFields, field: str) -> list[Message]:
         raise RequestError(
             400, f"{field}.tool_calls: only the assistant calls tools", field=f"{field}.tool_calls"
         )
-    calls = [ToolCall(one.id, one.function.name, one.function.arguments) for one in message.tool_calls or ()]
+    calls = [
+        ToolCall(one.id or "", one.function.name, one.function.arguments or "{}")
+        for one in message.tool_calls or ()
+    ]
     text, thoughts, results = "", message.reasoning_content or "", list[Message]()
     blocks = [ContentPart(type="text", text=parts)] if isinstance(parts, str) else parts or []
     for i, part in enumerate(blocks):

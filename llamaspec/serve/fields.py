@@ -17,11 +17,13 @@ from llamaspec.serve.faults import RequestError, not_supported
 from llamaspec.serve.jobs import Drafting
 
 MAX_STOPS = 32
+_ALL = (1 << 31) - 1  # tokens
 _TINY = 1e-9  # a top-p of 0: only the best token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+CountOrAny = Count | Literal[-1]  # the latter as llama-server has it
 
 
 class Fields(BaseModel):
@@ -33,22 +35,22 @@ class Fields(BaseModel):
 class SpeculativeFields(Fields):
     """How to draft for this request. The text stays the same under the coupled rule."""
 
-    enabled: bool = True
+    enabled: bool | None = None
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
-    rule: Literal["coupled", "rejection", "block"] = DEFAULT_RULE  # type: ignore[assignment]
+    rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
-    spans: bool = False  # tell which text was drafted
-    rounds: bool = False  # tell each evaluation
+    spans: bool | None = None  # tell which text was drafted
+    rounds: bool | None = None  # tell each evaluation
 
     def drafting(self) -> Drafting:
         """The same for the decoder."""
-        return Drafting(self.enabled, self.max_draft, self.rule, self.ngram)
+        return Drafting(self.enabled is not False, self.max_draft, self.rule or DEFAULT_RULE, self.ngram)
 
 
 class StreamOptions(Fields):
     """What a stream should tell."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class SamplingFields(Fields):
@@ -61,7 +63,7 @@ class SamplingFields(Fields):
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     speculative: SpeculativeFields | None = None
@@ -72,14 +74,15 @@ class SamplingFields(Fields):
         top_p = usual.top_p if self.top_p is None else self.top_p
         min_p = usual.min_p if self.min_p is None else self.min_p
         top_k = usual.top_k if self.top_k is None else self.top_k
+        is_penalised = self.repeat_last_n != 0
         return Sampling(
             temperature=usual.temperature if self.temperature is None else self.temperature,
             top_k=top_k if top_k is not None and top_k > 0 else None,
             top_p=None if top_p == 1 else max(top_p or 0.0, _TINY),
             min_p=min_p or None,
-            repeat_penalty=None if self.repeat_penalty == 1 else self.repeat_penalty,
-            presence_penalty=self.presence_penalty or None,
-            frequency_penalty=self.frequency_penalty or None,
+            repeat_penalty=self.repeat_penalty if is_penalised and self.repeat_penalty != 1 else None,
+            presence_penalty=(is_penalised and self.presence_penalty) or None,
+            frequency_penalty=(is_penalised and self.frequency_penalty) or None,
             penalty_window=self._penalty_window,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
         )
@@ -89,6 +92,8 @@ class SamplingFields(Fields):
         """OpenAI's two penalties alone are over what was generated, llama.cpp's over the last tokens."""
         if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
             return None
+        if self.repeat_last_n == -1:  # all of the text
+            return _ALL
         return self.repeat_last_n or Sampling().penalty_window
 
     def seed_or_random(self) -> int:
@@ -114,12 +119,12 @@ class SamplingFields(Fields):
     @property
     def wants_spans(self) -> bool:
         """Whether a stream tells which text was drafted."""
-        return self.speculative is not None and self.speculative.spans
+        return self.speculative is not None and bool(self.speculative.spans)
 
     @property
     def wants_rounds(self) -> bool:
         """Whether the answer tells each evaluation."""
-        return self.speculative is not None and self.speculative.rounds
+        return self.speculative is not None and bool(self.speculative.rounds)
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Counters in Prometheus' text format, with vLLM's names where it has one for the same thing.
 
 Seconds of an evaluation that several rows share are divided among them, so that sums are wall clock.
-Filled by the decode thread, read by the event loop. tests/serve/test_metrics.py.
+Filled by the decode thread, read by the event loop. tests/serve/test_status.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the application on a socket until the server is told to stop, and stops it in order.
 
 First no more requests are taken, then running answers have a grace time, then they end with an error that
-says so. tests/serve/test_server.py.
+says so. tests/serve/test_stopping.py.
 """
 
 from __future__ import annotations

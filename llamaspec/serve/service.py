@@ -100,7 +100,7 @@ class Service:
                 prompt=prompt,
                 sampling=sampling,
                 seed=seed + i,
-                max_tokens=min(max_tokens or self.prompts.room(prompt), self.prompts.room(prompt)),
+                max_tokens=_at_most(max_tokens, self.prompts.room(prompt)),
                 stops=stops,
                 drafting=drafting,
                 manner=manner,
@@ -160,6 +160,11 @@ class Service:
         written = self.prompts.written(completion.tokens)
         at = len(completion.text)
         return next((stop for stop in stops if written.startswith(stop, at)), None)
+
+
+def _at_most(wanted: int | None, room: int) -> int:
+    """Tokens to write; -1 and None: as many as there is room for."""
+    return room if wanted is None or wanted < 0 else min(wanted, room)
 
 
 async def body_of(request: Request, kind: type[F]) -> F:

@@ -21,9 +21,9 @@ class TokenizeRequest(Fields):
     """A text."""
 
     content: str
-    add_special: bool = False
-    parse_special: bool = False
-    with_pieces: bool = False
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeRequest(Fields):
@@ -109,7 +109,9 @@ async def tokenize(request: Request) -> Response:
     body = await body_of(request, TokenizeRequest)
     if body.parse_special:
         raise not_supported("parse_special", "text is never read as control tokens here")
-    tokens = await run_in_threadpool(service.prompts.tokenize, body.content, add_special=body.add_special)
+    tokens = await run_in_threadpool(
+        service.prompts.tokenize, body.content, add_special=bool(body.add_special)
+    )
     ids = tokens.tolist()
     if not body.with_pieces:
         return JSONResponse({"tokens": ids})

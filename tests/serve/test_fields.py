@@ -1,0 +1,152 @@
+"""docs/server.md is what the server does: its tables against the code, and what they say against answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import pytest
+
+from llamaspec import Sampling
+from llamaspec.engine.events import StopReason
+from llamaspec.serve.app import ENDPOINTS
+from llamaspec.serve.completions import CompletionRequest
+from llamaspec.serve.fields import Fields, SamplingFields
+from serving import CONTEXT, Served
+
+PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
+ASKED: dict[str, dict[str, Any]] = {  # in the order of the table's columns
+    "/v1/chat/completions": HI,
+    "/v1/completions": {"prompt": "def f(x):", "max_tokens": 8},
+    "/v1/responses": {"input": "def f(x):", "max_output_tokens": 8},
+    "/v1/messages": HI,
+}
+MODELS = {endpoint.path: endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None}
+NEVER_THERE = {
+    "user": 7,
+    "store": 5,
+    "service_tier": [1],
+    "cache_prompt": "no",
+    "n_predict": {},
+    "id_slot": 1.5,
+}
+NULLS_BELOW = {"speculative": dict.fromkeys(("enabled", "max_draft", "rule", "ngram", "spans", "rounds"))}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its head."""
+    text = PAGE.split(f"\n{heading}\n", 1)[1]
+    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert lines is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()[2:]]
+
+
+def names(cell: str) -> list[str]:
+    """What a cell of a table names; of fields in fields, the first."""
+    return [name.partition(".")[0] for name in re.findall(r"`([\w./{}…]+)`", cell)]
+
+
+def all_fields(of: type[Fields]) -> Iterator[tuple[str, Any]]:
+    for kind in of.__subclasses__():
+        yield from ((f"{kind.__name__}.{name}", field) for name, field in kind.model_fields.items())
+        yield from all_fields(kind)
+
+
+def answered(path: str, answer: dict[str, Any]) -> str:
+    """The text of an answer."""
+    if path == "/v1/responses":
+        return str(answer["output"][-1]["content"][0]["text"])
+    if path == "/v1/messages":
+        return str(answer["content"][0]["text"])
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def test_every_endpoint_is_told() -> None:
+    told = {
+        path for row in table("## Endpoints") for path in re.findall(r"`(?:GET |POST )?(/[\w/]*)", row[0])
+    }
+    served = {re.sub(r"{\w+}", "NAME", endpoint.path) for endpoint in ENDPOINTS} | {"/"}
+    assert told == served
+
+
+@pytest.mark.parametrize(("column", "path"), list(enumerate(ASKED, start=1)))
+def test_every_field_is_told(column: int, path: str) -> None:
+    fields = {field.alias or name for name, field in MODELS[path].model_fields.items()}
+    told: set[str] = set()
+    for row in table("## Fields"):
+        first, cell, about = row[0].partition(" > ")[0], row[column], row[-1]
+        own = fields & {*names(first), *names(cell), *names(about)}
+        if cell == "–":
+            assert not fields & set(names(first)), f"{path} has {first}"
+        elif cell not in ("ignored", "always"):
+            assert own, f"{path} has nothing of: {first}"
+        told |= own
+    assert fields - told <= {"model", "metadata"}
+
+
+def test_null_is_as_if_a_field_were_not_there() -> None:
+    optional = [(name, field) for name, field in all_fields(Fields) if not field.is_required()]
+    assert [name for name, field in optional if NoneType not in get_args(field.annotation)] == []
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_what_changes_nothing(server: Served, path: str) -> None:
+    body = {**ASKED[path], "seed": 3}
+    usual = server.post(path, body).json()
+    nulls = {name: None for name, field in MODELS[path].model_fields.items() if not field.is_required()}
+    for more in (NEVER_THERE, {**nulls, **NULLS_BELOW}):
+        answer = server.post(path, {**more, **body})
+        assert answer.status_code == 200, answer.text
+        assert answered(path, answer.json()) == answered(path, usual)
+
+
+def test_as_many_tokens_as_there_is_room_for(server: Served) -> None:
+    """-1 as clients of llama-server and LM Studio send it; and more than fits."""
+    prompt = [7] * (CONTEXT - 9)
+    for n in (None, -1, 10**6):
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0}).json()
+        assert answer["usage"]["total_tokens"] == CONTEXT
+        assert answer["choices"][0]["finish_reason"] == "length"
+    body = {**HI, "max_completion_tokens": -1, "max_tokens": 1, "grammar": 'root ::= "a long answer"'}
+    answer = server.post("/v1/chat/completions", body).json()
+    assert answered("/v1/chat/completions", answer) == "a long answer"
+
+
+def test_the_window_of_the_penalties() -> None:
+    def sampling(**fields: Any) -> Sampling:
+        return CompletionRequest(prompt="a", presence_penalty=1.0, **fields).sampling()
+
+    assert sampling().penalty_window is None  # OpenAI's
+    assert sampling(repeat_penalty=1.2).penalty_window == 64
+    assert sampling(repeat_last_n=5).penalty_window == 5
+    assert sampling(repeat_last_n=-1).penalty_window == (1 << 31) - 1
+    off = sampling(repeat_last_n=0, repeat_penalty=1.2, frequency_penalty=0.5)
+    assert not off.penalises
+    assert SamplingFields(repeat_last_n=0).sampling() == Sampling(penalty_window=off.penalty_window)
+
+
+def test_rounds_and_timings_are_told(server: Served) -> None:
+    body = {**HI, "n": 2, "speculative": {"rounds": True}}
+    answer = server.post("/v1/chat/completions", body).json()
+    row = next(row for row in table("### `speculative`") if row[0] == "`rounds`")
+    assert set(re.findall(r'"(\w+)"', row[1])) == answer["rounds"][0].keys()
+    listed = PAGE.split("`timings` comes")[1].split("Streams are")[0]
+    rates = {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second"}
+    assert answer["timings"].keys() - rates <= set(re.findall(r"`(\w+)`", listed))
+    assert answer["timings"]["predicted_n"] == 8  # of one choice
+
+
+def test_every_metric_is_told(server: Served) -> None:
+    told: set[str] = set()
+    for row in table("## Metrics"):
+        whole = re.findall(r"`(\w+)(?:{\w+})?`", row[0])
+        told |= {*whole, *(f"spec_decode_num_{rest}" for rest in re.findall(r"`…_(\w+)`", row[0]))}
+    there = set(re.findall(r"^# TYPE llamaspec:(\w+)", server.client.get("/metrics").text, re.MULTILINE))
+    assert told == there
+    reasons = next(row for row in table("## Metrics") if "request_success_total" in row[0])[1]
+    assert all(reason.value in reasons for reason in StopReason)
