@@ -136,6 +136,7 @@ class Draft:
     parents: TokenArray | None = (
         None  # [K] index of the draft token before it, -1 = the context; None = chain
     )
+    ahead: tuple[float, ...] = ()  # confidences of the tokens that can follow at no cost; empty where unknown
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -196,6 +197,7 @@ class Draft:
             (*self.confidences, confidence),
             self.source,
             self.parents,
+            self.ahead[1:],
         )
 
     def first(self, n: int) -> Draft:

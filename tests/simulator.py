@@ -175,11 +175,9 @@ class Row:
             room = self._length - self.position - 1
             if len(self.draft) >= room or not self.length.wants_more(self.draft):
                 self._open = [] if len(self.draft) else self._open[1:]
-                self.draft = self.draft if len(self.draft) or not self._open else Draft(source=self._open[0])
+                self.draft = self.draft if len(self.draft) or not self._open else self._drafted(self._open[0])
                 continue
-            text, n = self._texts[self.draft.source], len(self.draft) + 1
-            confidences = text.confidences[self.position : self.position + n].tolist()
-            self.draft = Draft(np.zeros(n, dtype=np.int32), (), tuple(confidences), self.draft.source)
+            self.draft = self._drafted(self.draft.source, len(self.draft) + 1)
             if self.draft.source is Source.MODEL:
                 self.n_steps += 1
                 return True
@@ -199,7 +197,15 @@ class Row:
 
     def _start(self) -> None:
         self.n_steps, self._open = 0, list(self._texts)
-        self.draft = Draft(source=self._open[0])
+        self.draft = self._drafted(self._open[0])
+
+    def _drafted(self, source: Source, n: int = 0) -> Draft:
+        begin, end = self.position, self.position + n
+        confidences = self._texts[source].confidences
+        ahead = () if source is Source.MODEL else tuple(confidences[end : end + 64].tolist())
+        return Draft(
+            np.zeros(n, dtype=np.int32), (), tuple(confidences[begin:end].tolist()), source, ahead=ahead
+        )
 
 
 def table(seconds: dict[int, float]) -> Array:

@@ -1,4 +1,8 @@
-"""Several drafters in order of preference: the first that has a draft speaks."""
+"""Several drafters, those that cost nothing first: the first that has a draft speaks.
+
+The order decides nothing where the length is automatic: it lets a drafter copy only what is worth more than
+the next one's draft. tests/length/test_ngram.py.
+"""
 
 from __future__ import annotations
 

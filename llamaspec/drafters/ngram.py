@@ -9,9 +9,12 @@ probabilities. tests/drafters/test_ngram.py compares with plain search.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
-from llamaspec.drafters.past import NO_MATCH, PastTexts
+import numpy as np
+
+from llamaspec.drafters.past import LONGEST_COPY, NO_MATCH, Match, PastTexts
 from llamaspec.protocols import RowLength
 from llamaspec.values import (
     NO_NGRAM_DRAFT,
@@ -150,23 +153,33 @@ class NgramDrafter:
         The confidence of a token is that of the longer match that it would be part of.
         """
         self.prepare(context)
-        draft, match = NO_NGRAM_DRAFT, self._automaton.match_length
-        following = context[self._automaton.match_end :] if match >= self._min_match else NO_TOKENS
-        found = NO_MATCH if self._past is None else self._past.find(context)
-        if found.length > match:
-            draft, match, following = NO_STORE_DRAFT, *found
-        for token in following.tolist():
-            if not length.wants_more(draft):
-                break
-            draft = draft.plus(token, Distribution.certain(token), match / (match + 1.0))
-            match += 1
-        return draft
+        found, match = NO_MATCH if self._past is None else self._past.find(context), self._match(context)
+        draft = _copied(NO_STORE_DRAFT, found, length) if found.length > match.length else NO_STORE_DRAFT
+        return draft if len(draft) else _copied(NO_NGRAM_DRAFT, match, length)
+
+    def _match(self, context: TokenArray) -> Match:
+        """The longest in the text itself. Copying reaches what it has copied: text that repeats goes on."""
+        n, end = self._automaton.match_length, self._automaton.match_end
+        if n < self._min_match:
+            return NO_MATCH
+        return Match(n, np.resize(context[end : end + LONGEST_COPY], LONGEST_COPY))
 
     def close(self) -> None:
         """The text has ended."""
         if self._past is not None:
             self._past.add(self._read)
             self._past = None
+
+
+def _copied(draft: Draft, match: Match, length: RowLength) -> Draft:
+    """What followed a match, while the policy wants more."""
+    nothing, n = draft, match.length
+    draft = replace(draft, ahead=tuple([i / (i + 1.0) for i in range(n, n + len(match.following))]))
+    for token in match.following.tolist():
+        if not length.wants_more(draft):
+            break
+        draft = draft.plus(token, Distribution.certain(token), draft.ahead[0])
+    return draft if len(draft) else nothing
 
 
 def _shared(a: TokenArray, b: TokenArray) -> int:

@@ -22,7 +22,7 @@ from llamaspec.values import NO_TOKENS, TokenArray
 MAX_TOKENS = 1 << 20  # of all texts together; older ones are dropped
 MIN_MATCH = 4  # tokens; shorter ones stand everywhere in much text
 _LONGEST_MATCH = 32  # that is told apart
-_LONGEST_COPY = 64  # tokens
+LONGEST_COPY = 64  # tokens
 _PLACES = 64  # that are compared, the latest
 _PLACE_BITS = 21  # a text more than MAX_TOKENS, and the gaps
 _GAP = -1  # between texts
@@ -130,7 +130,7 @@ class _Index:
         best = len(lengths) - 1 - int(lengths[::-1].argmax())
         if lengths[best] < MIN_MATCH:  # another four tokens with the same hash
             return NO_MATCH
-        following = self.tokens[places[best] : places[best] + _LONGEST_COPY]
+        following = self.tokens[places[best] : places[best] + LONGEST_COPY]
         gaps = np.flatnonzero(following == _GAP)
         return Match(int(lengths[best]), following[: gaps[0]] if len(gaps) else following)
 

@@ -8,8 +8,11 @@ and confidences drafted so far. tests/length/test_auto_length.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 
@@ -23,6 +26,7 @@ LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of goo
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
+COPYING = 2.0  # so many times as fast as plain decoding a text is that is copied, more or less
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
 
@@ -76,23 +80,33 @@ class AutoRow:
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
+        self._left = 0.0  # plain tokens that it may lose
+        self._branches = False  # whoever drafts asks for trees
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether one more token is worth its position, or is drafted to explore."""
         self._begin()
-        plan, pledge, n = self._plans.get(draft.source, NOTHING), self._pledge, len(draft)
+        pledge, n = self._pledge, len(draft)
+        if draft.source in COPIES and draft.source not in self._plans:
+            self._plans[draft.source] = self._plan_free(draft.source, draft.ahead)
+        plan = self._plans.get(draft.source, NOTHING)
         pledge.n_draft, pledge.is_drafting = n, True
         if draft.source is Source.GRAMMAR:
             wants = self._pays_sure()
         else:
-            wants = n < plan.limit and (not n or self._pays(draft))
+            is_planned = not n or draft.source in COPIES
+            wants = n < plan.limit and (is_planned or self._pays(draft))
         pledge.n_draft, pledge.is_drafting = n + wants, wants
         return wants
 
     def tree(self) -> TreeGrowth | None:
         """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
         self._begin()
+        self._branches = True
+        return self._tree()
+
+    def _tree(self) -> TreeGrowth | None:
         shared, allocator = self._shared, self._shared.allocator
         plan = self._plans.get(shared.drafting, NOTHING)
         if plan.limit < 2 or plan.explores or not shared.grows_trees:
@@ -107,7 +121,7 @@ class AutoRow:
         if plain_rate * faster < EDGE * plan.rate:
             return None
         rate = plain_rate * faster
-        return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge)
+        return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge, rate)
 
     def trial_width(self) -> int:
         """One width, where nothing is known of any and nothing forbids it."""
@@ -122,14 +136,16 @@ class AutoRow:
         """The cheapest allowed width of at least `n_positions`, of all rows together."""
         return self._shared.costs.cheapest_width(n_positions)
 
-    def explores(self, source: Source) -> bool:
-        """Whether a draft of this source in the open round only explores."""
+    def explores(self, draft: Draft) -> bool:
+        """Whether a draft in the open round only explores."""
         self._begin()
-        return self._plans.get(source, NOTHING).explores
+        if draft.source in COPIES and draft.source not in self._plans:  # the round is played again
+            return self._plan_free(draft.source, draft.confidences).explores
+        return self._plans.get(draft.source, NOTHING).explores
 
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs, and what exploring showed."""
-        shared, view, explores = self._shared, self._views[round_.source], self.explores(round_.source)
+        shared, view, explores = self._shared, self._views[round_.source], self.explores(round_.draft)
         n_drafted, n_made = len(round_.draft), round_.n_accepted + 1
         shared.learn_acceptance(round_, view.acceptance)
         seconds = shared.observe(round_, self.n_unread)
@@ -164,17 +180,14 @@ class AutoRow:
         self._rate = plain_rate = allocator.plain_rate(n_rows)
         if not plain_rate:  # as many positions may not be evaluated
             return
-        left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
-        has_model = shared.drafting in shared.sources
-        if has_model:
+        self._left = left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
+        faster = COPYING
+        if shared.drafting in shared.sources:
             plan = self._plan_model(plain_rate, left)
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
-        for source in COPIES:  # nobody knows what they are worth next to a model that was never asked
-            if source in shared.sources and (shared.costs.knows_step or not has_model):
-                self._plans[source] = self._plan_free(source, plain_rate, left)
-        steady = next(iter(self._plans.values()), NOTHING)  # copies beside a draft model are not
-        patience = CHECK_AFTER + max(steady.rate / plain_rate - 1.0, 0.0) / CHECK_SHARE
-        if steady.limit and (shared.n_since_plain >= patience or (n_rows == 1 and shared.costs.doubts_plain)):
+            faster = self._rate / plain_rate if plan.limit else COPYING
+        is_doubtful = n_rows == 1 and shared.costs.doubts_plain
+        if is_doubtful or shared.n_since_plain >= CHECK_AFTER + (faster - 1.0) / CHECK_SHARE:
             shared.wants_plain, self._plans, self._rate = True, {}, 0.0
 
     def _plan_model(self, rate: float, left: float) -> Plan:
@@ -194,19 +207,40 @@ class AutoRow:
                 return Plan(limit, explores=True)
         return NOTHING
 
-    def _plan_free(self, source: Source, plain_rate: float, left: float) -> Plan:
-        """Copies stand in the place of a draft: they must be worth more than that, or be explored."""
-        has_model = self._plans.get(self._shared.drafting, NOTHING).limit > 0
-        limit, view = self._limit(source, plain_rate, left), self._views[source]
-        if not limit:
+    def _plan_free(self, source: Source, ahead: Sequence[float]) -> Plan:
+        """Copies stand in the place of a draft: these must be worth more than that, or be explored.
+
+        `ahead`: the confidences of what could be copied.
+        """
+        shared, view = self._shared, self._views[source]
+        if not self._rate or source not in shared.sources or self._is_finding_out():
             return NOTHING
-        prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
-        first = view.acceptance.probability(z=0.0 if has_model else LUCK)
-        ahead = expected_accepted(self._shared.calibrations[source].probability(0.9), len(prices) - 2)
-        faster = speed_up(prices, [0.0, *(first * (1.0 + gain) for gain in ahead)], plain_rate)
-        explores = plain_rate * faster <= self._rate
-        is_refused = explores and view.n_since < view.wait
-        return NOTHING if is_refused else Plan(limit, explores, plain_rate * faster)
+        growth = self._tree() if self._branches else None
+        rate = growth.rate if growth else self._rate
+        plain_rate = shared.allocator.plain_rate(shared.allocator.n_rows)
+        limit = self._limit(source, plain_rate, self._left)
+        worth, n = _most_valuable(*self._copies(source, ahead), limit, rate)
+        draft_worth = rate / plain_rate - 1.0  # of the best draft of others, at this rate
+        if worth > draft_worth:
+            return Plan(n)
+        if not limit or view.n_since < view.wait:
+            return Plan(explores=True)
+        _, n = _most_valuable(*self._copies(source, ahead, LUCK), limit, rate)
+        return Plan(max(n, 1), explores=True)
+
+    def _is_finding_out(self) -> bool:
+        """Whether this round is to show what drafts of others are worth, unless they leave it unused."""
+        plan, view = self._plans.get(self._shared.drafting, NOTHING), self._views[self._shared.drafting]
+        return plan.explores and view.n_since < view.wait + FREE_WAIT
+
+    def _copies(
+        self, source: Source, ahead: Sequence[float], luck: float = 0.0
+    ) -> tuple[list[float], list[float]]:
+        """[m] tokens that 0, 1, ... copied tokens gain, and cost in seconds, with so much luck."""
+        believed, longest = self._shared.calibrations[source].probability, self._shared.allocator.longest
+        chances = [believed(confidence, luck) for confidence in ahead[:longest] or (0.5,) * longest]
+        gains = [*accumulate(accumulate(chances, mul), initial=0.0)]
+        return gains, self._shared.allocator.level_seconds(self._pledge, 0.0, -luck)[: len(gains)]
 
     def _limit(self, source: Source, rate: float, left: float) -> int:
         """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
@@ -236,11 +270,16 @@ class AutoRow:
         chance = calibration.probability(last)
         self._standing = draft.confidences, standing * chance
         gains, prices = self._outlook(draft.source)
-        if draft.source in FREE:  # a match that goes on is as likely to go on
-            gains = expected_accepted(chance, len(prices) - 1)
         return standing * chance > stopping_threshold(prices, gains, self._rate)
 
     def _pays_sure(self) -> bool:
         """Whether one more token that the target cannot but accept costs less than it gains."""
         prices = self._shared.allocator.level_seconds(self._pledge, 0.0)
         return self._rate > 0.0 and len(prices) > 1 and self._rate * prices[1] < 1.0
+
+
+def _most_valuable(gains: list[float], prices: list[float], limit: int, rate: float) -> tuple[float, int]:
+    """What the best number of draft tokens up to `limit` is worth, in tokens at this rate; and the number."""
+    worth = [gain - rate * price for gain, price in zip(gains[: limit + 1], prices, strict=False)]
+    best = max(worth)
+    return best, worth.index(best)

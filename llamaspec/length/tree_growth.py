@@ -89,6 +89,8 @@ class TreeGrowth:
         What a step of the draft costs that reads 0, 1, ... tokens, in tokens.
     pledge : Pledge
         The row's part of the coming evaluation.
+    rate : float
+        Tokens per second that time is worth.
     """
 
     acceptance: TreeAcceptance
@@ -96,6 +98,7 @@ class TreeGrowth:
     prices: Array
     steps: Array
     pledge: Pledge
+    rate: float
     n_candidates: int = N_CANDIDATES
     _values: list[float] = field(default_factory=list)
 

@@ -135,7 +135,7 @@ def explain(policy: AutoLength, rounds: Iterable[Round]) -> Reasons:
     for round_ in rounds:
         if shared.knows_plain:
             tally.expect(round_, shared.costs, row.n_unread)
-        is_try, before = len(round_.draft) > 0 and row.explores(round_.source), shared.budget.gain
+        is_try, before = len(round_.draft) > 0 and row.explores(round_.draft), shared.budget.gain
         row.observe(round_)
         tally.count(round_)
         if is_try:

@@ -20,7 +20,8 @@ from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.plot import draw_probe
 from llamaspec.cli.report import completion_json, full_statistics, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
-from llamaspec.measure.attention import Choice, Configuration
+from llamaspec.measure.attention import Configuration
+from llamaspec.measure.attention_choice import Choice
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.fitting import Fitted
 from llamaspec.measure.pair_files import ModelFile, PairFiles

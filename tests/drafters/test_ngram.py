@@ -67,7 +67,8 @@ def test_states_are_copied_only_where_they_must_be() -> None:
         ((1, 2, 3, 1), 3, []),  # one token is too short a match
         ((1, 2, 3, 4, 1, 2), 3, [3, 4, 1]),
         ((1, 2, 3, 4, 1, 2), 1, [3]),
-        ((5, 5, 5, 5), 4, [5]),  # no more text to copy than there is
+        ((5, 5, 5, 5), 4, [5, 5, 5, 5]),  # what has been copied is copied, too
+        ((9, 7, 8, 6, 7, 8), 5, [6, 7, 8, 6, 7]),
         ((1, 2, 3, 9, 1, 2, 4, 9, 1, 2), 1, [4]),  # the recent place, not the first
     ],
 )

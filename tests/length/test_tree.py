@@ -21,7 +21,7 @@ def growth(position: float, step: float, longest: int = 16) -> TreeGrowth:
     acceptance = TreeAcceptance()
     prices, steps = np.linspace(0.0, position * longest, longest + 1), np.full(9, step)
     steps[0] = 0.0
-    return TreeGrowth(acceptance, acceptance.usual(0.6), prices, steps, Pledge())
+    return TreeGrowth(acceptance, acceptance.usual(0.6), prices, steps, Pledge(), 1.0)
 
 
 def grow(
