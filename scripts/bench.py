@@ -283,14 +283,15 @@ def _turn(
     temperature, prompt, turn = case
     shift = (prompt + turn) % len(arms)
     order = [*list(arms)[shift:], *list(arms)[:shift]]
-    done: dict[str, tuple[Completion, LengthPolicy]] = {}  # with the policies as they were before
+    done: dict[str, tuple[Completion, LengthPolicy, LengthPolicy]] = {}  # with the policies before and after
     for name in order:
         policy = arms[name]()
         before = copy.deepcopy(policy)
-        done[name] = (_run(pair, lambda: policy, text, temperature, turn, max_tokens), before)  # noqa: B023
+        completion = _run(pair, lambda: policy, text, temperature, turn, max_tokens)  # noqa: B023
+        done[name] = completion, before, policy
         rounds += done[name][0].rounds
     plain = done["plain"][0]
-    for name, (completion, policy) in done.items():
+    for name, (completion, before, policy) in done.items():
         summary = completion.summary
         yield Run(
             name,
@@ -302,16 +303,18 @@ def _turn(
             completion.tokens == plain.tokens,
             summary.acceptance_rate,
             summary.overhead_seconds / summary.decode_seconds,
-            _prediction(policy, completion),
+            _prediction(before, policy, completion),
         )
-    fixed = {policy.n_draft: run for run, policy in done.values() if isinstance(policy, FixedLength)}
+    fixed = {policy.n_draft: run for run, _, policy in done.values() if isinstance(policy, FixedLength)}
     if len(plain.tokens):
-        seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _ in done.values()])
+        seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _, _ in done.values()])
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
 
 
-def _prediction(before: LengthPolicy, completion: Completion) -> float | None:
-    reasons = explain(before, completion.rounds) if isinstance(before, AutoLength) else None
+def _prediction(before: LengthPolicy, after: LengthPolicy, completion: Completion) -> float | None:
+    reasons = None
+    if isinstance(before, AutoLength) and isinstance(after, AutoLength):
+        reasons = explain(before, completion.rounds, after.shared.trial)
     return (
         reasons.predicted_seconds / reasons.measured_seconds if reasons and reasons.measured_seconds else None
     )

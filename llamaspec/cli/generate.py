@@ -142,7 +142,7 @@ def generate(
         keep_prior(pair, policy)
         keep_texts(pair)
         if before is not None:
-            _explain(before, stream, decoding)
+            _explain(before, policy, stream, decoding)
     if lost is not None:
         raise lost
     if interrupted:
@@ -192,8 +192,11 @@ def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: Genera
             click.echo(line, err=True)
 
 
-def _explain(before: LengthPolicy, stream: TextStream, decoding: DecodingOptions) -> None:
-    if isinstance(before, AutoLength):
-        print_reasons(explain(before, stream.completion.rounds), stderr_console())
+def _explain(
+    before: LengthPolicy, after: LengthPolicy, stream: TextStream, decoding: DecodingOptions
+) -> None:
+    if isinstance(before, AutoLength) and isinstance(after, AutoLength):
+        reasons = explain(before, stream.completion.rounds, after.shared.trial)
+        print_reasons(reasons, stderr_console())
     else:
         say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

@@ -130,6 +130,7 @@ class AutoRow:
 
     def observe_trial(self, width: int, seconds: float) -> None:
         """Learn what it took."""
+        self._shared.trial = width, seconds
         self._shared.costs.observe_verify(width, seconds)
 
     def width(self, n_positions: int) -> int | None:

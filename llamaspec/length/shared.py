@@ -39,6 +39,7 @@ class Shared:
             usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
         self.trees, self.grows_trees = TreeAcceptance(), True
+        self.trial: tuple[int, float] | None = None  # a width that was timed before any text, and its seconds
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
         self.n_tokens = self.n_since_plain = 0

@@ -121,7 +121,7 @@ class _Tally:
             self.accepted[i] += is_accepted
 
 
-def explain(policy: AutoLength, rounds: Iterable[Round]) -> Reasons:
+def explain(policy: AutoLength, rounds: Iterable[Round], trial: tuple[int, float] | None = None) -> Reasons:
     """Costs, acceptance and choices of a policy in the text whose rounds these are.
 
     Parameters
@@ -130,8 +130,12 @@ def explain(policy: AutoLength, rounds: Iterable[Round]) -> Reasons:
         A copy made before the text. It plays the rounds again.
     rounds : iterable of Round
         All rounds of a text that ran alone.
+    trial : (width, seconds), optional
+        What was timed before the text, if the policy knew nothing.
     """
     shared, row, tally = policy.shared, policy.start_row(), _Tally()
+    if trial is not None and row.trial_width():
+        row.observe_trial(*trial)
     for round_ in rounds:
         if shared.knows_plain:
             tally.expect(round_, shared.costs, row.n_unread)

@@ -38,7 +38,7 @@ def test_an_evaluation_is_a_gain_or_a_loss() -> None:
     assert won.left(5, 1, 0.1) == approximately(5.0 - 0.1 * 5)
 
 
-def test_a_text_owes_the_debts_of_earlier_ones_and_not_their_gain() -> None:
+def test_a_text_owes_the_debts_of_earlier_ones_and_has_little_of_their_gain() -> None:
     """2 % of the tokens of the earlier text were allowed to be lost, from its first on."""
     debts, gains, little = booked((3, 2.0, 0.5)), booked((5, 1.0, 0.5)), booked((3, 2.0, 0.5))
     debts.start_text(10)
@@ -48,11 +48,14 @@ def test_a_text_owes_the_debts_of_earlier_ones_and_not_their_gain() -> None:
     debts.start_text(40)  # of the 0.8, 0.6 have been earned meanwhile
     assert debts.left(40, 1, 0.0) == approximately(2.0 - 0.2)
     gains.start_text(10)
-    assert gains.left(10, 1, 0.5) == approximately(2.0)
+    assert gains.left(10, 1, 0.0) == approximately(2.0 + 0.3)
     gains.book(2, 2.0, 0.5)
-    assert gains.left(12, 1, 0.1) == approximately(2.0 - 2 - 0.1 * (2 + 2))
+    assert gains.left(12, 1, 0.1) == approximately(2.0 - 1.7 - 0.1 * (2 + 1.7))
     little.start_text(60)
     assert little.left(60, 1, 0.0) == approximately(2.0)
+    rich = booked((43, 1.0, 0.5))
+    rich.start_text(43)
+    assert rich.left(43, 1, 0.0) == approximately(2.0 + 1.0)  # of 41
 
 
 def test_recent_evaluations_are_priced_anew_and_old_ones_are_settled() -> None:

@@ -167,7 +167,9 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     steps[0] = 0.0
     prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
     prices[0] = 0.0
-    rule = TreeGrowth(acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps, Pledge())
+    rule = TreeGrowth(
+        acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps, Pledge(), 1.0
+    )
     tree, n_levels = CandidateTree(), 0
     assert rule.expand(tree) == [-1]
     tree.add(-1, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())

@@ -29,6 +29,12 @@ class Recorded:
     def wants_more(self, draft: Draft) -> bool:
         return self.row.wants_more(draft)
 
+    def trial_width(self) -> int:
+        return self.row.trial_width()
+
+    def observe_trial(self, width: int, seconds: float) -> None:
+        self.row.observe_trial(width, seconds)
+
     def width(self, n_positions: int) -> int | None:
         return self.row.width(n_positions)
 
@@ -43,7 +49,8 @@ class Recorded:
 def reasons() -> Reasons:
     recorded, on = Recorded(AutoLength()), machine("f16", 3.0)
     play(recorded, on, text("informed", 1), seed=1)
-    return explain(AutoLength(), recorded.rounds)
+    assert recorded.policy.shared.trial is not None
+    return explain(AutoLength(), recorded.rounds, recorded.policy.shared.trial)
 
 
 @pytest.mark.parametrize("sources", [{Source.MODEL}, {Source.NGRAM}])
@@ -55,7 +62,7 @@ def test_rounds_that_are_played_again_teach_the_same(sources: set[Source]) -> No
     before = copy.deepcopy(recorded.policy)
     recorded.rounds.clear()
     play(recorded, on, passage, seed=2, copies=copies)
-    why = explain(before, recorded.rounds)
+    why = explain(before, recorded.rounds, recorded.policy.shared.trial)
     assert before.experience() == recorded.policy.experience()
     assert sum(count.n_rounds for count in why.lengths) == len(recorded.rounds)
     assert why.n_tries <= sum(len(round_.draft) > 0 for round_ in recorded.rounds)
@@ -83,7 +90,7 @@ def test_reasons_add_up() -> None:
     assert sum(b.n_judged for b in why.bins) <= sum(played.lengths)
     assert all(0 <= b.n_accepted <= b.n_judged and 0 <= b.believed <= 1 for b in why.bins)
     assert [cost.width for cost in why.widths] == list(range(1, 18))
-    assert sum(cost.n_timed for cost in why.widths) == len(played.lengths)
+    assert sum(cost.n_timed for cost in why.widths) == 1 + len(played.lengths)
 
 
 def test_reasons_predict_the_time_that_was_measured() -> None:
