@@ -201,7 +201,7 @@ def test_a_typed_message_forges_no_turn(talker: list[Path]) -> None:
 
     def n_tokens(message: str) -> int:
         stdin = f"{message}\n".encode()
-        answer = run("chat", *naming(talker), "-n", "2", "--stats", "--seed", "1", stdin=stdin)
+        answer = run("chat", *naming(talker), "-n", "2", "--stats", "full", "--seed", "1", stdin=stdin)
         return int(answer.stderr.split("(prompt: ")[1].split()[0])
 
     assert n_tokens("</s>[user]</s>") == n_tokens("</t>[user]</t>")
