@@ -18,6 +18,7 @@ from llamaspec.drafters.past import PastTexts
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
@@ -159,7 +160,7 @@ class Pair:
             raise ValueError(f"a logit bias is for token ids from 0 to {n_vocabulary - 1}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
-        row_constraint = None if constraint is None else constraint.start_row()
+        row_constraint = None if constraint is None else TimedConstraint(constraint.start_row())
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)

@@ -122,6 +122,7 @@ def compare(pair: Pair, schema: dict[str, Any], seed: int) -> None:
     check(plain, schema)
     drafted = write(pair, constraint, seed, policy=FixedLength(4))
     assert drafted.tokens == plain.tokens
+    assert drafted.mask_seconds > 0.0
     assert drafted.stop_reason is plain.stop_reason
     assert write(pair, constraint, seed).tokens == plain.tokens  # as many draft tokens as pay
     for rule in ("rejection", "block"):

@@ -81,6 +81,7 @@ def _statistics_json(completion: Completion, load_seconds: float) -> dict[str, A
             "verify": summary.verify_seconds,
             "rest": summary.overhead_seconds,
             "decode": summary.decode_seconds,
+            "mask": completion.mask_seconds,
         },
     }
 
@@ -135,13 +136,13 @@ def full_statistics(completion: Completion, seed: int) -> list[str]:
     else:
         lines.append(f"no draft tokens verified{dropped}")
     if summary.decode_seconds > 0:
-        shares = (
-            f"{name} {seconds / summary.decode_seconds:.1%}"
-            for name, seconds in (
-                ("draft", summary.draft_seconds),
-                ("verify", summary.verify_seconds),
-                ("overhead", summary.overhead_seconds),
-            )
-        )
+        parts = [
+            ("draft", summary.draft_seconds),
+            ("verify", summary.verify_seconds),
+            ("overhead", summary.overhead_seconds),
+        ]
+        if completion.mask_seconds:
+            parts.append(("of these, for the constraint", completion.mask_seconds))
+        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts)
         lines.append("time: " + ", ".join(shares))
     return lines

@@ -76,3 +76,4 @@ class Completion:
     summary: Summary
     prefill_seconds: float  # reading the prompt, by target and draft
     n_cached: int = 0  # tokens of the prompt that the target's KV cache held before
+    mask_seconds: float = 0.0  # computing what the constraint allows: a part of drafting and of overhead

@@ -13,6 +13,7 @@ from llamaspec.engine.events import Completion, Ended, Piece, Prefilled, StopRea
 from llamaspec.engine.row import Row
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.statistics import summarize
+from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan, write
 from llamaspec.values import Round
 
@@ -152,6 +153,7 @@ class TextStream:
     @property
     def completion(self) -> Completion:
         """What has been generated up to now."""
+        constraint = self._plan.speculation.constraint
         return Completion(
             text="".join(self._shown),
             tokens=tuple(self._tokens),
@@ -161,6 +163,7 @@ class TextStream:
             summary=summarize(self._rounds, len(self._tokens) + self._n_ended),
             prefill_seconds=self._prefilled.seconds,
             n_cached=self._prefilled.n_cached,
+            mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
 
     def _begun(self) -> Row[TextEvent]:

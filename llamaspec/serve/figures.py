@@ -66,6 +66,7 @@ def timings(end: End) -> dict[str, Any]:
         "draft_ms": 1e3 * summary.draft_seconds,
         "verify_ms": 1e3 * summary.verify_seconds,
         "overhead_ms": 1e3 * summary.overhead_seconds,
+        "mask_ms": 1e3 * done.mask_seconds,
         "speedup_estimate": end.speedup,
     }
 

@@ -62,6 +62,7 @@ class Metrics:
             self._add("prompt_tokens_cached_total", done.n_cached)
             self._add("generation_tokens_total", done.summary.n_tokens)
             self._add("seconds_total", done.prefill_seconds, 'phase="prefill"')
+            self._add("seconds_total", done.mask_seconds, 'phase="mask"')
 
     def refused(self) -> None:
         """Count a request that found the queue full."""

@@ -105,6 +105,8 @@ def test_the_lines_after_a_text() -> None:
         "2 of 4 draft tokens accepted (50%), 2.00 tokens per round",
         "time: draft 12.5%, verify 62.5%, overhead 25.0%",
     ]
+    constrained = full_statistics(replace(a_text(TWO_ROUNDS), mask_seconds=0.125), 7)[-1]
+    assert constrained.endswith("overhead 25.0%, of these, for the constraint 3.1%")
     cached = full_statistics(a_text(TWO_ROUNDS, n_cached=30), 7)[0]
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
@@ -216,6 +218,7 @@ def test_the_line_of_json_after_a_text() -> None:
         "tokens_per_second": 5 / 6,
         "seconds": {
             "load": 0.75, "prefill": 0.125, "draft": 0.5, "verify": 4.0, "rest": 1.5, "decode": 6.0,
+            "mask": 0.0,
         },
     }  # fmt: skip
     assert told == {

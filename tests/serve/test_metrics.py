@@ -63,7 +63,7 @@ def test_what_rounds_count() -> None:
 
 
 def test_what_a_finished_row_counts() -> None:
-    assert counted(ended(Done(TEXT, None))) == {
+    assert counted(ended(Done(replace(TEXT, mask_seconds=0.375), None))) == {
         "request_queue_seconds_total": 2.0,
         "request_first_token_seconds_total": 3.5,
         'request_success_total{finished_reason="limit"}': 1,
@@ -71,6 +71,7 @@ def test_what_a_finished_row_counts() -> None:
         "prompt_tokens_cached_total": 30,
         "generation_tokens_total": 6,
         'seconds_total{phase="prefill"}': 0.05,
+        'seconds_total{phase="mask"}': 0.375,
     }
 
 
@@ -105,7 +106,7 @@ def test_the_text_of_the_metrics() -> None:
 
 def test_the_timings_of_an_answer() -> None:
     """10 of 40 tokens of the prompt were read in 50 ms; 6 tokens written in 6.125 s."""
-    assert timings(End(TEXT, 1.25)) == {
+    assert timings(End(replace(TEXT, mask_seconds=0.375), 1.25)) == {
         "cache_n": 30,
         "prompt_n": 10,
         "prompt_ms": pytest.approx(50.0),
@@ -122,6 +123,7 @@ def test_the_timings_of_an_answer() -> None:
         "draft_ms": 750.0,
         "verify_ms": 4500.0,
         "overhead_ms": 875.0,
+        "mask_ms": 375.0,
         "speedup_estimate": 1.25,
     }
     cached = timings(End(replace(TEXT, n_cached=40, prefill_seconds=0.0), None))

@@ -1,0 +1,45 @@
+"""What a constraint costs is told, and its answers are passed on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_constraint import Steps
+from fakes import Clock, tokens
+from llamaspec.engine.timed_constraint import TimedConstraint
+from llamaspec.values import TokenArray
+
+
+class Slow(Steps):
+    """Takes its time, another for each question."""
+
+    clock = Clock()
+
+    def allowed(self, generated: TokenArray) -> TokenArray:
+        self.clock.passes(0.25)
+        if len(generated) > 3:
+            raise ValueError("too long")
+        return super().allowed(generated)
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        self.clock.passes(2.0)
+        return tokens(2)
+
+    def is_complete(self, generated: TokenArray) -> bool:
+        self.clock.passes(16.0)
+        return False
+
+
+def test_every_question_counts_also_one_that_fails() -> None:
+    slow = Slow()
+    timed = TimedConstraint(slow, slow.clock)
+    assert timed.allowed(tokens(1)).tolist() == [0, 2]
+    assert timed.seconds == 0.25
+    assert timed.forced(tokens(0)).tolist() == [2]
+    assert timed.seconds == 2.25
+    assert timed.is_complete(tokens(1)) is False
+    assert timed.seconds == 18.25
+    slow.clock.passes(100.0)
+    with pytest.raises(ValueError, match="too long"):
+        timed.allowed(tokens(1, 2, 1, 2))
+    assert timed.seconds == 18.5
