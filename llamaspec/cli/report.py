@@ -12,6 +12,7 @@ from llamaspec.pair import Pair
 from llamaspec.values import MTP
 
 Detail = Literal["short", "full"]
+TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
 
 
 def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorator, ...]:
@@ -97,7 +98,7 @@ def _short_statistics(completion: Completion, seed: int) -> list[str]:
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
         speed += f", {summary.tokens_per_second:.1f} tokens/s"
-    if summary.speed_up is not None:
+    if summary.speed_up is not None and summary.n_tokens >= TELLING:
         digits = 1 if summary.speed_up >= 1 else 2
         speed += f": {summary.speed_up:.{digits}f} times as fast as without a draft"
     n_vain = summary.n_drafted - summary.n_accepted
@@ -121,7 +122,7 @@ def full_statistics(completion: Completion, seed: int) -> list[str]:
         + f" in {completion.prefill_seconds:.2f} s)"
         + f", stopped by {completion.stop_reason.value}, seed {seed}"
     ]
-    if summary.speed_up is not None and summary.plain_seconds is not None:
+    if summary.speed_up is not None and summary.plain_seconds and summary.n_tokens >= TELLING:
         lines.append(
             f"{summary.speed_up:.2f} times as fast as without a draft: "
             f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
+from llamaspec.cli import report
 from llamaspec.cli.explain import explain, verdict
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.plot import draw_probe
@@ -111,7 +112,17 @@ def test_the_lines_after_a_text() -> None:
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
 
-def test_the_gain_is_told_in_plain_words() -> None:
+def test_the_gain_of_a_short_text_is_not_told() -> None:
+    plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
+    for n, tells in ((15, False), (16, True)):
+        text = a_text([TWO_ROUNDS[0], *[plain] * (n - 3)])
+        assert text.summary.n_tokens == n
+        for detail in ("short", "full"):
+            assert any("without a draft" in line for line in statistics_lines(text, 7, detail)) == tells
+
+
+def test_the_gain_is_told_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "TELLING", 1)
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*TWO_ROUNDS, plain])
     assert full_statistics(text, 7)[1] == (
