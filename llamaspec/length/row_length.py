@@ -195,13 +195,16 @@ class AutoRow:
         shared, costs, view = self._shared, self._shared.costs, self._views[self._shared.drafting]
         if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
             return Plan(1, explores=True)  # nothing is known but what one token shows
-        left -= rate * costs.drafting_seconds(0, self.n_unread)
-        limit = self._limit(shared.drafting, rate, left)
         gains, prices = self._outlook(shared.drafting)
+        could_pay = speed_up(prices, gains, rate) > 1.0
+        left -= rate * costs.drafting_seconds(0, self.n_unread)
+        is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
+        if not could_pay and not is_due:  # nearly always, where drafting does not pay
+            return NOTHING
+        limit = self._limit(shared.drafting, rate, left)
         faster = speed_up(prices, gains[: limit + 1], rate)
         if faster > 1.0:
             return Plan(limit, rate=rate * faster)
-        is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
         if limit and is_due:
             gains, prices = self._outlook(shared.drafting, LUCK)
             if speed_up(prices, gains, rate) > 1.0:
