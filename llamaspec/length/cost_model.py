@@ -48,7 +48,7 @@ class CostModel:
 
     def __init__(self, prior: LearnedPrior, allowed: Collection[int] | None = None) -> None:
         self._allowed = allowed
-        self._n_widths = 17  # with a price; grows on demand
+        self._n_widths = max([DENSE, *(allowed or ())])  # with a price; grows on demand
         self._believe(prior)
         self._prior_plain = float(self._mean[PLAIN])
         self.overhead_seconds = 0.0  # of a row's round, besides the models

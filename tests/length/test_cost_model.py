@@ -334,6 +334,7 @@ def test_only_allowed_widths_are_chosen() -> None:
     model = CostModel(probed(Q4_0), allowed={1, 5, 8})
     assert [model.cheapest_width(n) for n in range(1, 10)] == [1, 5, 5, 5, 5, 8, 8, 8, None]
     assert model.batch_seconds([9])[0] == float("inf")
+    assert CostModel(probed(Q4_0), allowed={1, 32}).cheapest_width(5) == 32
 
 
 def test_widths_of_many_rows_are_interpolated_and_learnt() -> None:
