@@ -124,9 +124,10 @@ class AutoRow:
         return TreeGrowth(shared.trees, usual, rate * prices, rate * steps, self._pledge, rate)
 
     def trial_width(self) -> int:
-        """One width, where nothing is known of any and nothing forbids it."""
+        """One width, where nothing is known of any and nothing forbids it; one row finds it out for all."""
         shared = self._shared
-        return TRIAL if shared.sources and shared.costs.is_blank else 0
+        is_first = shared.allocator.pledges[:1] == [self._pledge]
+        return TRIAL if is_first and shared.sources and shared.costs.is_blank else 0
 
     def observe_trial(self, width: int, seconds: float) -> None:
         """Learn what it took."""

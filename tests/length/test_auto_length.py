@@ -122,10 +122,10 @@ def test_a_hiccup_of_plain_decoding_is_corrected_by_the_next_round() -> None:
     assert not row.wants_more(Draft())
 
 
-def test_where_nothing_is_known_the_end_of_the_prompt_shows_a_width() -> None:
+def test_where_nothing_is_known_one_row_tries_a_width() -> None:
     policy = AutoLength()
-    row = policy.start_row()
-    assert row.trial_width() == 4
+    row, other = policy.start_row(), policy.start_row()
+    assert (row.trial_width(), other.trial_width()) == (4, 0)
     row.observe_trial(4, 0.02)
     assert policy.shared.costs.n_timed == {4: 1}
     assert policy.start_row().trial_width() == 0
