@@ -195,7 +195,8 @@ class CostModel:
         doubt = surprise**2 / (expected * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
         if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
-            covariance += surprise**2 * np.outer(*[self._alone(part)] * 2)
+            changes = self._changed_with(part)
+            covariance += surprise**2 * np.outer(changes, changes)
         elif doubt > 1:
             noise *= doubt
         column = covariance @ weights
@@ -204,8 +205,12 @@ class CostModel:
         covariance -= np.outer(column, column / expected)
         self._seconds = []
 
-    def _alone(self, part: int) -> FloatArray:
-        """What changes where one number was wrong: if that of width 1, not the seconds of timed widths."""
+    def _changed_with(self, part: int) -> FloatArray:
+        """Which numbers change, and how, where one was wrong.
+
+        Where that is the one of width 1, the others, which are next to it, go the other way for widths that
+        were timed: their own seconds were right.
+        """
         changes: FloatArray = np.eye(len(self._mean))[part]
         if part == PLAIN and self._n_far < LASTING:
             changes[[place for width, place in self._place.items() if width in self.n_timed]] = -1.0
