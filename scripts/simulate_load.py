@@ -15,14 +15,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
 
 from llamaspec import (
     FixedLength,
-    LlamaModel,
     ModelOptions,
     Pair,
     Sampling,
@@ -31,7 +29,6 @@ from llamaspec import (
     demo_target,
 )
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.protocols import LengthPolicy
 from simulate_trees import PROMPTS, Machine
 
@@ -98,23 +95,21 @@ def main(
     found: list[Run] = []
     for curve in curves:
         machine = Machine(CURVES[curve], step, reads_free=True)
+        options = _options(max(rows))
         with (
-            LlamaModel(target, _options(max(rows))) as big,
-            LlamaModel(draft, _options(max(rows), max_scored=DRAFT_SCORED)) as small,
+            machine.models(target, draft, options) as (big, small),
+            Pair(big, small, 0.0, clock=machine) as pair,
         ):
-            machine.pretend(big, is_draft=False)
-            machine.pretend(small, is_draft=True)
-            with Pair(big, small, 0.0, clock=machine) as pair:
-                for temperature in temperatures:
-                    for n_rows in rows:
-                        load = Load(pair, machine, curve, temperature, n_rows, requests, max_tokens)
-                        found += load.compare()
+            for temperature in temperatures:
+                for n_rows in rows:
+                    load = Load(pair, machine, curve, temperature, n_rows, requests, max_tokens)
+                    found += load.compare()
     print(json.dumps({"step": step, "max_tokens": max_tokens, "runs": [asdict(run) for run in found]}))
 
 
-def _options(n_rows: int, **more: Any) -> ModelOptions:
+def _options(n_rows: int) -> ModelOptions:
     """Caches whose values have one attention kernel for all widths, so that texts can be compared."""
-    return ModelOptions(n_ctx=CONTEXT, n_cells=(n_rows + 1) * CONTEXT, threads=1, cache_type_v="bf16", **more)
+    return ModelOptions(n_ctx=CONTEXT, n_cells=(n_rows + 1) * CONTEXT, threads=1, cache_type_v="bf16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from typing import Any
 import click
 import yaml
 
-from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
+from llamaspec import FixedLength, LlamaModel, Pair, Sampling, demo_draft, demo_target
 from llamaspec.cli.compare import PREDICTABLE_PROMPT
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.llama.options import DRAFT_SCORED
 from similar_edits import NAMES
 from simulate_trees import CURVES, PROMPTS, Machine
 
@@ -73,12 +72,7 @@ def main(
     for curve in curves:
         for step in steps:
             machine = Machine(CURVES[curve], step)
-            with (
-                LlamaModel(target, ModelOptions(threads=1)) as big,
-                LlamaModel(draft, ModelOptions(threads=1, max_scored=DRAFT_SCORED)) as small,
-            ):
-                machine.pretend(big, is_draft=False)
-                machine.pretend(small, is_draft=True)
+            with machine.models(target, draft) as (big, small):
                 for kind in kinds:
                     found.append(_compare(big, small, machine, texts()[kind], max_tokens))
                     found[-1] |= {"curve": curve, "step": step, "text": kind}

@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ CURVES: dict[str, dict[int, float]] = {  # milliseconds of each width; the last 
 CHAINS = (1, 2, 3, 4, 5, 6, 8)
 TREES = ((2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
 N_POSITIONS = 513
+ONE_THREAD = ModelOptions(threads=1)
 
 
 class Machine:
@@ -65,6 +68,19 @@ class Machine:
         return CostCurve(
             tuple(range(1, 18)), tuple(self._seconds[1:18].tolist()), self._step * self._seconds[1]
         )
+
+    @contextmanager
+    def models(
+        self, target: Path, draft: Path, options: ModelOptions = ONE_THREAD
+    ) -> Iterator[tuple[LlamaModel, LlamaModel]]:
+        """A target and its draft that take the time of this machine."""
+        with (
+            LlamaModel(target, options) as big,
+            LlamaModel(draft, replace(options, max_scored=DRAFT_SCORED)) as small,
+        ):
+            self.pretend(big, is_draft=False)
+            self.pretend(small, is_draft=True)
+            yield big, small
 
     def pretend(self, model: LlamaModel, *, is_draft: bool) -> None:
         """Let a model take the time of this machine."""
@@ -118,14 +134,8 @@ def main(
     for curve in curves:
         for temperature in temperatures:
             machine = Machine(CURVES[curve], step)
-            with (
-                LlamaModel(target, ModelOptions(threads=1)) as big,
-                LlamaModel(draft, ModelOptions(threads=1, max_scored=DRAFT_SCORED)) as small,
-            ):
-                machine.pretend(big, is_draft=False)
-                machine.pretend(small, is_draft=True)
-                with Pair(big, small, 0.0, clock=machine) as pair:
-                    found += _compare(pair, machine, prompts, temperature, max_tokens, curve)
+            with machine.models(target, draft) as (big, small), Pair(big, small, 0.0, clock=machine) as pair:
+                found += _compare(pair, machine, prompts, temperature, max_tokens, curve)
     print(json.dumps({"step": step, "max_tokens": max_tokens, "arms": found}))
 
 
