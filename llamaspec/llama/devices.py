@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from llama_cpp._ggml import libggml  # llama.h does not list devices, ggml does
 
 from llamaspec.errors import DeviceError
 from llamaspec.llama import runtime
+from llamaspec.llama.runtime import ggml_function
 
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
 
@@ -53,10 +51,10 @@ def device_handles(names: Sequence[str]) -> list[int]:
 
 def device_of(handle: int) -> Device:
     """What a handle stands for; of a worker's device, it is asked."""
-    description = function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-    kind = function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+    description = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     sizes = ctypes.POINTER(ctypes.c_size_t)
-    memory = function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
+    memory = ggml_function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     memory(handle, ctypes.byref(free), ctypes.byref(total))
     return Device(
@@ -68,20 +66,13 @@ def device_of(handle: int) -> Device:
     )
 
 
-def function(name: str, result: type | None, *arguments: type) -> Any:
-    """A function of ggml's with these types."""
-    found = libggml[name]  # by index: an object of our own, whose types nobody else changes
-    found.restype, found.argtypes = result, arguments
-    return found
-
-
 def _handles() -> list[int]:
     runtime.start()
-    count = function("ggml_backend_dev_count", ctypes.c_size_t)
-    get = function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
+    get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
     return [get(i) for i in range(count())]
 
 
 def _name(handle: int) -> str:
-    name: bytes = function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
+    name: bytes = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
     return name.decode("utf-8", errors="replace")

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
@@ -151,14 +152,20 @@ def backend_description() -> str:
     return f"llama-cpp-python {version('llama-cpp-python')}, GPU offload {can_offload()}, {features}"
 
 
+def ggml_function(name: str, result: type | None, *arguments: type) -> Any:
+    """A function of ggml's with these types; llama.h does not list devices, ggml does."""
+    found = libggml[name]  # by index: an object of our own, whose types nobody else changes
+    found.restype, found.argtypes = result, arguments
+    return found
+
+
 def can_offload() -> bool:
     """Whether this build of llama.cpp computes on a GPU of this machine.
 
     llama.cpp's own answer is yes in every build that has RPC.
     """
     start()
-    by_kind = libggml["ggml_backend_dev_by_type"]
-    by_kind.restype, by_kind.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    by_kind = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     return any(by_kind(kind) for kind in _GPU_KINDS)
 
 

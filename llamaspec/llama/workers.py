@@ -20,8 +20,9 @@ from typing import Any
 
 from llamaspec.errors import WorkerError
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import Device, device_handles, function
+from llamaspec.llama.devices import Device, device_handles
 from llamaspec.llama.relay import Relay
+from llamaspec.llama.runtime import ggml_function
 
 PORT = 50052  # as llama.cpp's own worker
 _SECONDS = 60.0
@@ -82,7 +83,7 @@ class Workers:
 def has_rpc() -> bool:
     """Whether this build of llama.cpp has RPC workers."""
     runtime.start()
-    return bool(function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC"))
+    return bool(ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC"))
 
 
 def serve_worker(
@@ -170,12 +171,14 @@ def _check_version(relay: Relay) -> None:
 
 def _rpc_function(name: str, result: type | None, *arguments: type) -> Any:
     runtime.start()
-    registry = function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
+    registry = ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
     if not registry:
         raise WorkerError(
             "this build of llama.cpp has no RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON, or by `make run`"
         )
-    find = function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    find = ggml_function(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
     return ctypes.CFUNCTYPE(result, *arguments)(find(registry, name.encode()))
 
 
@@ -188,6 +191,6 @@ def _start_server() -> Any:
 
 
 def _devices_of(registry: int) -> list[int]:
-    count = function("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
-    get = function("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    count = ggml_function("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
+    get = ggml_function("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     return [get(registry, i) for i in range(count(registry))]
