@@ -174,6 +174,7 @@ class ChatLoop:
                 closing(answer(progress.part)) as pieces,
             ):
                 for text in pieces:
+                    progress(1.0)
                     self._thoughts.end()
                     write_text(text)
         except KeyboardInterrupt:

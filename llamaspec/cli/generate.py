@@ -137,7 +137,7 @@ def generate(
                 on_prefill=progress.part,
                 constraint=constraint,
             )
-            interrupted, lost = _consume(stream, output)
+            interrupted, lost = _consume(stream, output, progress)
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
         keep_texts(pair)
@@ -157,11 +157,14 @@ def _prompt(
     return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
 
 
-def _consume(stream: TextStream, output: GenerateOptions) -> tuple[bool, WorkerError | None]:
+def _consume(
+    stream: TextStream, output: GenerateOptions, progress: SlowProgress
+) -> tuple[bool, WorkerError | None]:
     """Write the text as it comes; answers whether the person interrupted, and whether a worker was lost."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
+            progress(1.0)  # a prompt of one token is not read in parts
             for span in piece.spans if not output.as_json else ():
                 write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:

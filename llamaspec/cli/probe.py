@@ -21,7 +21,7 @@ from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
 from llamaspec.measure.fitting import forget_attention
-from llamaspec.measure.probe import FULL, QUICK, Probe, measure
+from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
 from llamaspec.measure.saturation import (
     ACCEPTANCES,
     best_fixed_length,
@@ -158,7 +158,7 @@ def _show(found: Probe) -> None:
         same = "yes" if row.logit_difference == 0 else f"± {row.logit_difference:.2g}"
         table.add_row(
             str(row.width),
-            *(f"{1e3 * t.median:.2f} ±{t.spread:.0%}" for t in row.timings),
+            *(_milliseconds(timing) for timing in row.timings),
             f"{first.median / curve.verify_seconds[0]:.2f}",
             f"{1e3 * first.median / row.width:.2f}",
             same,
@@ -166,6 +166,12 @@ def _show(found: Probe) -> None:
         )
     console.print(table)
     _show_conclusions(found, console)
+
+
+def _milliseconds(timing: Timing) -> str:
+    """How far it varied, too, where there was time to measure more than once."""
+    varied = f" ±{timing.spread:.0%}" if timing.low < timing.high else ""
+    return f"{1e3 * timing.median:.2f}{varied}"
 
 
 def _show_conclusions(found: Probe, console: Console) -> None:

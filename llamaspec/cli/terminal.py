@@ -7,6 +7,7 @@ and the clipboard, move the cursor, or forge a line. To a pipe or a file text go
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -74,40 +75,54 @@ def stderr_console() -> Console:
 class SlowProgress:
     """A progress bar that appears only when the work takes longer than two seconds.
 
-    Use as a context manager; call it with the finished fraction, 0 to 1.
+    Use as a context manager; call it with the finished fraction, 0 to 1. Work whose first part alone takes
+    long says nothing for a while, so a timer shows the bar, too.
     """
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._start = time.monotonic()
+        self._fraction = 0.0
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
 
     def __call__(self, fraction: float) -> None:
         """Show how much is done; the bar goes away when all is."""
-        if self._progress is None and time.monotonic() - self._start > PATIENCE_SECONDS and fraction < 1:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=stderr_console(), transient=True)
-            self._task = self._progress.add_task(self._label, total=1.0)
-            self._progress.start()
-        if self._progress is not None:
-            self._progress.update(self._task, completed=fraction)
-            if fraction >= 1:
-                self._stop()
+        self._fraction = fraction
+        self._show()
 
     def part(self, done: int, total: int) -> None:
         """The same, told as parts done of a total."""
         self(done / total)
 
     def __enter__(self) -> SlowProgress:
+        self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self._timer.cancel()
+        self._fraction = 1.0
+        self._show()
 
-    def _stop(self) -> None:
+    def _show(self) -> None:
+        with self._lock:
+            self._show_alone()
+
+    def _show_alone(self) -> None:
+        if self._fraction >= 1:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+            return
+        if self._progress is None and time.monotonic() - self._start >= PATIENCE_SECONDS:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=stderr_console(), transient=True)
+            self._task = self._progress.add_task(self._label, total=1.0)
+            self._progress.start()
         if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+            self._progress.update(self._task, completed=self._fraction)

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
+import time
 from contextlib import suppress
 from io import BufferedReader
-from typing import NoReturn, cast
+from typing import NamedTuple, NoReturn, cast
 
 from llamaspec.errors import WorkerError
 
 _CHUNK = 1 << 20  # bytes that are passed on at once
 CONNECT_SECONDS = 5.0  # for the connection, and again for each answer while it is made
 SILENT_SECONDS = 20  # after which a machine that does not even acknowledge is gone
+ANSWER_SECONDS = 900.0  # after which a worker hangs; it may read parts of a prompt, slowly
+LOOK_SECONDS = 5.0  # between two looks at a connection
 _CLOSED = "it closed the connection"
 _HEAD = struct.Struct("<BQ")  # the command, bytes of its request
 _SIZE = struct.Struct("<Q")
+_TCP_INFO = struct.Struct("=2xBB52xI")  # of linux/tcp.h: tcpi_retransmits, tcpi_probes, tcpi_last_ack_recv
 _CAPABILITIES = bytes(24)  # of the transport: none but TCP
 
 # Commands of ggml-rpc.cpp that are answered, and what a lost worker answers: a size that fits no request of
@@ -39,6 +44,23 @@ _ANSWERS = {
     13: _SIZE.pack(0),  # GET_ALLOC_SIZE
     _DEVICE_COUNT: struct.pack("<I", 0),
 }
+
+
+class Facts(NamedTuple):
+    """What Linux knows of a connection.
+
+    TCP_USER_TIMEOUT, which would end it, looks at the age of what was sent alone: it also ends a connection
+    whose other end acknowledges, but computes and reads nothing meanwhile, as a worker with a long prompt.
+    """
+
+    retransmits: int  # of the same data, in a row
+    probes: int  # whether there is room to send, without an answer
+    last_ack_ms: int  # since the other end was heard of
+
+    @property
+    def has_vanished(self) -> bool:
+        """Whether data on its way there is repeated in vain; where none is, keepalive tells."""
+        return max(self.retransmits, self.probes) >= 2 and self.last_ack_ms > SILENT_SECONDS * 1000
 
 
 class Relay:
@@ -58,6 +80,8 @@ class Relay:
     def __init__(self, address: str) -> None:
         self.address = address
         self._fault: str | None = None
+        self._waiting: float | None = None  # for the worker, since then
+        self._closed = threading.Event()
         self._worker = _connected(address)
         self._answers = _reader(self._worker)
         try:
@@ -70,7 +94,8 @@ class Relay:
         self._worker.settimeout(None)
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"  # what llama.cpp is told
         self._hello = struct.pack("<BBBx", *self.protocol, 0) + _CAPABILITIES
-        threading.Thread(target=self._serve, name=f"rpc {address}", daemon=True).start()
+        for work in (self._serve, self._watch):
+            threading.Thread(target=work, name=f"rpc {address}", daemon=True).start()
 
     @property
     def is_lost(self) -> bool:
@@ -86,6 +111,7 @@ class Relay:
 
     def close(self) -> None:
         """Let the worker go; once llama.cpp has freed what lay there. More than once is allowed."""
+        self._closed.set()
         for end in (self._listener, self._worker):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -161,27 +187,41 @@ class Relay:
 
     def _send(self, data: bytes) -> None:
         if not self.is_lost:
+            self._waiting = time.monotonic()
             try:
                 self._worker.sendall(data)
             except OSError as error:
                 self._lose(_reason(error))
+            self._waiting = None
 
     def _receive(self, n: int) -> bytes:
         """The next `n` bytes from the worker; none of them where it is lost."""
         if self.is_lost:
             return b""
+        self._waiting = time.monotonic()
         try:
             data: bytes = self._answers.read(n)
         except (OSError, ValueError) as error:  # ValueError: closed by another thread
             self._lose(_reason(error))
             return b""
+        finally:
+            self._waiting = None
         if len(data) < n:
             self._lose(_CLOSED)
             return b""
         return data
 
+    def _watch(self) -> None:
+        """Lose a worker whose machine has vanished, or that hangs."""
+        while not self._closed.wait(LOOK_SECONDS) and not self.is_lost:
+            since, facts = self._waiting, _facts(self._worker)
+            if since is not None and time.monotonic() - since > ANSWER_SECONDS:
+                self._lose(f"it has been silent for {ANSWER_SECONDS / 60:.0f} minutes")
+            elif facts is not None and facts.has_vanished:
+                self._lose("its machine does not answer")
+
     def _lose(self, fault: str) -> None:
-        self._fault = fault
+        self._fault = self._fault or fault  # the first tells what happened
         with suppress(OSError):
             self._worker.shutdown(socket.SHUT_RDWR)
 
@@ -203,11 +243,22 @@ def _connected(address: str) -> socket.socket:
         ("TCP_KEEPALIVE", SILENT_SECONDS // 4),  # macOS
         ("TCP_KEEPINTVL", SILENT_SECONDS // 4),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),
     ):
         if hasattr(socket, name):
             worker.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return worker
+
+
+def _facts(worker: socket.socket) -> Facts | None:
+    """What is known; None where the system does not tell, and TCP gives up by itself after some minutes."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return Facts._make(
+            _TCP_INFO.unpack(worker.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        )
+    except OSError:  # closed
+        return None
 
 
 def _reader(end: socket.socket) -> BufferedReader:

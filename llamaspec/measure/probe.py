@@ -34,7 +34,7 @@ FULL_DEPTHS = (64, 1024)  # tokens in memory
 QUICK_DEPTHS = (64, 320)  # more than 256, where kernels change
 CATCH_UPS = (2, 4, 8, 16)  # tokens that the draft has missed, and the one before its draft token
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
-COMPARING = 0.4  # part of the time for finding out which widths are bit-identical
+COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
 READING = 0.5  # part of the time left that reading on to a longer context may take
 
@@ -172,11 +172,14 @@ def measure(pair: Pair, effort: Effort, on_progress: Report | None = None) -> Pr
             left_out.append(depth)
             continue
         part = _Part(pair, effort, tokens, depth)
+        pair.run(part.read())
+        left = effort.seconds - (clock() - begin)
+        n_more = sum(part.pace * (deeper - depth) <= READING * left / 2 for deeper in depths[i + 1 :])
 
-        def tell(done: float, i: int = i) -> None:
-            report((i + done) / len(depths))
+        def tell(done: float, i: int = i, n: int = i + 1 + n_more) -> None:
+            report((i + done) / n)
 
-        pair.run(part.measure(widths, left / (len(depths) - i), with_draft=i == 0, report=tell))
+        pair.run(part.measure(widths, left / (1 + n_more), with_draft=i == 0, report=tell))
         parts.append(part)
     return _folded(parts, tuple(left_out), pair.run(_time_sampling(tokens[: depths[0]], clock)))
 
@@ -187,21 +190,27 @@ class _Part:
     def __init__(self, pair: Pair, effort: Effort, tokens: TokenArray, depth: int) -> None:
         self._pair, self._effort, self._clock, self._tokens = pair, effort, pair.clock, tokens
         self.depth = depth
+        self.pace = 0.0  # seconds that a token took to read
         self.differences: Mapping[int, Difference] = {}
         self.seconds: dict[tuple[str, int], list[float]] = {}  # by what is timed, and its width
+
+    def read(self) -> Measurement[None]:
+        """Take in the context; before that a token, which reads the weights where they are still on disk."""
+        yield ForwardRequest(TARGET, self._tokens[:1])
+        begin = self._clock()
+        yield ForwardRequest(TARGET, self._tokens[: self.depth])
+        self.pace = (self._clock() - begin) / self.depth
 
     def measure(
         self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Report
     ) -> Measurement[None]:
         """Compare, warm up, and take times until some seconds have passed."""
         clock, start, effort = self._clock, self._clock(), self._effort
-        yield ForwardRequest(TARGET, self._tokens[: self.depth])
-        read, left = clock(), seconds - (clock() - start)
         self.differences = yield from compare_widths(
             self._tokens[: self.depth + effort.n_compared],
             self.depth,
             widths,
-            lambda part: clock() - read < part * COMPARING * left,
+            lambda part: clock() - start < part * COMPARING * seconds,
             lambda done: report(COMPARING * done),
         )
         jobs = [("target", width) for width in self.differences]
@@ -223,7 +232,7 @@ class _Part:
         each = min(
             statistics.median(s) / width for (what, width), s in self.seconds.items() if what == "target"
         )
-        return (depth - self.depth) * each
+        return (depth - self.depth) * min(each, self.pace)
 
     def _time(self, what: str, width: int) -> Measurement[float]:
         if what == "step":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from rich.console import Console
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
+from llamaspec.cli import terminal
 from llamaspec.cli.generate import generate as command
 from llamaspec.cli.terminal import Thoughts
 from model_store import ModelStore
-from patience import PATIENCE
+from patience import PATIENCE, until
 from tiny_models import Recipe
 
 
@@ -186,3 +189,21 @@ def test_thoughts(
     thoughts.end()
     thoughts.end()
     assert capsys.readouterr() == ("", shown)
+
+
+def test_work_that_says_nothing_for_long_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of few tokens and a large model: the first part took seconds, and nothing was seen."""
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "stderr_console", lambda: Console(file=shown, force_terminal=True))
+    with terminal.SlowProgress("probing") as progress:
+        until(lambda: "probing" in shown.getvalue())
+        progress(1.0)
+        ended = len(shown.getvalue())
+    assert len(shown.getvalue()) == ended
+
+
+def test_quick_work_has_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.SlowProgress("probing") as progress:
+        progress(0.5)
+    assert capsys.readouterr().err == ""

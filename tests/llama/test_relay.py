@@ -190,3 +190,55 @@ def test_a_worker_that_has_a_client_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(WorkerError, match="is busy with another client, or is no worker"):
             Relay(address)
         over.set()
+
+
+def test_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine acknowledges all that is sent, so TCP is content."""
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "ANSWER_SECONDS", 0.1)
+    over = threading.Event()
+
+    def play(end: socket.socket) -> None:
+        over.wait()
+
+    with talking(play) as (between, client):
+        assert ask(client, ALLOC, bytes(12), 16) == bytes(16)
+        with pytest.raises(
+            WorkerError, match=f"{between.address} was lost: it has been silent for .*; start"
+        ):
+            between.check()
+        over.set()
+
+
+def test_a_machine_that_vanishes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of Linux, 21 seconds after the link of a worker's machine had gone down."""
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.01)
+    facts = [(0, 0, 100)]
+    monkeypatch.setattr(relay, "_facts", lambda worker: relay.Facts(*facts[-1]))
+    over = threading.Event()
+
+    def play(end: socket.socket) -> None:
+        assert request(end)[0] == ALLOC
+        facts.append((6, 0, 21_000))
+        over.wait()
+
+    with talking(play) as (between, client):
+        assert ask(client, ALLOC, bytes(12), 16) == bytes(16)
+        with pytest.raises(WorkerError, match=f"{between.address} was lost: its machine does not answer"):
+            between.check()
+        over.set()
+
+
+@pytest.mark.parametrize(
+    ("retransmits", "probes", "last_ack_ms", "is_gone"),
+    [
+        (0, 0, 600_000, False),  # all is acknowledged, nothing is due: keepalive looks after it
+        (0, 1, 30_000, False),  # a worker that computes and does not read: probes are answered
+        (1, 0, 30_000, False),  # a packet was lost
+        (3, 0, 2_000, False),  # many were
+        (6, 0, 21_000, True),
+        (0, 3, 90_000, True),
+    ],
+)
+def test_who_has_vanished(retransmits: int, probes: int, last_ack_ms: int, is_gone: bool) -> None:
+    assert relay.Facts(retransmits, probes, last_ack_ms).has_vanished == is_gone

@@ -115,6 +115,17 @@ def test_a_context_that_takes_too_long_to_prefill_is_left_out_and_nothing_is_cal
     assert found.identical_widths == {1}
 
 
+@pytest.mark.parametrize("first", [0.1, 0.2, 0.3])
+def test_the_time_of_a_context_that_is_left_out_goes_to_the_other(first: float) -> None:
+    """A target of 7 billion parameters was measured for half of the time, once at each of 8 widths."""
+    model, told = SlowModel(first, first / 3), list[float]()
+    found = measure(pair_of(model), FULL, told.append)
+    assert found.left_out_depths == (1024,)
+    assert model.now > 0.8 * FULL.seconds
+    assert {*range(1, 18), 24} <= {row.width for row in found.widths}
+    assert told == sorted(told)
+
+
 def test_widths_must_be_identical_in_long_contexts_too() -> None:
     """llama.cpp on a CPU: single positions take another kernel once the KV cache holds more than 256.
 
