@@ -77,6 +77,7 @@ def open_context(
     with runtime.raising_callbacks():
         context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
+        weights.check_workers()
         raise MemoryFullError(
             f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
             f"{runtime.last_error()}; use a smaller context"

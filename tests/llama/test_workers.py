@@ -18,6 +18,7 @@ from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.relay import Relay
 from llamaspec.llama.saved_prefixes import PrefixFolder
+from llamaspec.llama.weights import Weights
 from llamaspec.llama.workers import own_protocol
 from llamaspec.pair import Pair
 from llamaspec.values import TARGET, ForwardRequest
@@ -123,6 +124,15 @@ def test_a_worker_that_dies_while_it_is_given_weights(
 
     with pytest.raises(WorkerError, match="was lost"):
         LlamaModel(target_file, there(mortal), on_load)
+
+
+def test_a_worker_that_dies_before_a_context_is_made(target_file: Path, mortal: Worker) -> None:
+    """It was told as a lack of memory, with a smaller context as the remedy."""
+    weights = Weights(target_file, there(mortal))
+    mortal.kill()
+    with pytest.raises(WorkerError, match="was lost"):
+        Context(weights, there(mortal))
+    weights.close()
 
 
 def test_a_worker_is_free_again_when_the_model_is_closed(target_file: Path, worker: Worker) -> None:
