@@ -20,6 +20,8 @@ import psutil
 from llamaspec.llama import runtime
 
 WINDOW = 0.1  # seconds of evaluating that are looked at together
+LONGEST_WINDOW = 4.0  # where loads come and go too fast to be followed, so that their mean counts
+STEADY = 4  # windows; a choice that is taken back within fewer was too hasty
 PAUSE = 0.05  # seconds between two evaluations after which the machine may have become another
 
 
@@ -68,6 +70,9 @@ class ThreadGovernor:
         self._n = most
         self._since: Usage | None = None  # what the open window began with
         self._evaluated = 0.0  # seconds of it
+        self._window = WINDOW
+        self._n_windows = STEADY  # since the latest change
+        self._rose = False  # by that change
         self._end = 0.0  # of the latest evaluation
 
     @property
@@ -87,10 +92,21 @@ class ThreadGovernor:
         now = self._clock()
         self._evaluated += now - self._end
         self._end = now
-        if self._since is not None and self._evaluated >= WINDOW:
+        if self._since is not None and self._evaluated >= self._window:
             latest = self._look()
-            self._n = min(max(self._n + round(self._surplus(self._since, latest)), 1), self._most)
+            self._change(min(max(self._n + round(self._surplus(self._since, latest)), 1), self._most))
             self._since, self._evaluated = latest, 0.0
+
+    def _change(self, n: int) -> None:
+        """What follows a load that comes and goes as fast as this looks would always be wrong: look longer."""
+        if n == self._n:
+            self._n_windows += 1
+            if self._n_windows % STEADY == 0:
+                self._window = max(self._window / 2, WINDOW)
+            return
+        if self._n_windows < STEADY and (n > self._n) != self._rose:
+            self._window = min(2 * max(self._window, self._evaluated), LONGEST_WINDOW)
+        self._n_windows, self._rose, self._n = 0, n > self._n, n
 
     def _surplus(self, since: Usage, latest: Usage) -> float:
         """Cores that were idle, less those that these threads wanted and did not get."""

@@ -128,6 +128,44 @@ def test_one_core_needs_no_look() -> None:
     assert machine.n_looks == 0
 
 
+class Unsteady(Machine):
+    """One other program, which comes and goes; threads that spin get little done beside it."""
+
+    def __init__(self, step: float, period: float, n: int | None = None) -> None:
+        super().__init__(2)
+        self.step, self.period, self.fixed = step, period, n
+
+    def evaluate(self, seconds: float = 0.005) -> int:
+        """As long as one thread alone takes `step`, in slices of so many seconds."""
+        self.governor.begin()
+        n, left = self.fixed or self.governor.n_threads, self.step
+        while left > 0:
+            n_others = int(self.wall / self.period) % 2
+            left -= seconds * (0.15 if n + n_others > self.n_cores else n)
+            used = min(n, n * self.n_cores / (n + n_others))
+            self.wall += seconds
+            self.own += seconds * used
+            self.idle += seconds * max(self.n_cores - used - n_others, 0)
+        self.governor.finish()
+        return n
+
+    def speed(self) -> float:
+        """Evaluations per second, over a minute."""
+        n = 0
+        while self.wall < 60:
+            self.evaluate()
+            n += 1
+        return n / self.wall
+
+
+@pytest.mark.parametrize("period", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("step", [0.04, 0.15, 0.6])
+def test_a_load_that_comes_and_goes(step: float, period: float) -> None:
+    """As long as evaluations take, every choice was the one for the moment before: 0.78 of a fixed number."""
+    best = max(Unsteady(step, period, n).speed() for n in (1, 2))
+    assert Unsteady(step, period).speed() >= 0.9 * best
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
