@@ -10,6 +10,7 @@ tests/llama/test_threads.py.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -94,7 +95,9 @@ class ThreadGovernor:
         self._end = now
         if self._since is not None and self._evaluated >= self._window:
             latest = self._look()
-            self._change(min(max(self._n + round(self._surplus(self._since, latest)), 1), self._most))
+            surplus = self._surplus(self._since, latest)
+            more = round(surplus) if self._window == WINDOW else math.floor(surplus + 1 / (self._n + 1))
+            self._change(min(max(self._n + more, 1), self._most))
             self._since, self._evaluated = latest, 0.0
 
     def _change(self, n: int) -> None:
