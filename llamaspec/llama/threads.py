@@ -101,7 +101,7 @@ class ThreadGovernor:
             self._since, self._evaluated = latest, 0.0
 
     def _change(self, n: int) -> None:
-        """What follows a load that comes and goes as fast as this looks would always be wrong: look longer."""
+        """Followed as fast as it comes and goes, a load would make every choice wrong: look longer then."""
         if n == self._n:
             self._n_windows += 1
             if self._n_windows % STEADY == 0:
