@@ -3,8 +3,8 @@
     python scripts/delaying_proxy.py 127.0.0.1:50052 --delay 10     # prints the port that it listens on
 
 The delay is that of one direction. Bytes on their way do not wait for each other: throughput stays.
-`tc qdisc add dev ... netem delay` does the same, as root, in a kernel that has it (CONFIG_NET_SCH_NETEM); where
-it is missing, tc says "Specified qdisc kind is unknown".
+`tc qdisc add dev ... netem delay` does the same, as root, in a kernel that has it (CONFIG_NET_SCH_NETEM);
+where it is missing, tc says "Specified qdisc kind is unknown".
 """
 
 from __future__ import annotations
