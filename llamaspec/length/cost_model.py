@@ -1,9 +1,11 @@
 """What evaluations cost: seconds for every number of positions of the target, and for a draft step.
 
-Logarithms of seconds: that of width 1 is a number of its own, every other width that was timed and a draft
-step are known next to it. So one timing corrects the scale of all, and steps and dips are kept. Between the
-known widths lie straight lines over the logarithm of the width. A width is the total over all rows of an
-evaluation. Knows no model and no clock. tests/length/test_cost_model.py feeds it curves.
+A Gaussian process over the logarithm of the width gives the logarithm of the seconds: a scale that all share,
+a straight line whose slope is little known, a wandering around it, and of each width something of its own. So
+one timing corrects the scale of all, steps and dips are kept, and a width that was never timed lies between
+its neighbours. A draft step shares the scale. A width is the total over all rows of an evaluation. Knows no
+model and no clock. (Rasmussen and Williams, Gaussian Processes for Machine Learning, chapter 2.)
+tests/length/test_cost_model.py feeds it curves.
 """
 
 from __future__ import annotations
@@ -14,19 +16,24 @@ from math import exp, inf, log, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.length.prior import UNSEEN_VARIANCES, LearnedPrior
+from llamaspec.length.prior import UNSEEN, UNSEEN_VARIANCES, LearnedPrior
 
 FloatArray = npt.NDArray[np.float64]
 
-PLAIN, STEP = 0, 1  # places of width 1 and of a draft step
 NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
 DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
-POWER, BEND, OWN = 0.5, 0.3, 0.18  # of the width, where nothing is known; standard deviations of both
-DENSE, CLOSE = 17, OWN**2 + (BEND * 0.1) ** 2  # widths up to here are known each; wider ones, 10 % apart
+POWER = 0.45  # of the width, where nothing is known
+SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
+DENSE, APART, WIDEST = 17, 1.1, 4096  # each width up to here is known by itself, wider ones this factor apart
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
+CERTAIN = 1e-9  # variance of what is taken for granted
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
+
+PLAIN, STEP = 0, -1  # places of width 1 and of a draft step
+N_WIDE = int(log(WIDEST / DENSE) / log(APART))
+LOGS = np.log([*range(1, DENSE + 1), *(DENSE * APART**i for i in range(1, N_WIDE + 1))])  # [place] of widths
 
 
 class CostModel:
@@ -40,9 +47,8 @@ class CostModel:
         The only widths that may be evaluated.
     """
 
-    _mean: FloatArray  # [n] log of: seconds of width 1; a draft step next to it; each known width next to it
+    _mean: FloatArray  # [n] logarithms of the seconds: by place, and of a draft step
     _covariance: FloatArray  # [n, n]
-    _place: dict[int, int]  # of a known width > 1 in these
     _seconds: list[float]  # [w] an evaluation of exactly this width; empty: not up to date
     _width: list[int]  # [w] the cheapest allowed width of at least this one; 0: none
 
@@ -55,15 +61,10 @@ class CostModel:
         self.n_timed: dict[int, int] = {}  # width -> evaluations
         self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row
 
-    def spread(self, width: int) -> float:
-        """Standard deviation of the logarithm of the time of a width."""
-        self._cover(width)
-        return sqrt(float(self._weights[width] @ self._covariance @ self._weights[width]) + self._bend[width])
-
     def knows(self, n: int) -> bool:
         """Whether evaluations of at least `n` positions have been timed, or nearly as wide ones."""
         width = self.cheapest_width(n)
-        return width is None or self._is_known(width)
+        return width is None or _place(width) in self._known
 
     @property
     def is_blank(self) -> bool:
@@ -71,19 +72,13 @@ class CostModel:
         return self._allowed is None and not self._has_prior and not self.n_timed
 
     @property
-    def doubts_plain(self) -> bool:
-        """Whether width 1 looks dearer than a wider one after few timings: rather a hiccup than a fact."""
-        self._cover(1)
-        return self.n_timed.get(1, 0) < LASTING and self._seconds[1] > min(self._seconds[2:])
-
-    @property
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
-        return bool(self._covariance[STEP, STEP] < UNSEEN_VARIANCES[STEP])
+        return bool(self._apart(PLAIN, [STEP])[0] < UNSEEN_VARIANCES[1])
 
     def looks_foreign(self, n_timed: int) -> bool:
         """Whether after as many evaluations the prior looks like that of another machine."""
-        is_far = bool(self._has_prior) and abs(float(self._mean[PLAIN]) - self._prior_plain) > FOREIGN
+        is_far = self._has_prior and abs(float(self._mean[PLAIN]) - self._prior_plain) > FOREIGN
         return is_far and sum(self.n_timed.values()) == n_timed
 
     def seconds(self, width: int) -> float:
@@ -110,8 +105,7 @@ class CostModel:
 
     def draft_step_seconds(self, z: float = 0.0) -> float:
         """One evaluation of the draft, `z` standard deviations dearer than believed, next to width 1."""
-        mean = float(self._mean[PLAIN] + self._mean[STEP])
-        return exp(mean + z * sqrt(float(self._covariance[STEP, STEP])))
+        return exp(float(self._mean[STEP]) + z * sqrt(self._apart(PLAIN, [STEP])[0]))
 
     def wide_step_seconds(self, widest: int) -> FloatArray:
         """[1 + widest] draft steps that read 0, 1, ... tokens: dearer as the target's evaluations are."""
@@ -133,33 +127,35 @@ class CostModel:
 
     def learned(self, log_odds: tuple[float, float, float]) -> LearnedPrior:
         """What the next run should begin with."""
-        places = [PLAIN, STEP, *self._place.values()]
-        variances = self._covariance.diagonal()[places].tolist()
-        return LearnedPrior.after(list(self._place), self._mean[places].tolist(), variances, log_odds)
+        places = [STEP, *sorted(self._known - {PLAIN})]
+        ratios = (self._mean[places] - self._mean[PLAIN]).tolist()
+        variances = self._apart(PLAIN, places).tolist()
+        widths = np.rint(np.exp(LOGS[places[1:]])).astype(int).tolist()
+        plain, doubt = float(self._mean[PLAIN]), float(self._covariance[PLAIN, PLAIN])
+        return LearnedPrior.after(widths, [plain, *ratios], [doubt, *variances], log_odds)
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
         if seconds <= 0:
             return
-        self._cover(width)
-        if not self._is_known(width):
-            self._add(width)
+        place, n_before = _place(width), self.n_timed.get(width, 0)
         surprise = log(seconds / self.seconds(width))
-        self._covariance += self._drift
-        n_before = self.n_timed.get(width, 0)
-        self._learn(self._weights[width], PLAIN, n_before, surprise, NOISE**2 + float(self._bend[width]))
+        self._covariance += DRIFT**2
+        self._covariance.flat[:: len(self._mean) + 1] += OWN_DRIFT**2
+        self._learn(place, n_before, surprise, NOISE**2)
+        self._known.add(place)
         self.n_timed[width] = n_before + 1
         if self.looks_foreign(2):
-            plain = self._mean[PLAIN], self._covariance[PLAIN, PLAIN]
-            self._believe(LearnedPrior())
-            self._mean[PLAIN], self._covariance[PLAIN, PLAIN] = plain
+            means = float(self._mean[PLAIN]), UNSEEN[1]
+            variances = float(self._covariance[PLAIN, PLAIN]), UNSEEN_VARIANCES[1]
+            self._believe(LearnedPrior(means=means, variances=variances))
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from draft steps, the first of which had to read `n_unread` tokens more than one."""
         if seconds > 0 and n_steps > 0:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             noise = NOISE * (1.0 + CATCH_UP * n_unread / n_steps)
-            self._learn(self._step_weights, STEP, self._n_steps_timed, surprise, noise**2)
+            self._learn(STEP, self._n_steps_timed, surprise, noise**2)
             self._n_steps_timed += 1
 
     def observe_overhead(self, seconds: float) -> float:
@@ -168,92 +164,79 @@ class CostModel:
         self.overhead_seconds += (0.1 if self.overhead_seconds else 1.0) * (seconds - self.overhead_seconds)
         return seconds
 
-    def _is_known(self, width: int) -> bool:
-        return bool(self._bend[width] <= (0.0 if width <= DENSE else CLOSE))
-
     def _believe(self, prior: LearnedPrior) -> None:
-        self._mean, self._covariance = np.array(prior.means), np.diag(prior.variances)
-        self._place = {width: STEP + 1 + i for i, width in enumerate(prior.widths)}
-        self._has_prior = bool(prior.widths)
-        self._lay_out()
+        """Begin anew. What a prior says of widths is certain for it, and then doubted by its variances."""
+        plain, step, *ratios = prior.means
+        scale, of_step, *variances = prior.variances
+        self._mean = plain + np.append(POWER * LOGS, step)
+        self._covariance = covariance = np.full([len(self._mean)] * 2, scale)
+        covariance[STEP, STEP] += of_step
+        covariance[:STEP, :STEP] += SLOPE**2 * np.outer(LOGS, LOGS) + WANDER**2 * np.minimum.outer(LOGS, LOGS)
+        covariance[:STEP, :STEP] += np.diag(OWN**2 * (LOGS > 0))
+        self._known, self._has_prior = {_place(width) for width in prior.widths}, bool(prior.widths)
+        for width, ratio, variance in zip(prior.widths, ratios, variances, strict=True):
+            place = _place(width)
+            column = covariance[place] - covariance[PLAIN]
+            surprise = ratio - float(self._mean[place] - self._mean[PLAIN])
+            self._correct(column, surprise, float(column[place] - column[PLAIN]) + CERTAIN)
+            covariance[place, place] += variance
+        self._seconds = []
 
-    def _add(self, width: int) -> None:
-        """Know a width: it begins where its neighbours let expect it."""
-        weights, n = self._weights[width] - self._weights[1], len(self._mean)
-        column = self._covariance @ weights
-        covariance = np.empty((n + 1, n + 1))
-        covariance[:n, :n], covariance[:n, n], covariance[n, :n] = self._covariance, column, column
-        covariance[n, n] = weights @ column + self._bend[width]
-        self._mean = np.append(self._mean, weights @ self._mean + self._offsets[width])
-        self._covariance, self._place = covariance, dict(sorted([*self._place.items(), (width, n)]))
-        self._lay_out()
-
-    def _learn(self, weights: FloatArray, part: int, n_before: int, surprise: float, noise: float) -> None:
+    def _learn(self, place: int, n_before: int, surprise: float, noise: float) -> None:
         """Learn a logarithm. An outlier is hardly believed, unless few were longer: these were hiccups."""
         covariance = self._covariance
-        expected = float(weights @ covariance @ weights) + noise
-        doubt = surprise**2 / (expected * OUTLIER**2)
+        doubt = surprise**2 / ((float(covariance[place, place]) + noise) * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
         if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
-            changes = self._changed_with(part)
-            covariance += surprise**2 * np.outer(changes, changes)
+            wrong = self._wrong_with(place)
+            covariance += surprise**2 * np.outer(wrong, wrong)
         elif doubt > 1:
             noise *= doubt
-        column = covariance @ weights
-        expected = float(weights @ column) + noise
-        self._mean += column * (surprise / expected)
-        covariance -= np.outer(column, column / expected)
+        self._correct(covariance[place].copy(), surprise, float(covariance[place, place]) + noise)
+
+    def _wrong_with(self, place: int) -> FloatArray:
+        """[n] what was wrong where a timing was: the scale, but no wider width that was timed itself."""
+        wrong: FloatArray = np.eye(len(self._mean))[STEP] if place == STEP else np.ones(len(self._mean))
+        if place != STEP and self._n_far < LASTING:
+            wrong[[_place(width) for width in self.n_timed if width > 1]] = 0.0
+        return wrong
+
+    def _correct(self, column: FloatArray, surprise: float, variance: float) -> None:
+        """Condition on one number: its covariance with all, how far off it was, and its variance."""
+        self._mean += column * (surprise / variance)
+        self._covariance -= np.outer(column, column / variance)
         self._seconds = []
 
-    def _changed_with(self, part: int) -> FloatArray:
-        """Which numbers change, and how, where one was wrong.
-
-        Where that is the one of width 1, the others, which are next to it, go the other way for widths that
-        were timed: their own seconds were right.
-        """
-        changes: FloatArray = np.eye(len(self._mean))[part]
-        if part == PLAIN and self._n_far < LASTING:
-            changes[[place for width, place in self._place.items() if width in self.n_timed]] = -1.0
-        return changes
-
-    def _lay_out(self) -> None:
-        """What each number weighs in each width: lines between the known widths, a power behind the last."""
-        known, n = [1, *self._place], len(self._mean)
-        x, at = np.log(np.maximum(np.arange(self._n_widths + 1), 1)), np.log(known)
-        behind = np.maximum(x - at[-1], 0.0)
-        self._weights, self._step_weights = np.zeros((len(x), n)), np.eye(n)[STEP]
-        self._weights[:, PLAIN] = self._step_weights[PLAIN] = 1.0
-        for i, width in enumerate(known[1:], 1):
-            self._weights[:, self._place[width]] = np.interp(x, at, np.eye(len(at))[i])
-        if len(known) > 1:
-            self._weights[:, self._place[known[-1]]] += behind / at[-1] / 2
-        self._offsets = behind * (POWER / 2 if len(known) > 1 else POWER)
-        near = np.abs(x[:, None] - at).min(axis=1)
-        self._bend = np.where(near > 0, OWN**2 + (BEND * near) ** 2, 0.0)
-        self._drift = np.diag([DRIFT**2, *[OWN_DRIFT**2] * (n - 1)])
-        self._seconds = []
+    def _apart(self, first: int, places: Sequence[int]) -> FloatArray:
+        """Variances of logarithms next to the first."""
+        covariance = self._covariance
+        both: FloatArray = covariance.diagonal()[places] + covariance[first, first]
+        return np.maximum(both - 2 * covariance[first, places], 0.0)
 
     def _factors(self, widths: list[int], z: float) -> list[float]:
         """How much dearer each width may be next to the first, in `z` standard deviations."""
-        apart, bend = self._weights[widths] - self._weights[widths[0]], self._bend[widths]
-        variances = ((apart @ self._covariance) * apart).sum(axis=1) + bend + bend[0]
-        variances[np.array(widths) == widths[0]] = 0.0
-        factors: list[float] = np.exp(z * np.sqrt(np.maximum(variances, 0.0))).tolist()
+        places = [_place(width) for width in widths]
+        factors: list[float] = np.exp(z * np.sqrt(self._apart(places[0], places))).tolist()
         return factors
 
     def _cover(self, n: int) -> None:
         """Bring the prices up to date, and up to `n` positions."""
         if n > self._n_widths:
-            self._n_widths = 2 * n
-            self._lay_out()
+            self._n_widths, self._seconds = 2 * n, []
         if self._seconds:
             return
-        seconds = np.exp(self._offsets + self._weights @ self._mean).tolist()
+        logs = np.log(np.arange(1, self._n_widths + 1))
+        seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP])).tolist()]
         self._width, best = [0] * len(seconds), 0
         for width in range(len(seconds) - 1, 0, -1):
             is_allowed, least = self._allowed is None or width in self._allowed, PAD if width > 1 else 0.0
             if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best
-        seconds[0] = inf
         self._seconds = seconds
+
+
+def _place(width: int) -> int:
+    """Of a width, or the nearest that has one."""
+    beyond = round(log(width / DENSE) / log(APART)) if width > DENSE else 0
+    return min(width, DENSE) - 1 + min(beyond, N_WIDE)

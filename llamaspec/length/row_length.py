@@ -26,7 +26,7 @@ LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of goo
 CHECK_AFTER, CHECK_SHARE = 6, 0.01  # evaluations until plain decoding is timed again; what that may cost
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
-COPYING = 2.0  # so many times as fast as plain decoding a text is that is copied, more or less
+COPYING = 1.3  # so many times as fast as plain decoding a text is that is copied, more or less
 FREE_WAIT = 16.0  # tokens before a free source that seems to lose is tried all the same
 
 
@@ -182,14 +182,13 @@ class AutoRow:
         self._rate = plain_rate = allocator.plain_rate(n_rows)
         if not plain_rate:  # as many positions may not be evaluated
             return
-        self._left = left = shared.budget.left(shared.n_tokens, n_rows, shared.costs.spread(n_rows)) / n_rows
+        self._left = left = shared.budget.left(shared.n_tokens, n_rows) / n_rows
         faster = COPYING
         if shared.drafting in shared.sources:
             plan = self._plan_model(plain_rate, left)
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
             faster = self._rate / plain_rate if plan.limit else COPYING
-        is_doubtful = n_rows == 1 and shared.costs.doubts_plain
-        if is_doubtful or shared.n_since_plain >= CHECK_AFTER + (faster - 1.0) / CHECK_SHARE:
+        if shared.n_since_plain >= CHECK_AFTER + (faster - 1.0) / CHECK_SHARE:
             shared.wants_plain, self._plans, self._rate = True, {}, 0.0
 
     def _plan_model(self, rate: float, left: float) -> Plan:

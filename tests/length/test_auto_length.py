@@ -133,16 +133,6 @@ def test_where_nothing_is_known_one_row_tries_a_width() -> None:
     assert [each.start_row().trial_width() for each in known] == [0, 0, 0]
 
 
-def test_a_first_plain_round_that_was_disturbed_is_made_again() -> None:
-    """It took thrice its time, so the width that the prompt had shown seemed to cost less than one token."""
-    row = AutoLength().start_row()
-    row.observe_trial(4, 0.0175)
-    for seconds in (0.030, 0.010):
-        assert not row.wants_more(Draft())
-        row.observe(round_of(0, 0, seconds))
-    assert row.wants_more(Draft())
-
-
 def test_nobody_drafts_where_no_source_is_told() -> None:
     """After a probe of the target alone every round is one position wide."""
     on = machine("q4_0", 0.0)

@@ -21,54 +21,52 @@ def probed(seconds: dict[int, float], step: float = 0.6) -> LearnedPrior:
     return LearnedPrior.of_probe(curve)
 
 
-class Plain:
-    """The same beliefs without tables: every question goes over the known widths and the Gaussian anew.
+PLACES = [*range(1, 18), *(17 * 1.1**i for i in range(1, 58))]  # widths that are known by themselves
+N = len(PLACES)
 
-    Numbers: the logarithm of the seconds of width 1, of a draft step next to it, of each width next to it.
+
+class Weights:
+    """The same beliefs in the space of weights: numbers that know nothing of each other at first.
+
+    A scale, a slope, a step of the wandering from each place to the next, something of its own for each
+    place and for a draft step; one row of `rows` says how they make up a logarithm of seconds.
     """
 
     def __init__(self, prior: LearnedPrior, allowed: set[int] | None = None) -> None:
-        self.allowed = allowed
+        logs = np.log(PLACES)
+        self.rows = np.zeros((N + 1, 2 + N + N + 1))
+        self.rows[:, 0] = 1.0
+        self.rows[:N, 1] = logs
+        self.rows[:N, 2 : 2 + N] = np.tril(np.ones((N, N)))
+        self.rows[:, 2 + N :] = np.eye(N + 1)
+        self.allowed, self.n_timed = allowed, dict[int, int]()
+        self.n_steps_timed = self.n_far = 0
         self.believe(prior)
         self.prior_plain = prior.means[0]
-        self.n_timed: dict[int, int] = {}
-        self.n_steps_timed = self.n_far = 0
 
     def believe(self, prior: LearnedPrior) -> None:
-        self.mean, self.covariance = np.array(prior.means), np.diag(prior.variances)
-        self.known = list(prior.widths)  # in the order of the numbers
-        self.has_prior = bool(prior.widths)
+        gaps = np.diff(np.log(PLACES), prepend=0.0)
+        own = [0.0] + [0.12**2] * (N - 1) + [prior.variances[1]]
+        self.mean = np.zeros(2 + N + N + 1)
+        self.mean[[0, 1, -1]] = prior.means[0], 0.45, prior.means[1]
+        self.covariance = np.diag([prior.variances[0], 0.25**2, *(0.1**2 * gaps), *own])
+        for width, ratio, variance in zip(prior.widths, prior.means[2:], prior.variances[2:], strict=True):
+            place = self.place(width)
+            w = self.rows[place] - self.rows[0]
+            self.correct(w, ratio - w @ self.mean, 1e-9)
+            self.covariance[2 + N + place, 2 + N + place] += variance
+        self.known, self.has_prior = {self.place(width) for width in prior.widths}, bool(prior.widths)
 
-    def relative(self, width: int) -> npt.NDArray[np.float64]:
-        """What each number weighs in the logarithm of a width next to width 1."""
-        found, known = np.zeros(len(self.mean)), sorted([1, *self.known])
-        below, above = max(k for k in known if k <= width), min((k for k in known if k >= width), default=0)
-        beyond = 0.5 * log(width / below) / log(below) if not above and below > 1 else 0.0
-        part = log(width / below) / log(above / below) if above > below else 0.0
-        for k, weight in ((below, 1 - part + beyond), (above, part)):
-            if k > 1:
-                found[2 + self.known.index(k)] += weight
-        return found
-
-    def weights(self, width: int) -> npt.NDArray[np.float64]:
-        found = self.relative(width)
-        found[0] = 1.0
-        return found
-
-    def offset(self, width: int) -> float:
-        last = max([1, *self.known])
-        return (0.25 if self.known else 0.5) * max(log(width / last), 0.0)
-
-    def bend(self, width: int) -> float:
-        near = min(abs(log(width / k)) for k in [1, *self.known])
-        return 0.18**2 + (0.3 * near) ** 2 if near else 0.0
+    @staticmethod
+    def place(width: int) -> int:
+        return int(np.abs(np.log(PLACES) - log(width)).argmin())
 
     def seconds(self, width: int) -> float:
-        return exp(self.offset(width) + self.weights(width) @ self.mean)
+        return exp(np.interp(log(width), np.log(PLACES), self.rows[:N] @ self.mean))
 
-    def spread(self, width: int) -> float:
-        w = self.weights(width)
-        return sqrt(w @ self.covariance @ w + self.bend(width))
+    def apart(self, place: int, first: int) -> float:
+        w = self.rows[place] - self.rows[first]
+        return float(w @ self.covariance @ w)
 
     def cheapest_width(self, n: int, widest: int = 17) -> int | None:
         best = None
@@ -86,13 +84,12 @@ class Plain:
             if width is None or first is None:
                 found.append(inf)
                 continue
-            apart = self.relative(width) - self.relative(first)
-            variance = apart @ self.covariance @ apart + self.bend(width) + self.bend(first)
-            found.append(self.seconds(width) * exp(z * sqrt(variance) * (width != first)))
+            variance = self.apart(self.place(width), self.place(first))
+            found.append(self.seconds(width) * exp(z * sqrt(max(variance, 0.0))))
         return found
 
     def step(self, z: float = 0.0) -> float:
-        return exp(self.mean[0] + self.mean[1] + z * sqrt(self.covariance[1, 1]))
+        return exp(self.rows[N] @ self.mean + z * sqrt(self.apart(N, 0)))
 
     def wide_step(self, n: float) -> float:
         """A step of the draft that reads n tokens, between whole numbers on a line."""
@@ -104,46 +101,40 @@ class Plain:
         return (whole[0] + (n - int(n)) * (whole[1] - whole[0])) * self.step()
 
     def observe_verify(self, width: int, seconds: float) -> None:
-        if width not in [1, *self.known] and (width <= 17 or self.bend(width) > 0.18**2 + 0.03**2):
-            w, n = self.relative(width), len(self.mean)
-            column, variance = self.covariance @ w, w @ self.covariance @ w + self.bend(width)
-            self.mean = np.append(self.mean, w @ self.mean + self.offset(width))
-            self.covariance = np.block([[self.covariance, column[:, None]], [column, np.array(variance)]])
-            self.known.append(width)
-            assert self.covariance.shape == (n + 1, n + 1)
-        surprise = log(seconds / self.seconds(width))
-        self.covariance = self.covariance + np.diag([0.004**2] + [0.001**2] * (len(self.mean) - 1))
-        n_before = self.n_timed.get(width, 0)
-        self.learn(self.weights(width), 0, n_before, surprise, 0.07**2 + self.bend(width))
+        place, n_before = self.place(width), self.n_timed.get(width, 0)
+        self.covariance[0, 0] += 0.004**2
+        self.covariance[2 + N :, 2 + N :] += 0.001**2 * np.eye(N + 1)
+        self.learn(place, 0, n_before, log(seconds / self.seconds(width)), 0.07**2)
+        self.known.add(place)
         self.n_timed[width] = n_before + 1
         if sum(self.n_timed.values()) == 2 and self.looks_foreign():
-            plain = self.mean[0], self.covariance[0, 0]
-            self.believe(LearnedPrior())
-            self.mean[0], self.covariance[0, 0] = plain
+            plain = float(self.rows[0] @ self.mean), float(self.rows[0] @ self.covariance @ self.rows[0])
+            self.believe(LearnedPrior(means=(plain[0], log(0.12)), variances=(plain[1], 1.0)))
 
     def looks_foreign(self) -> bool:
-        return self.has_prior and abs(self.mean[0] - self.prior_plain) > 0.4
+        return self.has_prior and bool(abs(self.rows[0] @ self.mean - self.prior_plain) > 0.4)
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
-        w = np.zeros(len(self.mean))
-        w[:2] = 1.0
         surprise = log(seconds / ((n_steps + 0.2 * n_unread) * self.step()))
-        self.learn(w, 1, self.n_steps_timed, surprise, (0.07 * (1 + 0.2 * n_unread / n_steps)) ** 2)
+        self.learn(N, -1, self.n_steps_timed, surprise, (0.07 * (1 + 0.2 * n_unread / n_steps)) ** 2)
         self.n_steps_timed += 1
 
-    def learn(
-        self, w: npt.NDArray[np.float64], part: int, n_before: int, surprise: float, noise: float
-    ) -> None:
+    def learn(self, place: int, part: int, n_before: int, surprise: float, noise: float) -> None:
+        w = self.rows[place]
         doubt = surprise**2 / ((w @ self.covariance @ w + noise) * 2.5**2)
         self.n_far = self.n_far + 1 if doubt > 1 else 0
         if doubt > 1:
             if self.n_far >= 3 or (surprise < 0 and n_before < 3):
-                wrong = np.eye(len(self.mean))[part]
+                wrong = np.zeros(len(w))
+                wrong[part] = 1.0
                 if part == 0 and self.n_far < 3:  # a hiccup of width 1 moves no width that was timed
-                    wrong[[2 + i for i, width in enumerate(self.known) if width in self.n_timed]] = -1.0
-                self.covariance = self.covariance + surprise**2 * np.outer(wrong, wrong)
+                    wrong[[2 + N + self.place(width) for width in self.n_timed if width > 1]] = -1.0
+                self.covariance += surprise**2 * np.outer(wrong, wrong)
             else:
                 noise *= float(doubt)
+        self.correct(w, surprise, noise)
+
+    def correct(self, w: npt.NDArray[np.float64], surprise: float, noise: float) -> None:
         gain = self.covariance @ w / (w @ self.covariance @ w + noise)
         self.mean = self.mean + gain * surprise
         self.covariance = self.covariance - np.outer(gain, w @ self.covariance)
@@ -159,10 +150,10 @@ PRIORS = {
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("prior", list(PRIORS))
-def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -> None:
+def test_beliefs_are_those_of_a_filter_in_the_space_of_weights(prior: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     allowed = {1, 2, 4, 5, 8, 16} if seed else None
-    found, plain = CostModel(PRIORS[prior](), allowed), Plain(PRIORS[prior](), allowed)
+    found, plain = CostModel(PRIORS[prior](), allowed), Weights(PRIORS[prior](), allowed)
     hiccups = rng.choice([0.0, 1.2, -1.2], 90, p=[0.8, 0.1, 0.1])
     hiccups[60:64] = 0.9  # this lasts
     for i, hiccup in enumerate(hiccups.tolist()):
@@ -177,7 +168,8 @@ def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -
         assert found.n_timed == plain.n_timed
         widths = (1, 2, 4, 6, 11, 17, 18, 40, 130)
         assert [found.seconds(n) for n in widths] == pytest.approx([plain.seconds(n) for n in widths])
-        assert [found.spread(n) for n in widths] == pytest.approx([plain.spread(n) for n in widths])
+        cheapest = [(n, found.cheapest_width(n)) for n in (1, 2, 4, 5, 30)]
+        assert all(found.knows(n) == (w is None or plain.place(w) in plain.known) for n, w in cheapest)
         steps = found.draft_step_seconds(), found.draft_step_seconds(2.0), found.drafting_seconds(3.0, 5)
         assert steps == pytest.approx((plain.step(), plain.step(2.0), 4.0 * plain.step()))
         assert found.wide_step_seconds(5).tolist() == pytest.approx([plain.wide_step(n) for n in range(6)])
@@ -187,7 +179,7 @@ def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -
             dearer = found.batch_seconds([6, 16], 1.5), plain.batch_seconds([6, 16], 1.5)
             assert dearer[0] == pytest.approx(dearer[1])
     fresh, positions = CostModel(found.learned((0.1, 0.2, 0.3)), allowed), [2, 3, 5, 8, 16]
-    again = Plain(found.learned((0.1, 0.2, 0.3)), allowed)
+    again = Weights(found.learned((0.1, 0.2, 0.3)), allowed)
     for z in (-1.0, 0.0, 2.0):
         assert fresh.batch_seconds(positions, z) == pytest.approx(again.batch_seconds(positions, z))
     assert [fresh.cheapest_width(n) for n in range(1, 18)] == [again.cheapest_width(n) for n in range(1, 18)]
@@ -196,7 +188,8 @@ def test_beliefs_are_those_of_the_filter_without_tables(prior: str, seed: int) -
 def test_what_a_run_keeps_is_what_it_believed_with_the_doubts_of_another_day() -> None:
     model = CostModel(LearnedPrior((4,), (-4.0, -2.0, 0.5), (45.0, 0.2, 0.01)))
     kept = model.learned((0.1, 0.2, 0.3))
-    assert (kept.widths, kept.means, kept.log_odds) == ((4,), (-4.0, -2.0, 0.5), (0.1, 0.2, 0.3))
+    assert (kept.widths, kept.log_odds) == ((4,), (0.1, 0.2, 0.3))
+    assert kept.means == pytest.approx((-4.0, -2.0, 0.5))
     assert kept.variances == pytest.approx((49.0, 0.3, 0.016))  # no larger than a prior may be
     of_probe = probed({1: 100.0, 4: 150.0}, step=10.0)
     assert of_probe.means == pytest.approx((log(0.1), log(0.1), log(1.5)))
@@ -271,22 +264,17 @@ def test_a_hiccup_of_width_1_is_forgotten_with_the_next_timing() -> None:
 def test_a_hiccup_of_width_1_moves_no_width_that_was_timed() -> None:
     """Its correction once made width 4 a third of what it was, and every draft seemed to win."""
     model = CostModel(LearnedPrior())
+    model.observe_verify(4, 0.0292)
+    model.observe_verify(1, 0.0492)
+    model.observe_verify(1, 0.0164)
+    assert [model.seconds(1), model.seconds(4)] == pytest.approx([0.0164, 0.0292], rel=0.15)
+
+
+def test_a_model_is_blank_until_something_is_known_or_forbidden() -> None:
+    model = CostModel(LearnedPrior())
     assert model.is_blank
     model.observe_verify(4, 0.0292)
     assert not model.is_blank
-    model.observe_verify(1, 0.0492)
-    assert model.doubts_plain
-    model.observe_verify(1, 0.0164)
-    assert [model.seconds(1), model.seconds(4)] == pytest.approx([0.0164, 0.0292], rel=0.15)
-    assert not model.doubts_plain
-
-
-def test_a_width_that_really_is_cheaper_is_believed_in_the_end() -> None:
-    model = CostModel(LearnedPrior())
-    for n in range(3):
-        model.observe_verify(4, 0.010)
-        model.observe_verify(1, 0.020)
-        assert model.doubts_plain == (n < 2)
     assert not CostModel(probed(Q4_0)).is_blank
     assert not CostModel(LearnedPrior(), allowed={1, 4}).is_blank
 

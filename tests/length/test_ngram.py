@@ -56,6 +56,7 @@ def test_copies_of_earlier_texts_have_an_acceptance_of_their_own() -> None:
     for _ in range(20):
         row.observe(round_of(ngram_draft(2), 0, FLAT))
         row.observe(round_of(ngram_draft(2, source=Source.STORE), 2, FLAT))
+    row.observe(round_of(NO_DRAFT, 0, FLAT))
     assert row.wants_more(ngram_draft(0, source=Source.STORE))
     assert row._shared.calibrations[Source.STORE].probability(0.7) > 0.7
     assert row._shared.calibrations[Source.NGRAM].probability(0.7) < 0.3
@@ -67,6 +68,7 @@ def test_a_long_match_goes_on_and_a_short_one_stops() -> None:
     for match, n_accepted in ((2, 1), (40, 2)) * 20:
         draft = ngram_draft(2, match)
         row.observe(round_of(draft, n_accepted, curve))
+    row.observe(round_of(NO_DRAFT, 0, curve))
     assert n_wanted(row, 2) < n_wanted(row, 40)
 
 

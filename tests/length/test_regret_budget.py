@@ -19,43 +19,39 @@ def booked(*entries: tuple[int, float, float]) -> RegretBudget:
 
 
 def test_what_may_be_lost() -> None:
-    """2 plain tokens for each row, and 2 % of what comes behind its first 96."""
+    """1.6 plain tokens for each row, and 2 % of what comes behind its first 96."""
     budget = RegretBudget()
-    assert budget.left(0, 1, 0.3) == approximately(2.0)
-    assert budget.left(96, 1, 0.0) == approximately(2.0)
-    assert budget.left(146, 1, 0.0) == approximately(3.0)
-    assert budget.left(192, 2, 0.0) == approximately(4.0)
-    assert budget.left(242, 2, 0.0) == approximately(5.0)
+    assert budget.left(0, 1) == approximately(1.6)
+    assert budget.left(96, 1) == approximately(1.6)
+    assert budget.left(146, 1) == approximately(2.6)
+    assert budget.left(192, 2) == approximately(3.2)
+    assert budget.left(242, 2) == approximately(4.2)
 
 
 def test_an_evaluation_is_a_gain_or_a_loss() -> None:
     lost, won = booked((3, 2.0, 0.5)), booked((5, 1.0, 0.5))
     assert (lost.gain, won.gain) == (-1.0, 3.0)
-    assert lost.left(3, 1, 0.0) == approximately(1.0)
-    assert won.left(5, 1, 0.0) == approximately(5.0)
-    # Where a plain token's time is known to 10 %, so are its gain and its loss.
-    assert lost.left(3, 1, 0.1) == approximately(1.0 - 0.1 * (3 + 1))
-    assert won.left(5, 1, 0.1) == approximately(5.0 - 0.1 * 5)
+    assert lost.left(3, 1) == approximately(0.6)
+    assert won.left(5, 1) == approximately(4.6)
 
 
 def test_a_text_owes_the_debts_of_earlier_ones_and_has_little_of_their_gain() -> None:
     """2 % of the tokens of the earlier text were allowed to be lost, from its first on."""
     debts, gains, little = booked((3, 2.0, 0.5)), booked((5, 1.0, 0.5)), booked((3, 2.0, 0.5))
     debts.start_text(10)
-    assert debts.left(10, 1, 0.0) == approximately(2.0 - 0.8)
-    assert debts.left(10, 1, 0.1) == approximately(2.0 - 0.8 - 0.1 * 0.8)
-    assert debts.left(10 + 96 + 50, 1, 0.0) == approximately(2.0 - 0.8 + 1.0)
+    assert debts.left(10, 1) == approximately(1.6 - 0.8)
+    assert debts.left(10 + 96 + 50, 1) == approximately(1.6 - 0.8 + 1.0)
     debts.start_text(40)  # of the 0.8, 0.6 have been earned meanwhile
-    assert debts.left(40, 1, 0.0) == approximately(2.0 - 0.2)
+    assert debts.left(40, 1) == approximately(1.6 - 0.2)
     gains.start_text(10)
-    assert gains.left(10, 1, 0.0) == approximately(2.0 + 0.3)
+    assert gains.left(10, 1) == approximately(1.6 + 0.3)
     gains.book(2, 2.0, 0.5)
-    assert gains.left(12, 1, 0.1) == approximately(2.0 - 1.7 - 0.1 * (2 + 1.7))
+    assert gains.left(12, 1) == approximately(1.6 + 0.3 - 2.0)
     little.start_text(60)
-    assert little.left(60, 1, 0.0) == approximately(2.0)
+    assert little.left(60, 1) == approximately(1.6)
     rich = booked((43, 1.0, 0.5))
     rich.start_text(43)
-    assert rich.left(43, 1, 0.0) == approximately(2.0 + 1.0)  # of 41
+    assert rich.left(43, 1) == approximately(1.6 + 1.0)  # of 41
 
 
 def test_recent_evaluations_are_priced_anew_and_old_ones_are_settled() -> None:

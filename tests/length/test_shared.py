@@ -144,10 +144,10 @@ def test_a_text_that_begins_alone_has_a_budget_of_its_own() -> None:
     found = shared()
     found.n_tokens = 500
     found.start_row(Pledge())
-    assert found.budget.left(500 + 96, 1, 0.0) == pytest.approx(2.0)
+    assert found.budget.left(500 + 96, 1) == pytest.approx(1.6)
     found.n_tokens = 900
     found.start_row(Pledge())
-    assert found.budget.left(500 + 192 + 50, 2, 0.0) == pytest.approx(4.0 + 1.0)
+    assert found.budget.left(500 + 192 + 50, 2) == pytest.approx(3.2 + 1.0)
     assert found.allocator.n_rows == 1
     assert len(found.allocator.pledges) == 2
 
