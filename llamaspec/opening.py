@@ -19,6 +19,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.llama.pairing import check_pair, difference
+from llamaspec.llama.placing import place_models
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.values import MTP
@@ -45,6 +46,7 @@ def open_pair(
     past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
+    placement: bool = True,
     on_load: LoadProgress | None = None,
 ) -> Pair:
     """Load a target and, if given, its draft.
@@ -60,6 +62,9 @@ def open_pair(
         Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
     past : PastTexts, optional
         Earlier texts of this target that may be copied from, too.
+    placement : bool
+        Where the GPUs have no room for everything, choose what goes there; `gpu_layers` and `devices` in the
+        options are not touched. Else it is as llama.cpp does: all layers, or an error.
 
     Raises
     ------
@@ -76,7 +81,13 @@ def open_pair(
     ...         print(piece.text, end="")
     """
     start = time.perf_counter()
-    how = target_options, draft_options, on_load, start
+
+    def open_with_heads(path: Path, head_path: Path | None) -> Pair:
+        options = target_options or ModelOptions()
+        if placement:
+            options = place_models((path, options), ((), options)).target
+        return _open_with_heads(path, head_path, options, draft_options, on_load, start, past, ngram=ngram)
+
     stages: Sequence[str | Path] = ()
     if not isinstance(draft, str | Path | None):
         draft, *stages = draft or (None,)
@@ -87,18 +98,20 @@ def open_pair(
     if draft == AUTO and not has_draft(str(target)) and may_have_heads(str(target)):
         resolve_model(target)  # it is fetched first, to look for them
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
-        path = resolve_model(target)
-        return _open_with_heads(path, None, *how, past, ngram=ngram)
+        return open_with_heads(resolve_model(target), None)
     draft_path = None if draft is None else resolve_draft(draft, target)
     if draft_path is not None and not stages and what_it_reads(draft_path):
-        path = resolve_model(target)
-        return _open_with_heads(path, draft_path, *how, past, ngram=ngram)
-    options = draft_options or _DRAFT_OPTIONS
+        return open_with_heads(resolve_model(target), draft_path)
+    path, options = resolve_model(target), draft_options or _DRAFT_OPTIONS
+    places = [] if draft_path is None else [draft_path, *map(resolve_model, stages)]
+    if placement:
+        placed = place_models((path, target_options or ModelOptions()), (places, options))
+        target_options, options = placed.target, placed.draft
     with ExitStack() as opened:  # closes what is open where something goes wrong
-        target_model = LlamaModel(resolve_model(target), target_options, on_load)
+        target_model = LlamaModel(path, target_options, on_load)
         opened.callback(target_model.close)
         drafts: list[LlamaModel] = []
-        for place in [draft_path, *map(resolve_model, stages)] if draft_path is not None else []:
+        for place in places:
             verifies = len(drafts) < len(stages)  # a draft of its own
             opts = replace(options, max_scored=MAX_DRAFT + 1) if verifies else options
             drafts.append(LlamaModel(place, opts, on_load))
@@ -127,7 +140,7 @@ def drafts_itself(target: str | Path) -> bool:
 def _open_with_heads(
     path: Path,
     head_path: Path | None,
-    target_options: ModelOptions | None,
+    target_options: ModelOptions,
     head_options: ModelOptions | None,
     on_load: LoadProgress | None,
     start: float,
@@ -138,7 +151,7 @@ def _open_with_heads(
     """Load a target whose own prediction heads draft, or one that lies in a file of its own."""
     if head_path is None:
         check_heads(path)
-    target = LlamaModel(path, replace(target_options or ModelOptions(), heads=True), on_load)
+    target = LlamaModel(path, replace(target_options, heads=True), on_load)
     try:
         heads = PredictionHeads(target, head_options, head_path, on_load)
     except BaseException:

@@ -22,9 +22,9 @@ from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.llama import runtime
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.placing import computing_devices
 from llamaspec.protocols import (
     Constraint,
     Drafter,
@@ -294,8 +294,9 @@ class Pair:
 
 
 def _apart(target: LlamaModel, draft: LlamaModel) -> bool:
-    """Whether the two compute on different devices: one on the GPU or on workers, the other not."""
+    """Whether the two compute on different devices: one on a GPU or on workers, the other not."""
     if target.options.workers:
         return True
-    on_gpu = [model.options.offloads for model in (target, draft)]
-    return runtime.can_offload() and on_gpu[0] != on_gpu[1]
+    return not computing_devices(target.options, target.weights.n_layers) & computing_devices(
+        draft.options, draft.weights.n_layers
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,64 +13,24 @@ from click.core import ParameterSource
 from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
+from llamaspec.cli.parameters import DeviceNames, DraftName, Shares
 from llamaspec.errors import PairError
 from llamaspec.hub.names import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
-from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.measure.pair_files import ModelFile, PairFiles, place_files
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
 
 _CACHE = click.Choice(list(CACHE_TYPES))
-
-
-class _Draft(click.ParamType):  # type: ignore[type-arg]
-    """A draft; the environment names one alone, whose path may have spaces."""
-
-    name = "text"
-
-    def split_envvar_value(self, rv: str) -> Sequence[str]:
-        return (rv,)
-
-
-class DeviceNames(click.ParamType):  # type: ignore[type-arg]
-    """Names with commas between them, or none."""
-
-    name = "devices"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """The names; empty for "none"."""
-        if isinstance(value, tuple):
-            return value
-        return () if value == "none" else tuple(name.strip() for name in value.split(","))
-
-
-class _Shares(click.ParamType):  # type: ignore[type-arg]
-    """Numbers with commas or slashes between them, as llama.cpp reads them."""
-
-    name = "shares"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """The numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(share) for share in value.replace("/", ",").split(","))
-        except ValueError:
-            self.fail(f"{value!r} are no numbers with commas between them, such as 3,1", param, ctx)
-
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
                       ":QUANTIZATION, or the address of a page of the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
-                 type=_Draft(), envvar="LLAMASPEC_DRAFT",
+                 type=DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
                       "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
                       "earlier text instead. Of several, each drafts for the one before it."),
@@ -97,8 +57,11 @@ _COMPUTING: tuple[Decorator, ...] = (
                       "on workers, or none. Default: the workers, and all GPUs."),
     click.option("--draft-device", "-devd", type=DeviceNames(), metavar="NAME,...",
                  help="The same for the draft, on this machine."),
-    click.option("--tensor-split", "-ts", type=_Shares(), default=(), metavar="N,N,...",
+    click.option("--tensor-split", "-ts", type=Shares(), default=(), metavar="N,N,...",
                  help="Shares of the target's layers on these devices; default: by their free memory."),
+    click.option("--placement", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
+                 help="Where the GPUs have no room for both models: auto = choose which layers go there, but "
+                      "for what these options say; off = all, as llama.cpp does."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
                  help="A machine that runs llamaspec worker, or llama.cpp's rpc-server of the same version, "
                       "and computes the target's layers, alone or with others. Private networks only."),
@@ -149,6 +112,7 @@ class ModelChoice:
     draft_device: tuple[str, ...] | None
     tensor_split: tuple[float, ...]
     rpc: tuple[str, ...]
+    placement: str  # auto or off
     no_draft: bool = False
     stages: tuple[str, ...] = ()  # the draft's draft, and so on
 
@@ -233,10 +197,23 @@ def chat_model_options(command: Command) -> Command:
     return option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))(command)
 
 
-def find_files(choice: ModelChoice, *, is_thorough: bool = False) -> PairFiles:
+def find_files(
+    choice: ModelChoice,
+    *,
+    shaped: Callable[[PairFiles], PairFiles] = lambda files: files,
+    is_thorough: bool = False,
+) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
 
-    How they compute attention is measured where it is not known; `is_thorough`: it may take some seconds.
+    Layers are placed on devices. How attention is computed is measured where it is not known.
+
+    Parameters
+    ----------
+    choice : ModelChoice
+    shaped : callable
+        What else is to be known of them first, such as the size of their contexts.
+    is_thorough : bool
+        Whether measuring may take some seconds.
 
     Raises
     ------
@@ -245,7 +222,8 @@ def find_files(choice: ModelChoice, *, is_thorough: bool = False) -> PairFiles:
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    return fit_files(_find(choice, fetched_model), choice, is_thorough=is_thorough)
+    files = _placed(shaped(_find(choice, fetched_model)), choice)
+    return fit_files(files, choice, is_thorough=is_thorough)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:
@@ -261,7 +239,11 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
-    return fit_files(found, choice, may_measure=False)
+    return fit_files(_placed(found, choice), choice, may_measure=False)
+
+
+def _placed(files: PairFiles, choice: ModelChoice) -> PairFiles:
+    return files if choice.placement == "off" else place_files(files)
 
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:

@@ -143,7 +143,7 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
     from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
-        files = _with_room(find_files(models), models, options)
+        files = find_files(models, shaped=lambda found: _with_room(found, models, options))
     folder, opened = options.prefix_folder(), open_socket(options.settings)
     with opened, open_files(files, models) as pair, _prefixes(folder, pair):
         template = _template(pair, options.chat_template)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from llamaspec.cli.model_options import DeviceNames
 from llamaspec.cli.option_groups import Command, Decorator
+from llamaspec.cli.parameters import DeviceNames
 from llamaspec.cli.terminal import say
 from llamaspec.errors import WorkerError
 from llamaspec.files import cache_folder

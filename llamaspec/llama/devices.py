@@ -28,10 +28,21 @@ class Device:
         """Whether layers can be offloaded to it."""
         return "GPU" in self.kind
 
+    @property
+    def is_unified(self) -> bool:
+        """Whether its memory is main memory."""
+        return self.kind == "integrated GPU" or self.name.startswith(("MTL", "Metal"))
+
 
 def find_devices() -> tuple[Device, ...]:
     """All devices of this machine, those that llama.cpp prefers first."""
     return tuple(device_of(handle) for handle in _handles())
+
+
+def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Those that llama.cpp offloads to where it chooses: integrated ones only if there are no others."""
+    cards = tuple(device for device in devices if device.kind == "GPU")
+    return cards or tuple(device for device in devices if device.is_gpu)
 
 
 def device_handles(names: Sequence[str]) -> list[int]:
@@ -64,6 +75,11 @@ def device_of(handle: int) -> Device:
         free_bytes=free.value,
         total_bytes=total.value,
     )
+
+
+def as_size(n: int) -> str:
+    """Bytes for people."""
+    return f"{n / 2**30:.1f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
 
 
 def _handles() -> list[int]:

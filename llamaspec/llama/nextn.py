@@ -7,8 +7,6 @@ meets with an abort of the process, so files are looked at before. Evaluates not
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.gguf_header import check_gguf
-from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.gguf_tensors import file_parts, read_tensors
 
 # Architectures whose graph runs one head, which feeds itself.
 ONE_HEAD = frozenset({
@@ -32,7 +30,6 @@ try:
     _ext: Any = importlib.import_module("llama_cpp.llama_cpp_ext")
 except (ImportError, AttributeError):  # AttributeError: the library lacks one of the functions
     _ext = None
-_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,8 @@ def heads_in_file(path: Path) -> HeadsInFile:
             found.numbers.get(f"{architecture}.{key}", 0) for key in ("nextn_predict_layers", "block_count")
         )
         tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # heads may have been left out
-        if n_heads and not any(tensor in names for names in _names(path, found.names)):
+        others = (read_tensors(part).names for part in file_parts(path)[1:])
+        if n_heads and tensor not in found.names and not any(tensor in names for names in others):
             n_heads = 0
     except OSError as error:
         reason = error.strerror or error
@@ -113,16 +111,3 @@ def choose_head(context: Any, head: int) -> None:
 def hidden_rows(context: Any) -> Any:
     """Pointer to the hidden rows of the last evaluation."""
     return _ext.llama_get_embeddings_nextn(context)
-
-
-def _names(path: Path, names: set[str]) -> Iterator[set[str]]:
-    """The names of the tensors in a file, then in its other parts."""
-    yield names
-    found = _PART.search(path.name)
-    if found is None:
-        return
-    stem, n = path.name[: found.start()], int(found[1])
-    for i in range(1, n + 1):
-        part = path.with_name(f"{stem}-{i:05d}-of-{n:05d}.gguf")
-        if part != path and part.is_file():
-            yield read_tensors(part).names

@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import device_handles, find_devices
+from llamaspec.llama.devices import device_handles, find_devices, gpus_among
 from llamaspec.llama.facts import ModelFacts, model_facts
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
@@ -75,6 +75,7 @@ class Weights:
         self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
         self.is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
         self.keeps_states = self.is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer))  # some do
+        self.n_layers: int = lib.llama_model_n_layer(self.pointer)  # without the output
         self.hidden_size: int = lib.llama_model_n_embd_out(self.pointer)  # E
         self.window: int | None = int(lib.llama_model_n_swa(self.pointer)) or None
 
@@ -204,8 +205,7 @@ def _devices(options: ModelOptions, workers: Workers | None) -> list[int] | None
         return [_named(name, remote) for name in options.devices]
     if workers is None:
         return None
-    here = find_devices()
-    gpus = [device for device in here if device.kind == "GPU"] or [device for device in here if device.is_gpu]
+    gpus = gpus_among(find_devices())
     return [*remote, *device_handles([device.name for device in gpus])]
 
 

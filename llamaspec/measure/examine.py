@@ -31,6 +31,7 @@ from llamaspec.measure.findings import (
     Machine,
     busy_finding,
     machine_findings,
+    placement_finding,
     room_finding,
     thread_finding,
 )
@@ -60,6 +61,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
     machine = look_at_machine()
     yield from machine_findings(machine)
     yield from busy_finding(machine)
+    yield placement_finding(machine, files.placement)
     draft = files.draft
     reads = None if draft is None else what_it_reads(draft.path)
     if draft is not None and reads:  # without its target it is nothing
@@ -82,7 +84,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             yield from model_findings(machine, examined[role])
             yield from attention_findings(role, file)
         if examined:
-            yield room_finding(machine, list(examined.values()))
+            yield room_finding(machine, list(examined.values()), files.placement)
         yield from heads_findings(files)
         yield from texts_findings(files)
         if files.draft is None:

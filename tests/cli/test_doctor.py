@@ -16,14 +16,13 @@ from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.drafters.foreign import ForeignVocabulary
 from llamaspec.errors import EvaluationError
-from llamaspec.llama.devices import Device, find_devices
+from llamaspec.llama.devices import Device, as_size, find_devices
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
 from llamaspec.measure.examine import step_seconds
 from llamaspec.measure.findings import (
     Examined,
     Finding,
     Machine,
-    as_size,
     busy_finding,
     machine_findings,
     room_finding,
