@@ -210,7 +210,7 @@ def test_it_holds_for_programs_and_commands(target_file: Path, draft_file: Path)
         assert pair.target.options.devices == pair.draft.options.devices == ()
     with open_pair(*models, placement=False) as pair:
         assert pair.target.options.devices is None
-    answer = invoke("generate", *naming(models), "--seed", 3, "-n", 20, PROMPT)
+    answer = invoke("generate", *naming(models), "--seed", "3", "-n", "20", PROMPT)
     assert answer.stdout.rstrip("\n") == expected(models, seed=3, n=20).text.rstrip("\n")
 
 
