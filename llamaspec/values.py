@@ -6,10 +6,10 @@ copied and compared in microseconds. `None` is the only "off".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,7 @@ class ForwardRequest:
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
     n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
+    meanwhile: Meanwhile | None = None  # may be answered, as far as that comes, while this is evaluated
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
     is_tree: bool = field(init=False)
@@ -77,6 +78,9 @@ class ForwardRequest:
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
         object.__setattr__(self, "is_tree", is_tree)
+
+
+Meanwhile: TypeAlias = Generator[ForwardRequest, "Forward", None]
 
 
 class Forward(NamedTuple):

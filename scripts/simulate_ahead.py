@@ -9,8 +9,9 @@ guess turn out right, and dropped elsewhere. The draft step that is running then
 
 Texts and agreement are real: under the coupled rule the text alone says where a draft token is accepted, so
 rounds are replayed from one reading (llamaspec.measure.read_along). Only costs are not: an evaluation takes
-what a curve says of its width, a draft step a share of width 1, and neither slows the other down. Each arm has
-its best constant number of draft tokens, 0 being plain decoding. The last line of stdout is one JSON array.
+what a curve says of its width, a draft step a share of width 1, and neither slows the other down. Each arm
+has its best constant number of draft tokens, 0 being plain decoding. The last line of stdout is one JSON
+array.
 """
 
 from __future__ import annotations

@@ -15,10 +15,20 @@ from llamaspec.drafters.token_map import SameTokens, TokenMap
 from llamaspec.drafters.window import window
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.distributions import confidence
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
+from llamaspec.values import (
+    DRAFT,
+    NO_TOKENS,
+    Distribution,
+    Draft,
+    ForwardRequest,
+    Meanwhile,
+    Source,
+    TokenArray,
+)
 
 
 @dataclass(slots=True)
@@ -66,6 +76,8 @@ class ModelDrafter:
     n_prompt: int = 0
     constraint: RowConstraint | None = None
     is_silent: bool = field(default=False, init=False)  # its scores were no numbers: it drafts no more
+    _foreseen: TokenArray = field(default_factory=lambda: NO_TOKENS, init=False)  # a text drafted ahead
+    _drawn: list[tuple[Distribution, float]] = field(default_factory=list, init=False)  # of its last tokens
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
@@ -88,6 +100,10 @@ class ModelDrafter:
                 allowed = tokens.among(allowed)
                 if not len(allowed):
                     break
+            n_before = self._n_foreseen(text)
+            if n_before is not None:
+                draft = draft.plus(int(self._foreseen[len(text)]), *self._drawn[n_before])
+                continue
             path = np.concatenate([known, tokens.spelled(draft.tokens)])
             try:
                 forward = yield ForwardRequest(self.model, self.window(path))
@@ -101,6 +117,42 @@ class ModelDrafter:
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
+
+    def ahead(self, context: TokenArray, draft: Draft) -> Meanwhile | None:
+        """Go on behind a draft that is being verified, for the case that all of it is accepted.
+
+        The first token is a guess of the target's own. Where that is right, too, `propose` finds the others
+        drawn: they are what it would draw, because under the coupled rule text and position alone decide.
+        None where there is nothing to go on from.
+        """
+        can_foresee = isinstance(self.rule, Coupled) and self.constraint is None and self.longest is None
+        if not can_foresee or self.is_silent or not len(draft) or not draft.is_chain:
+            return None
+        return self._draw_ahead(np.concatenate([context, draft.tokens]), 2 * len(draft) + 1)
+
+    def _draw_ahead(self, text: TokenArray, n_longest: int) -> Meanwhile:
+        """Draw so many tokens behind a text, those among them that were drawn already not again."""
+        n_before = self._n_foreseen(text)
+        if n_before is None:
+            self._foreseen, self._drawn = text, []
+        else:
+            self._drawn = self._drawn[n_before:]
+        sampler, tokens = Sampler(self.sampling, self.n_prompt), self._tokens
+        while len(self._drawn) < n_longest:
+            text = self._foreseen
+            forward = yield ForwardRequest(self.model, self.window(self.known(text)))
+            logits = tokens.scores(forward.logits[0])
+            q = sampler.distribution(logits, text)
+            token = self.rule.draw(q, self.streams, len(text), 0)
+            self._drawn.append((q, confidence(logits, token, q, None)))
+            self._foreseen = np.append(text, np.int32(token))
+
+    def _n_foreseen(self, text: TokenArray) -> int | None:
+        """How many of the tokens drawn ahead a text ends with; None where it is another text, or all."""
+        n_left = len(self._foreseen) - len(text)
+        if not 0 < n_left <= len(self._drawn) or not np.array_equal(text, self._foreseen[: len(text)]):
+            return None
+        return len(self._drawn) - n_left
 
     @property
     def n_drawn(self) -> int:

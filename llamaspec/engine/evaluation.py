@@ -52,13 +52,25 @@ class Evaluator:
         self._serials = itertools.count(1)
         self._workers = ThreadPoolExecutor(n_at_once, "llamaspec") if n_at_once > 1 else None
 
-    def evaluate(self, jobs: Sequence[Job]) -> list[Evaluation]:
-        """What came of each job. None of them is running when this returns."""
-        if len(jobs) == 1:
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether something can be done while a model evaluates."""
+        return self._workers is not None
+
+    def evaluate(
+        self, jobs: Sequence[Job], meanwhile: Callable[[Callable[[], bool]], None] | None = None
+    ) -> list[Evaluation]:
+        """What came of each job. None of them is running when this returns.
+
+        `meanwhile` is called with a function that says whether one still is.
+        """
+        if len(jobs) == 1 and meanwhile is None:
             return [self._compute(*jobs[0])]
         assert self._workers is not None
         running = [self._workers.submit(self._compute, *job) for job in jobs]
         try:
+            if meanwhile is not None:
+                meanwhile(lambda: not all(future.done() for future in running))
             return [future.result() for future in running]
         except BaseException:  # Ctrl-C
             for job in jobs:

@@ -9,6 +9,7 @@ and tests/test_rows.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -19,13 +20,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from llamaspec.engine.ahead import draft_ahead
 from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.evaluation import Evaluation, Evaluator, Job, Prepared, prepared
 from llamaspec.engine.row import Event, Row, Text, Width, unpadded
 from llamaspec.engine.running import RunningRows
 from llamaspec.errors import ClosedError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import Forward, ForwardRequest
+from llamaspec.values import TARGET, Forward, ForwardRequest
 
 Result = TypeVar("Result")
 
@@ -239,12 +241,28 @@ class Scheduler:
         for group in groups:
             self._evaluating += group.rows
             jobs.append(self._job(group))
+        begin, meanwhile = self._clock(), self._meanwhile(groups)
         try:
-            evaluations = self._evaluator.evaluate(jobs)
+            evaluations = self._evaluator.evaluate(jobs, meanwhile)
         finally:
             self._evaluating = []
+        if meanwhile is not None:  # its last step may have outlasted the target
+            waited = self._clock() - begin - evaluations[0].seconds
+            for row in groups[0].rows:
+                row.overhead_seconds += waited
         for group, evaluation in zip(groups, evaluations, strict=True):
             self._hand_out(group.rows, evaluation)
+
+    def _meanwhile(self, groups: Sequence[Group]) -> Callable[[Callable[[], bool]], None] | None:
+        """What rows want drafted while the target verifies, where that can be and no other row drafts."""
+        if not self._evaluator.is_concurrent or [group.model for group in groups] != [TARGET]:
+            return None
+        rows = [
+            (row.number, row.request.meanwhile)
+            for row in groups[0].rows
+            if row.request is not None and row.part is row.request and row.request.meanwhile is not None
+        ]
+        return functools.partial(draft_ahead, self._models, rows) if rows else None
 
     def _job(self, group: Group) -> Job:
         batch: list[tuple[int, ForwardRequest]] = []

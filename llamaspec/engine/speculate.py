@@ -103,7 +103,14 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
     draft = yield from drafting(config.drafter, tokens, at_most)
     draft = draft.first(at_most.n_draft)  # a drafter may not have asked
     draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
-    forward: Forward = yield ForwardRequest(config.model, shown, draft=draft.tokens, parents=draft.parents)
+    ahead = getattr(config.drafter, "ahead", None)  # not every drafter can go on
+    forward: Forward = yield ForwardRequest(
+        config.model,
+        shown,
+        draft=draft.tokens,
+        parents=draft.parents,
+        meanwhile=None if ahead is None else ahead(tokens, draft),
+    )
 
     logits = forward.logits[:, : config.n_tokens]
     p = LogitsTarget(logits, tokens, draft, sampler)
