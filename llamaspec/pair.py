@@ -22,6 +22,7 @@ from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.placing import computing_devices
@@ -168,8 +169,8 @@ class Pair:
         length = (policy or self._length).start_row()
         if drafter is None:
             chance = sampling, rule, streams
-            trees = hasattr(length, "tree")
-            drafter, others = self._drafters.make(*chance, len(tokens), row_constraint, trees=trees)
+            trees = length if isinstance(length, TreeLength) else None
+            drafter, others = self._drafters.make(*chance, len(tokens), row_constraint, trees)
         speculation = Speculation(
             drafter=drafter,
             length=length,
@@ -274,14 +275,9 @@ class Pair:
         streams: SeededStreams,
         n_prompt: int = 0,
         constraint: RowConstraint | None = None,
-        *,
-        trees: bool = False,
     ) -> Drafter:
-        """The drafter that asks the draft model, or the target's prediction heads.
-
-        `trees`: it may branch, where both models and the rule can.
-        """
-        return self._drafters.asking_model(sampling, rule, streams, n_prompt, constraint, trees=trees)
+        """The drafter that asks the draft model for chains, or the target's prediction heads."""
+        return self._drafters.asking_model(sampling, rule, streams, n_prompt, constraint)
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):

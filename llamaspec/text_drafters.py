@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.foreign import ForeignVocabulary
@@ -14,6 +15,7 @@ from llamaspec.drafters.past import PastTexts
 from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.row import Clock
 from llamaspec.engine.speculate import Closing
+from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
@@ -43,8 +45,7 @@ class TextDrafters:
         streams: RandomStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
-        *,
-        trees: bool,
+        trees: TreeLength | None,
     ) -> tuple[Drafter, list[Closing]]:
         """All that can draft, the first that has a draft first; and what is closed when the text has ended.
 
@@ -52,8 +53,8 @@ class TextDrafters:
         ----------
         n_prompt : int
             Tokens that the constraint does not concern.
-        trees : bool
-            Drafts may branch, where both models and the rule can.
+        trees : TreeLength, optional
+            Of the text: drafts may branch as it says, where both models and the rule can.
         """
         drafters: list[Drafter] = []
         others: list[Closing] = []
@@ -73,7 +74,7 @@ class TextDrafters:
             others += lengths
             drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
         elif self.draft is not None or self.heads is not None:
-            drafters.append(self.asking_model(sampling, rule, streams, n_prompt, constraint, trees=trees))
+            drafters.append(self.asking_model(sampling, rule, streams, n_prompt, constraint, trees))
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters), others
@@ -85,15 +86,15 @@ class TextDrafters:
         streams: RandomStreams,
         n_prompt: int,
         constraint: RowConstraint | None,
-        *,
-        trees: bool,
+        trees: TreeLength | None = None,
     ) -> Drafter:
         """The drafter that asks the draft model alone, or the target's prediction heads."""
         chance = RULES[rule], streams
         if self.heads is None:
             assert self.draft is not None
-            can_branch = trees and rule == Coupled.name and self.draft.can_branch and self.target.can_branch
-            kind = TreeDrafter if can_branch else ModelDrafter
+            kind: Callable[..., ModelDrafter] = ModelDrafter
+            if trees and rule == Coupled.name and self.draft.can_branch and self.target.can_branch:
+                kind = partial(TreeDrafter, trees=trees)
             drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint, kind=kind)
             return drafter if self.foreign is None else self.foreign.adapted(drafter)
         drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
@@ -108,7 +109,7 @@ class TextDrafters:
         n_prompt: int,
         constraint: RowConstraint | None,
         model: str = DRAFT,
-        kind: type[ModelDrafter] = ModelDrafter,
+        kind: Callable[..., ModelDrafter] = ModelDrafter,
     ) -> ModelDrafter:
         return kind(
             asked.vocabulary_size,

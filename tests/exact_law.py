@@ -109,22 +109,23 @@ class Grown:
     """A model's trees, always of one shape."""
 
     drafter: TreeDrafter
-    length: FixedTree
 
     def prepare(self, context: TokenArray) -> None:
         pass
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
-        return self.drafter.propose(context, self.length) if length.wants_more(NO_DRAFT) else NO_DRAFT
+        return self.drafter.propose(context, length) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 
 def grown(
     models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
 ) -> Grown:
     draft = models[DRAFT]
-    drafter = TreeDrafter(draft.vocabulary_size, 4 * draft.context_size, sampling, rule, streams)
-    drafter.n_prompt = len(PROMPT)
-    return Grown(drafter, FixedTree(widths))
+    drafter = TreeDrafter(
+        draft.vocabulary_size, 4 * draft.context_size, sampling, rule, streams,
+        n_prompt=len(PROMPT), trees=FixedTree(widths),
+    )  # fmt: skip
+    return Grown(drafter)
 
 
 SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))

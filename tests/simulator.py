@@ -147,8 +147,7 @@ def play_rows(
 def _try_widths(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
     """A policy may see what a width costs before the prompt is read; the account begins behind it."""
     for row in rows:
-        width = row.length.trial_width() if isinstance(row.length, TrialLength) else 0
-        if width and isinstance(row.length, TrialLength):
+        if isinstance(row.length, TrialLength) and (width := row.length.trial_width()):
             row.length.observe_trial(width, float(machine.verify_seconds[width - 1]) * machine.noise(rng))
 
 

@@ -1,20 +1,20 @@
 """Trees of draft tokens from a small model: it reads a whole level in one step.
 
 The candidates of a position are the greatest log q + g, with the noise g that the target will draw with;
-the first is what a chain would draft. Where the length lets no tree grow this is the drafter of chains.
+the first is what a chain would draft. Where no tree may grow this is the drafter of chains.
 Only the coupled rule verifies trees. tests/drafters/test_tree.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import CONTEXT, CandidateTree, Growth
+from llamaspec.length.tree import CONTEXT, CandidateTree, Growth, TreeLength
 from llamaspec.protocols import Drafting, RowLength
 from llamaspec.sampling.candidates import candidates
 from llamaspec.sampling.sampler import Sampler
@@ -25,12 +25,13 @@ DEEPEST = 64  # draft tokens that a tree may have in a row
 
 @dataclass(slots=True)
 class TreeDrafter(ModelDrafter):
-    """Draws draft tokens from a model: chains, or trees where the length lets them grow."""
+    """Draws draft tokens from a model: chains, or trees where the text's length policy lets them grow."""
+
+    trees: TreeLength = field(kw_only=True)
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """A tree, or a chain."""
-        tree = getattr(length, "tree", None)  # not every length knows trees
-        growth: Growth | None = None if tree is None else tree()
+        growth = self.trees.tree()
         has_room = len(context) + DEEPEST <= self.context_size
         is_plain = self.tokens is None and self.constraint is None
         if growth is None or self.is_silent or not is_plain or not has_room:

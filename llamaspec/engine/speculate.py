@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.coroutines import drafting
-from llamaspec.length.tree import Growth
+from llamaspec.length.at_most import RowAtMost
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.logprobs import round_logprobs
 from llamaspec.sampling.parameters import Sampling
@@ -99,9 +99,9 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
 def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler) -> NextRound:
     """One round behind `tokens`, of at most `n_draft` draft tokens."""
     length, shown = config.length, config.shown(tokens)
-    at_most = _AtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
+    at_most = RowAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
     draft = yield from drafting(config.drafter, tokens, at_most)
-    draft = draft.first(at_most.n_draft)  # a drafter may not have asked
+    draft = draft.first(at_most.limit)  # a drafter may not have asked
     draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
     ahead = getattr(config.drafter, "ahead", None)  # not every drafter can go on
     forward: Forward = yield ForwardRequest(
@@ -128,30 +128,6 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
     )
     length.observe(round_)
     return Verified(round_, verification, logits)
-
-
-@dataclass(slots=True, eq=False)
-class _AtMost:
-    """A length that ends where the text does."""
-
-    n_draft: int
-    length: RowLength
-
-    def wants_more(self, draft: Draft) -> bool:
-        return len(draft) < self.n_draft and self.length.wants_more(draft)
-
-    def tree(self) -> Growth | None:
-        tree = getattr(self.length, "tree", None)  # not every length knows trees
-        return None if tree is None else tree()
-
-    def width(self, n_positions: int) -> int | None:
-        return self.length.width(n_positions)
-
-    def observe(self, round_: Round) -> None:
-        self.length.observe(round_)
-
-    def close(self) -> None:
-        self.length.close()
 
 
 def _evaluable(draft: Draft, length: RowLength, room: int) -> Draft:

@@ -107,9 +107,11 @@ def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
     this is found again, so the prompt is read as ever, and the text is the same to the bit.
     """
     length, prompt = plan.speculation.length, plan.prompt
-    width = length.trial_width() if isinstance(length, TrialLength) else 0
+    if not isinstance(length, TrialLength):
+        return 0.0
+    width = length.trial_width()
     tokens = prompt[-1 - width :]
-    if not isinstance(length, TrialLength) or not width or tokens[0] == prompt[0]:
+    if not width or tokens[0] == prompt[0]:
         return 0.0
     first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
     forward = yield ForwardRequest(TARGET, tokens, n_logits=width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,7 +68,9 @@ class CandidateTree:
 class Growth(Protocol):
     """How the tree of one round grows."""
 
-    n_candidates: int  # that are wanted of each distribution
+    @property
+    def n_candidates(self) -> int:
+        """How many are wanted of each distribution."""
 
     def expand(self, tree: CandidateTree) -> Sequence[int]:
         """Which tokens the draft reads next, in one step; first the context alone; none = enough."""
@@ -77,6 +79,7 @@ class Growth(Protocol):
         """Which tokens the target verifies: a token only together with those before it."""
 
 
+@runtime_checkable
 class TreeLength(RowLength, Protocol):
     """A row's length that also lets trees grow."""
 

@@ -11,12 +11,13 @@ from llamaspec.chat.answers import AnswerParser
 from llamaspec.chat.formats import AnswerFormat
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.length.at_most import AtMost
 from llamaspec.pair import Pair
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, RowLength
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import Draft, Round, TokenArray
+from llamaspec.values import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Job:
                 stops=self.stops,
                 spelled=manner.answer_format.spelled(vocabulary.controls),
                 rule=self.drafting.rule,
-                policy=policy if limit is None else AtMost(policy, limit),
+                policy=policy if limit is None else AtMost(limit, policy),
                 drafter=self._drafter(pair, len(prompt), constraint),
                 on_prefill=on_prefill,
                 constraint=constraint,
@@ -92,39 +93,3 @@ class Job:
                 self.sampling, self.drafting.rule, SeededStreams(self.seed), n_prompt, row
             )
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """A length policy that never wants more than so many draft tokens."""
-
-    policy: LengthPolicy
-    limit: int
-
-    def start_row(self) -> RowAtMost:
-        """A text begins."""
-        return RowAtMost(self.policy.start_row(), self.limit)
-
-
-@dataclass(frozen=True, slots=True)
-class RowAtMost:
-    """One text's share of it."""
-
-    row: RowLength
-    limit: int
-
-    def wants_more(self, draft: Draft) -> bool:
-        """As the policy decides, below the limit."""
-        return len(draft) < self.limit and self.row.wants_more(draft)
-
-    def width(self, n_positions: int) -> int | None:
-        """As the policy decides."""
-        return self.row.width(n_positions)
-
-    def observe(self, round_: Round) -> None:
-        """The policy learns."""
-        self.row.observe(round_)
-
-    def close(self) -> None:
-        """The text has ended."""
-        self.row.close()

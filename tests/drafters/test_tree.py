@@ -8,7 +8,7 @@ from fakes import FakeModel, Length, answer_alone, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import FixedTree
+from llamaspec.length.tree import FixedTree, TreeLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
@@ -19,14 +19,25 @@ CONTEXT = tokens(4, 7, 9)
 WARM = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 
 
+class NoTree(Length):
+    """Lets no tree grow: a chain is as good."""
+
+    def tree(self) -> None:
+        pass
+
+
+def tree_drafter(
+    length: TreeLength, sampling: Sampling = WARM, seed: int = 0, context_size: int = 256
+) -> TreeDrafter:
+    return TreeDrafter(30, context_size, sampling, RULES["coupled"], SeededStreams(seed), trees=length)
+
+
 def drafted(
-    length: object, sampling: Sampling = WARM, seed: int = 0, **options: object
+    length: TreeLength, sampling: Sampling = WARM, seed: int = 0, context_size: int = 256
 ) -> tuple[Draft, list[ForwardRequest]]:
     """A draft, and what was asked for it."""
-    streams = SeededStreams(seed)
-    sizes = {"vocabulary_size": 30, "context_size": 256} | options
-    drafter = TreeDrafter(sampling=sampling, rule=RULES["coupled"], streams=streams, **sizes)  # type: ignore[arg-type]
-    proposing, asked = drafter.propose(CONTEXT, length), list[ForwardRequest]()  # type: ignore[arg-type]
+    proposing = tree_drafter(length, sampling, seed, context_size).propose(CONTEXT, length)
+    asked = list[ForwardRequest]()
     try:
         wanted = next(proposing)
         while True:
@@ -39,7 +50,7 @@ def drafted(
 @pytest.mark.parametrize("sampling", [WARM, Sampling(temperature=0), Sampling(temperature=0.7, top_k=5)])
 def test_the_first_branch_is_the_chain(sampling: Sampling) -> None:
     for seed in range(5):
-        chain, _ = drafted(Length(4), sampling, seed)
+        chain, _ = drafted(NoTree(4), sampling, seed)
         tree, _ = drafted(FixedTree((3, 2, 2, 1)), sampling, seed)
         assert tree.tokens[:4].tolist() == chain.tokens.tolist()
         assert tree.path(3) == [0, 1, 2, 3]
@@ -66,13 +77,13 @@ def test_siblings_differ_and_the_best_comes_first() -> None:
         assert confidences == sorted(confidences, reverse=True)
 
 
-def test_a_length_without_trees_gets_the_chain() -> None:
+def test_where_no_tree_may_grow_it_makes_the_chain() -> None:
     streams = SeededStreams(0)
     chain = ModelDrafter(30, 256, WARM, RULES["coupled"], streams).propose(CONTEXT, Length(1))
     wanted = next(chain)
     with pytest.raises(StopIteration) as end:
         chain.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
-    assert drafted(Length(1))[0].tokens.tolist() == end.value.value.tokens.tolist()
+    assert drafted(NoTree(1))[0].tokens.tolist() == end.value.value.tokens.tolist()
 
 
 def test_where_the_context_ends_a_chain_is_drafted() -> None:
@@ -82,8 +93,8 @@ def test_where_the_context_ends_a_chain_is_drafted() -> None:
 
 
 def test_without_room_the_tree_stays_as_it_is() -> None:
-    drafter = TreeDrafter(30, 256, WARM, RULES["coupled"], SeededStreams(0))
-    proposing = drafter.propose(CONTEXT, FixedTree((2, 2, 2)))
+    length = FixedTree((2, 2, 2))
+    proposing = tree_drafter(length).propose(CONTEXT, length)
     wanted = next(proposing)
     proposing.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
     with pytest.raises(StopIteration) as end:
@@ -92,10 +103,11 @@ def test_without_room_the_tree_stays_as_it_is() -> None:
 
 
 def test_scores_that_are_no_numbers_end_all_drafting() -> None:
-    drafter = TreeDrafter(30, 256, WARM, RULES["coupled"], SeededStreams(0))
-    proposing = drafter.propose(CONTEXT, FixedTree((2, 2)))
+    length = FixedTree((2, 2))
+    drafter = tree_drafter(length)
+    proposing = drafter.propose(CONTEXT, length)
     next(proposing)
     with pytest.raises(StopIteration) as end:
         proposing.throw(ScoresError("x.gguf gives scores that are not numbers"))
     assert len(end.value.value) == 0
-    assert not answer_alone(drafter.propose(CONTEXT, FixedTree((2, 2))), {DRAFT: MODEL})
+    assert not answer_alone(drafter.propose(CONTEXT, length), {DRAFT: MODEL})
