@@ -218,17 +218,18 @@ def message_of(deltas: Iterable[Delta]) -> Message:
     >>> message_of([CallDelta(0, "a1", "now"), ArgumentsDelta(0, "{"), ArgumentsDelta(0, "}")]).tool_calls
     (ToolCall(id='a1', name='now', arguments='{}'),)
     """
-    content, reasoning, calls = "", "", list[ToolCall]()
-    for delta in joined(deltas):
+    content, reasoning, calls = list[str](), list[str](), list[tuple[CallDelta, list[str]]]()
+    for delta in deltas:
         if isinstance(delta, ContentDelta):
-            content += delta.text
+            content.append(delta.text)
         elif isinstance(delta, ReasoningDelta):
-            reasoning += delta.text
+            reasoning.append(delta.text)
         elif isinstance(delta, CallDelta):
-            calls.append(ToolCall(delta.id, delta.name, ""))
+            calls.append((delta, []))
         else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.text)
-    return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning or None)
+            calls[-1][1].append(delta.text)
+    tool_calls = tuple(ToolCall(call.id, call.name, "".join(arguments)) for call, arguments in calls)
+    return Message("assistant", "".join(content), tool_calls=tool_calls, reasoning="".join(reasoning) or None)
 
 
 def _named(tool: Mapping[str, Json]) -> tuple[str, Mapping[str, Json]]:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.message import Message
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.completions import OpenAIFields, finish_reason
 from llamaspec.serve.conversations import MAX_MESSAGES, MessageFields, conversation, function_tool
@@ -146,16 +147,16 @@ class _Form:
 
     def whole(self, rows: Sequence[Whole]) -> dict[str, Any]:
         """The answer as one object."""
-        ends = [row.ended for row in rows]
+        ends = [row.end for row in rows]
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [
                 {
                     "index": i,
-                    "message": _message(row),
+                    "message": _message(row.message),
                     "logprobs": self._logprobs(row.logprobs),
-                    "finish_reason": _reason(row.ended, has_tools=bool(row.tools)),
+                    "finish_reason": _reason(row.end, has_tools=bool(row.message.tool_calls)),
                 }
                 for i, row in enumerate(rows)
             ],
@@ -230,14 +231,14 @@ def _reason(end: End, *, has_tools: bool) -> str:
     return "tool_calls" if has_tools and not end.is_cut else finish_reason(end)
 
 
-def _message(row: Whole) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": row.content, "refusal": None}
-    if row.reasoning:
-        message["reasoning_content"] = row.reasoning
-    if row.tools:
-        message["content"] = row.content or None
+def _message(said: Message) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["content"] = said.text or None
         message["tool_calls"] = [
-            {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": tool.arguments}}
-            for tool in row.tools
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.tool_calls
         ]
     return message

@@ -187,9 +187,10 @@ class _Form:
     def whole(self, rows: Sequence[Whole]) -> dict[str, Any]:
         """The answer as one object."""
         choices = [
-            self._choice(i, row.content, finish_reason(row.ended), row.logprobs) for i, row in enumerate(rows)
+            self._choice(i, row.message.text, finish_reason(row.end), row.logprobs)
+            for i, row in enumerate(rows)
         ]
-        ends = [row.ended for row in rows]
+        ends = [row.end for row in rows]
         return {
             **self._head,
             "choices": choices,

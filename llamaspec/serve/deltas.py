@@ -7,12 +7,13 @@ how probable its tokens were, and which of it was drafted.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple, TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerPart
-from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
+from llamaspec.chat.message import Message
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.text import Span
 from llamaspec.serve.answers import Answer, Done, Failed, Reading, Wrote
@@ -28,10 +29,9 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class Content(ContentDelta):
     """Text for the person."""
 
-    text: str
     spans: tuple[Span, ...] = ()  # the same text, split by whether it was drafted
     logprobs: tuple[TokenLogprobs, ...] = ()  # of its tokens, where they are wanted
 
@@ -168,49 +168,26 @@ def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-@dataclass(slots=True)
-class ToolCall:
-    """A call of a tool, put together."""
-
-    id: str
-    name: str
-    arguments: str = ""  # JSON
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Whole:
     """All that one row said."""
 
-    content: str = ""
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the content
-    reasoning: str = ""
-    tools: list[ToolCall] = field(default_factory=list)
-    end: End | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Take in what comes next."""
-        if isinstance(delta, Content):
-            self.content += delta.text
-            self.logprobs += delta.logprobs
-        elif isinstance(delta, ReasoningDelta):
-            self.reasoning += delta.text
-        elif isinstance(delta, CallDelta):
-            self.tools.append(ToolCall(delta.id, delta.name))
-        elif isinstance(delta, ArgumentsDelta):
-            self.tools[-1].arguments += delta.text
-        elif isinstance(delta, End):
-            self.end = delta
-
-    @property
-    def ended(self) -> End:
-        """The end, which every row has that did not fail."""
-        assert self.end is not None
-        return self.end
+    message: Message
+    logprobs: tuple[TokenLogprobs, ...]  # of its text
+    end: End
 
 
 async def wholes(of: Deltas, n_rows: int) -> Sequence[Whole]:
     """Everything that the rows say, at once."""
-    rows = [Whole() for _ in range(n_rows)]
+    rows: list[list[Said]] = [[] for _ in range(n_rows)]
+    ends: dict[int, End] = {}
     async for index, delta in of:
-        rows[index].add(delta)
-    return rows
+        if isinstance(delta, End):
+            ends[index] = delta
+        elif not isinstance(delta, Silence):
+            rows[index].append(delta)
+    return [Whole(message_of(said), _logprobs(said), ends[index]) for index, said in enumerate(rows)]
+
+
+def _logprobs(said: Iterable[Said]) -> tuple[TokenLogprobs, ...]:
+    return tuple(token for one in said if isinstance(one, Content) for token in one.logprobs)

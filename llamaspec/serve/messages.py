@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.answers import CallDelta, ReasoningDelta
+from llamaspec.chat.answers import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.chat.message import Message
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.serve.completions import schema_shape
@@ -24,7 +24,6 @@ from llamaspec.serve.conversations import (
     function_tool,
     text_of,
 )
-from llamaspec.serve.deltas import Content as ContentDelta
 from llamaspec.serve.deltas import Deltas, End, Said, Silence, Whole
 from llamaspec.serve.faults import RequestError, anthropic_error, fault_of, not_supported
 from llamaspec.serve.fields import MAX_STOPS, Count, Fields, SamplingFields, StopText
@@ -172,17 +171,16 @@ class _Form:
 
     def whole(self, rows: Sequence[Whole]) -> dict[str, Any]:
         """The answer as one object."""
-        row = rows[0]
+        said, end = rows[0].message, rows[0].end
         content: list[dict[str, Any]] = []
-        if row.reasoning:
-            content.append({"type": "thinking", "thinking": row.reasoning, "signature": ""})
-        if row.content or not (content or row.tools):
-            content.append({"type": "text", "text": row.content})
-        for tool in row.tools:
-            called = {"type": "tool_use", "id": tool.id, "name": tool.name}
-            content.append({**called, "input": _input(tool.arguments)})
-        self._has_tools = bool(row.tools)
-        end = row.ended
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.text or not (content or said.tool_calls):
+            content.append({"type": "text", "text": said.text})
+        for call in said.tool_calls:
+            called = {"type": "tool_use", "id": call.id, "name": call.name}
+            content.append({**called, "input": _input(call.arguments)})
+        self._has_tools = bool(said.tool_calls)
         return {
             **self._head,
             "content": content,

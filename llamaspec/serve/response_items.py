@@ -103,11 +103,12 @@ class Items:
 def whole_items(row: Whole, status: str, vocabulary: LlamaVocabulary | None = None) -> list[Data]:
     """The items of a complete answer."""
     items = Items(vocabulary)
-    said: list[Said] = [ReasoningDelta(row.reasoning)] if row.reasoning else []
-    if row.content or not (row.reasoning or row.tools):
-        said.append(Content(row.content, logprobs=row.logprobs))
-    for i, tool in enumerate(row.tools):
-        said += [CallDelta(i, tool.id, tool.name), ArgumentsDelta(i, tool.arguments)]
+    message = row.message
+    said: list[Said] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    if message.text or not (message.reasoning or message.tool_calls):
+        said.append(Content(message.text, logprobs=row.logprobs))
+    for i, call in enumerate(message.tool_calls):
+        said += [CallDelta(i, call.id, call.name), ArgumentsDelta(i, call.arguments)]
     for one in said:
         items.say(one)
     items.finish(status)

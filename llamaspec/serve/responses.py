@@ -235,7 +235,7 @@ class _Form:
 
     def whole(self, rows: Sequence[Whole]) -> dict[str, Any]:
         """The answer as one object."""
-        end = rows[0].ended
+        end = rows[0].end
         status = "incomplete" if end.is_cut else "completed"
         return self._ended(whole_items(rows[0], status, self._vocabulary), end)
 
