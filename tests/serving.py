@@ -81,7 +81,7 @@ class Served:
 
     def n_running(self) -> int:
         """Rows that run."""
-        return len(self.service.decoder.rows()[0])
+        return len(self.service.queue.rows()[0])
 
 
 def parse_events(text: str) -> list[tuple[str | None, Any]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.protocols import LengthPolicy
 from llamaspec.serve.deltas import End
+from llamaspec.values import Round
 
 
 def openai_usage(ends: Sequence[End], n: int = 1) -> dict[str, Any]:
@@ -69,6 +72,16 @@ def timings(end: End) -> dict[str, Any]:
         "mask_ms": 1e3 * done.mask_seconds,
         "speedup_estimate": end.speedup,
     }
+
+
+def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
+    """How many times as fast as plain decoding a text was, by what plain rounds are believed to take."""
+    if not isinstance(policy, AutoLength) or not rounds:
+        return None
+    believed = [policy.plain_seconds(round_.n_rows) for round_ in rounds]
+    seconds = sum(round_.seconds for round_ in rounds)
+    plain = sum((round_.n_accepted + 1) * each for round_, each in zip(rounds, believed, strict=True) if each)
+    return plain / seconds if seconds > 0 and None not in believed else None
 
 
 def _ratio(a: float, b: float) -> float | None:

@@ -25,6 +25,8 @@ from llamaspec.serve.decoder import Decoder
 from llamaspec.serve.logs import Write
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prompts import Prompts
+from llamaspec.serve.room import Room
+from llamaspec.serve.row_queue import RowQueue
 from llamaspec.serve.service import Service
 from llamaspec.serve.settings import ServeSettings
 
@@ -77,15 +79,11 @@ def serving(
     """The application over an open pair; its decode thread ends afterwards."""
     metrics = Metrics()
     prompts = Prompts(pair.target, template)
-    decoder = Decoder(
-        pair,
-        policy,
-        metrics,
-        parallel=settings.parallel,
-        max_queue=settings.max_queue,
-        n_cells=max(pair.target.options.n_cells or 0, pair.target.context_size),
-    )
-    service = Service(pair, settings, prompts, decoder, metrics)
+    context_size = pair.target.context_size
+    room = Room(max(pair.target.options.n_cells or 0, context_size), context_size)
+    queue = RowQueue(settings.parallel, settings.max_queue, metrics)
+    decoder = Decoder(pair, policy, metrics, queue, room)
+    service = Service(pair, settings, prompts, queue, metrics)
     try:
         yield make_app(service, write), service
     finally:
@@ -109,23 +107,23 @@ def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Se
         h11_max_incomplete_event_size=64 << 10,
         timeout_graceful_shutdown=int(grace) + LAST_SECONDS,
     )
-    return Server(config, service.decoder, grace, ready, lambda: service.pair.is_lost)
+    return Server(config, service.queue, grace, ready, lambda: service.pair.is_lost)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which leaves signals and the decoder in order."""
+    """uvicorn's, which leaves signals and the queue in order."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        decoder: Decoder,
+        queue: RowQueue,
         grace_seconds: float,
         ready: Callable[[], None],
         is_lost: Callable[[], bool],
     ) -> None:
         super().__init__(config)
         self._is_lost = is_lost
-        self._decoder, self._grace_seconds, self._ready = decoder, grace_seconds, ready
+        self._queue, self._grace_seconds, self._ready = queue, grace_seconds, ready
         self._grace: threading.Timer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -139,8 +137,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop in order."""
-        self._decoder.stop()
-        self._grace = threading.Timer(self._grace_seconds, self._decoder.end)
+        self._queue.stop()
+        self._grace = threading.Timer(self._grace_seconds, self._queue.end)
         self._grace.daemon = True
         self._grace.start()
         try:
@@ -165,5 +163,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal stops; a second one ends the running answers at once."""
         if self.should_exit:
-            threading.Thread(target=self._decoder.end, daemon=True).start()
+            threading.Thread(target=self._queue.end, daemon=True).start()
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""What the endpoints share: the model, the decoder, and how a request becomes an answer."""
+"""What the endpoints share: the model, the queue, and how a request becomes an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.serve.answers import Answer
 from llamaspec.serve.constraints import Constraints, Shape
-from llamaspec.serve.decoder import Decoder
 from llamaspec.serve.deltas import Deltas, Whole, deltas, wholes
 from llamaspec.serve.faults import RequestError
 from llamaspec.serve.fields import Fields, SamplingFields
@@ -25,6 +24,7 @@ from llamaspec.serve.jobs import Job, Manner
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prompts import Prompts
 from llamaspec.serve.questions import Question, answerable
+from llamaspec.serve.row_queue import RowQueue
 from llamaspec.serve.settings import ServeSettings
 from llamaspec.serve.sse import EventStream, gone
 from llamaspec.values import TokenArray
@@ -46,7 +46,7 @@ class Service:
     pair: Pair
     settings: ServeSettings
     prompts: Prompts
-    decoder: Decoder
+    queue: RowQueue
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
@@ -131,7 +131,7 @@ class Service:
         form : callable
             Puts whole rows into the API's object.
         """
-        answer = self.decoder.submit(jobs)
+        answer = self.queue.submit(jobs)
         timeout = self.settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         of = deltas(answer, deadline, self.settings.keep_alive_seconds)

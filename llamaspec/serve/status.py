@@ -34,7 +34,7 @@ class DetokenizeRequest(Fields):
 
 async def health(request: Request) -> Response:
     """Whether requests are taken."""
-    if _service(request).decoder.is_stopping:
+    if _service(request).queue.is_stopping:
         return JSONResponse({"status": "stopping"}, 503)
     return JSONResponse({"status": "ok"})
 
@@ -57,7 +57,7 @@ async def model(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counters and gauges for Prometheus."""
     service = _service(request)
-    running, n_waiting = service.decoder.rows()
+    running, n_waiting = service.queue.rows()
     used, size = service.pair.cache_use()
     gauges = {
         "num_requests_running": ("Rows that run.", float(len(running))),
@@ -72,7 +72,7 @@ async def props(request: Request) -> Response:
     """What the server is made of."""
     service = _service(request)
     pair, vocabulary = service.pair, service.pair.target.vocabulary
-    running, n_waiting = service.decoder.rows()
+    running, n_waiting = service.queue.rows()
     return JSONResponse(
         {
             "model_alias": service.model_name,
@@ -99,7 +99,7 @@ async def props(request: Request) -> Response:
 async def slots(request: Request) -> Response:
     """The rows that run; never their text."""
     service = _service(request)
-    running, _ = service.decoder.rows()
+    running, _ = service.queue.rows()
     return JSONResponse(_slots(running, service))
 
 

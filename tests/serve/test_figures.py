@@ -55,11 +55,11 @@ def test_rows_and_draft_tokens_by_rows(demo: Pair, monkeypatch: pytest.MonkeyPat
         assert 0 < lengths["2"] <= 3  # what the length policy of this server allows
         until(lambda: server.client.get("/props").json()["rows"] == {"running": 0, "waiting": 0})
         gate = Gate(demo, monkeypatch)
-        answer = server.service.decoder  # rows that are held before their first evaluation
+        queue = server.service.queue  # rows that are held before their first evaluation
         with server.client.stream("POST", CHAT, json={**BODY, "stream": True, "n": 2}):
             until(lambda: server.client.get("/props").json()["rows"]["running"] == 2)
             gate.open()
-        until(lambda: not answer.rows()[0])
+        until(lambda: not queue.rows()[0])
 
 
 def part(raw: str, *deltas: ContentDelta | ReasoningDelta, drafted: bool = True) -> AnswerPart:

@@ -25,6 +25,8 @@ from llamaspec.serve.decoder import Decoder
 from llamaspec.serve.faults import RequestError
 from llamaspec.serve.jobs import Drafting, Job
 from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.room import Room
+from llamaspec.serve.row_queue import RowQueue
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, open_demo, said, served, until
 
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
@@ -36,11 +38,15 @@ def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> Job:
 
 
 @contextmanager
-def decoding(pair: Pair, **settings: Any) -> Iterator[Decoder]:
-    usual: dict[str, Any] = {"parallel": 4, "max_queue": 64, "n_cells": 4 * CONTEXT}
-    decoder = Decoder(pair, FixedLength(3), Metrics(), **{**usual, **settings})
+def decoding(
+    pair: Pair, parallel: int = 4, max_queue: int = 64, n_cells: int = 4 * CONTEXT
+) -> Iterator[RowQueue]:
+    """What a decoder takes its rows from."""
+    metrics = Metrics()
+    rows = RowQueue(parallel, max_queue, metrics)
+    decoder = Decoder(pair, FixedLength(3), metrics, rows, Room(n_cells, pair.target.context_size))
     try:
-        yield decoder
+        yield rows
     finally:
         decoder.close()
 
@@ -107,10 +113,10 @@ def test_rows_pause_instead_of_being_cut(
         pause(stream)
 
     monkeypatch.setattr(AnswerStream, "pause", noted)
-    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as queue:
 
         async def ask() -> list[list[str]]:
-            answers = [decoder.submit([job(pair, "def f(", seed, 300)]) for seed in range(3)]
+            answers = [queue.submit([job(pair, "def f(", seed, 300)]) for seed in range(3)]
             return await asyncio.gather(*map(read, answers))
 
         assert run(ask()) == [[said(alone, "def f(", seed, 300)] for seed in range(3)]
@@ -132,12 +138,12 @@ def test_texts_without_a_limit_share_the_room(
 
 def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
     """Else nobody could go on before it reads."""
-    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as decoder:
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as queue:
 
         async def ask() -> tuple[list[str], list[str]]:
-            slow = decoder.submit([job(pair, "def f(", 1, 300, drafting=Drafting(enabled=False))])
+            slow = queue.submit([job(pair, "def f(", 1, 300, drafting=Drafting(enabled=False))])
             await reached(lambda: slow.runs[0].is_clogged)
-            other = await read(decoder.submit([job(pair, "import os", 2, 400)]))
+            other = await read(queue.submit([job(pair, "import os", 2, 400)]))
             return other, await read(slow)
 
         assert run(ask()) == ([said(alone, "import os", 2, 400)], [said(alone, "def f(", 1, 300)])
@@ -148,14 +154,14 @@ def test_a_client_that_vanishes_frees_its_row_within_one_evaluation(
 ) -> None:
     gate = Gate(demo, monkeypatch)
     gate.open()
-    with decoding(demo) as decoder:
+    with decoding(demo) as queue:
 
         async def vanish() -> int:
-            answer = decoder.submit([job(demo, "def f(", 1, 400)])
+            answer = queue.submit([job(demo, "def f(", 1, 400)])
             await reached(lambda: gate.n_evaluations > 5)
             answer.close()
             n_before = gate.n_evaluations
-            await reached(lambda: not decoder.rows()[0])
+            await reached(lambda: not queue.rows()[0])
             return gate.n_evaluations - n_before
 
         assert run(vanish()) <= 1
@@ -175,7 +181,7 @@ def test_a_connection_that_breaks_frees_its_row(
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
             connection.sendall((head + body).encode())
             until(lambda: server.n_running() == 1)
-        (running,), _ = server.service.decoder.rows()
+        (running,), _ = server.service.queue.rows()
         until(lambda: running.answer.is_cancelled)
         gate.open()
         until(lambda: server.n_running() == 0)
@@ -186,12 +192,12 @@ def test_a_connection_that_breaks_frees_its_row(
 
 def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
     n = UNREAD * 6
-    with decoding(demo) as decoder:
+    with decoding(demo) as queue:
 
         async def ask() -> tuple[int, list[str], list[str]]:
-            slow = decoder.submit([job(demo, "def f(", 1, n, drafting=Drafting(enabled=False))])
+            slow = queue.submit([job(demo, "def f(", 1, n, drafting=Drafting(enabled=False))])
             await reached(lambda: slow.runs[0].is_clogged)
-            other = await read(decoder.submit([job(demo, "import os", 2, 200)]))
+            other = await read(queue.submit([job(demo, "import os", 2, 200)]))
             stream = slow.runs[0].stream
             assert stream is not None
             n_made = len(stream.rounds)
@@ -205,19 +211,19 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
 
 def test_a_full_queue_refuses_and_goes_on(demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(demo, monkeypatch)
-    with decoding(demo, parallel=1, max_queue=1) as decoder:
+    with decoding(demo, parallel=1, max_queue=1) as queue:
 
         async def ask() -> list[list[str]]:
-            first = decoder.submit([job(demo, "def f(", 1, 5)])
-            await reached(lambda: decoder.rows()[0])
-            second = decoder.submit([job(demo, "def f(", 2, 5)])
+            first = queue.submit([job(demo, "def f(", 1, 5)])
+            await reached(lambda: queue.rows()[0])
+            second = queue.submit([job(demo, "def f(", 2, 5)])
             with pytest.raises(RequestError) as refused:
-                decoder.submit([job(demo, "def f(", 3, 5)])
+                queue.submit([job(demo, "def f(", 3, 5)])
             assert refused.value.status == 429
             assert 1 <= (refused.value.retry_after or 0) <= 60
             gate.open()
             texts = [await read(first), await read(second)]
-            return [*texts, await read(decoder.submit([job(demo, "def f(", 3, 5)]))]
+            return [*texts, await read(queue.submit([job(demo, "def f(", 3, 5)]))]
 
         assert run(ask()) == [[said(alone, "def f(", seed, 5)] for seed in (1, 2, 3)]
 
@@ -243,12 +249,12 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
         def startswith(self, *_: Any) -> bool:
             raise RuntimeError("broken on purpose")
 
-    with decoding(demo) as decoder:
+    with decoding(demo) as queue:
 
         async def ask() -> list[str]:
-            good = decoder.submit([job(demo, "import os", 2, 40)])
-            empty = decoder.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
-            broken = decoder.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
+            good = queue.submit([job(demo, "import os", 2, 40)])
+            empty = queue.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
+            broken = queue.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
             with pytest.raises(PromptError, match="empty"):
                 await read(empty)
             with pytest.raises(RuntimeError, match="broken on purpose"):
@@ -283,15 +289,15 @@ def test_no_request_is_taken_while_the_server_stops(
 ) -> None:
     """What runs goes on to its end; what waits is told."""
     gate = Gate(demo, monkeypatch)
-    with decoding(demo, parallel=1) as decoder:
+    with decoding(demo, parallel=1) as queue:
 
         async def ask() -> tuple[list[str], list[RequestError]]:
-            running = decoder.submit([job(demo, "def f(", 1, 60)])
-            await reached(lambda: decoder.rows()[0])
-            waiting = decoder.submit([job(demo, "def f(", 2, 60)])
-            decoder.stop()
+            running = queue.submit([job(demo, "def f(", 1, 60)])
+            await reached(lambda: queue.rows()[0])
+            waiting = queue.submit([job(demo, "def f(", 2, 60)])
+            queue.stop()
             with pytest.raises(RequestError) as late:
-                decoder.submit([job(demo, "def f(", 3, 5)])
+                queue.submit([job(demo, "def f(", 3, 5)])
             gate.open()
             with pytest.raises(RequestError) as refused:
                 await read(waiting)
@@ -304,12 +310,12 @@ def test_no_request_is_taken_while_the_server_stops(
 
 def test_ending_ends_what_runs(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(demo, monkeypatch)
-    with decoding(demo) as decoder:
+    with decoding(demo) as queue:
 
         async def ask() -> None:
-            running = decoder.submit([job(demo, "def f(", 1, 400)])
-            await reached(lambda: decoder.rows()[0])
-            decoder.end()
+            running = queue.submit([job(demo, "def f(", 1, 400)])
+            await reached(lambda: queue.rows()[0])
+            queue.end()
             gate.open()
             with pytest.raises(RequestError, match="stopping"):
                 await read(running)
@@ -349,10 +355,10 @@ def test_a_shared_prompt_is_read_once(demo_files: tuple[Path, Path], evaluated: 
     prompt = "def g(a, b):\n    return a + b\n" * 8
     with open_demo(demo_files) as pair:
         n_prompt = len(pair.target.vocabulary.tokenize(prompt.encode()))
-        with decoding(pair) as decoder:
+        with decoding(pair) as queue:
 
             async def ask() -> None:
-                await read(decoder.submit([job(pair, prompt, seed, 1) for seed in range(3)]))
+                await read(queue.submit([job(pair, prompt, seed, 1) for seed in range(3)]))
 
             run(ask())
     n_read = sum(len(stretch.tokens) for stretch in evaluated.stretches)

@@ -70,7 +70,7 @@ def test_slots_and_health(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         assert first["n_ctx"] == CONTEXT
         assert "def f(" not in str(first)
         assert server.client.get("/health").json() == {"status": "ok"}
-        server.service.decoder.stop()
+        server.service.queue.stop()
         assert server.client.get("/health").status_code == 503
 
 
