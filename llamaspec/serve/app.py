@@ -22,7 +22,8 @@ from llamaspec.serve.faults import RequestError, fault_response
 from llamaspec.serve.logs import RequestLog, Write
 from llamaspec.serve.messages import CountRequest, MessagesRequest, count_tokens, messages
 from llamaspec.serve.openapi import Endpoint, Handler, description
-from llamaspec.serve.responses import ResponsesRequest, responses
+from llamaspec.serve.responses import responses
+from llamaspec.serve.responses_request import ResponsesRequest
 from llamaspec.serve.security import PAGE_FILES, Guard
 from llamaspec.serve.service import CLIENT_LEFT, Service
 

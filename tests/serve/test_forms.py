@@ -33,6 +33,7 @@ from llamaspec.serve.deltas import (
     Silence,
     wholes,
 )
+from llamaspec.serve.responses_request import ResponsesRequest
 from serving import parse_events
 
 USUAL = StopReason.END
@@ -203,7 +204,7 @@ def test_messages(name: str) -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_responses(name: str) -> None:
     def form() -> Any:
-        return responses._Form("m", responses.ResponsesRequest(input="a"), 1)
+        return responses._Form("m", ResponsesRequest(input="a"), 1)
 
     (whole, _), (_, events) = forms(form(), name), forms(form(), name)
     OpenAIResponse.model_validate(whole)
@@ -246,7 +247,7 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
             chat._Form("m", 1, CHAT),
             completions._Form("m", 1, completions.CompletionRequest(prompt="a")),
             messages._Form("m", 9, lambda done: None),
-            responses._Form("m", responses.ResponsesRequest(input="a"), 1),
+            responses._Form("m", ResponsesRequest(input="a"), 1),
         )
     ]
     assert all("secret" not in text for text in made)

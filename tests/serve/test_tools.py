@@ -18,7 +18,7 @@ from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.chat import ChatRequest
 from llamaspec.serve.messages import CountRequest, MessagesRequest
-from llamaspec.serve.responses import ResponsesRequest
+from llamaspec.serve.responses_request import ResponsesRequest
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, Served, served
