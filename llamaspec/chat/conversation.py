@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, the turns that fit, the answer to the next one.
+"""A conversation with a model: its messages, and the answer to the next one.
 
 The whole conversation is asked each time; what the KV cache holds of it costs nothing. Knows no terminal:
 text comes out of iterators, remarks go to a function that was handed in.
@@ -6,30 +6,24 @@ text comes out of iterators, remarks go to a function that was handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
 from llamaspec.chat.answers import AnswerParser, ContentDelta, ReasoningDelta
-from llamaspec.chat.formats import AnswerFormat
 from llamaspec.chat.message import Message
+from llamaspec.chat.prompter import Answer, Prompter, Tell
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.errors import ContextFullError, PromptError
+from llamaspec.errors import PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt: turns that no conversation reaches
-
-Tell = Callable[[str], None]  # receives a remark for the person
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +37,6 @@ class Settings:
     policy: LengthPolicy  # one for the whole conversation, which goes on learning
     reasoning_budget: int | None = None  # tokens of each answer's reasoning
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an answer consists of up to a point."""
-
-    tokens: tuple[int, ...]
-    text: str  # with reasoning and marks
-    said: str  # what a person reads of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,17 +98,12 @@ class Session:
         on_reasoning: Tell | None = None,
     ) -> None:
         self._pair = pair
-        self._template = template
         self.settings = settings
         self._system = system
         self._tell = tell
         self._on_reasoning = on_reasoning
-        self._format = AnswerFormat.of(template.source)
-        self._begins_thinking = False  # with the prompt last made
-        self._transcript = Transcript(pair.target.vocabulary)
+        self._prompter = Prompter(pair.target, template, tell)
         self._turns: tuple[Message, ...] = ()
-        self._asked: tuple[Message, ...] = ()  # what the model was asked with last
-        self._n_dropped = 0  # messages at the beginning that the model is not asked with any more
         self._attempt = 0  # how often the last answer was regenerated
         self._answered: Answer | None = None  # the last answer, where it was written here
         self.last: Reply | None = None
@@ -150,7 +130,8 @@ class Session:
         if first is not None and first.role == "system":
             self._system = first.text
         self._turns = tuple(others)
-        self._n_dropped = self._attempt = 0
+        self._prompter.begin_anew()
+        self._attempt = 0
         self._answered = None
         self.last = None
 
@@ -234,11 +215,15 @@ class Session:
         *,
         more: bool = False,
     ) -> Generator[str, None, None]:
-        answered = self._written(turns) if more else Answer((), "", "")
-        prompt = self._prompt(turns, answered)
+        prompter, kwargs = self._prompter, self.settings.template_kwargs
+        system, answered = self._system_messages(), Answer()
+        if more:
+            said_before, before = self._turns[-1].text, (*system, *turns)
+            answered = self._answered or prompter.answer_from_file(said_before, before, kwargs)
+        prompt = prompter.prompt(system, turns, answered, self.settings.max_tokens, kwargs)
         n_turn = sum(message.role == "user" for message in turns) - 1
         seed = self.settings.seed + n_turn + attempt * REGENERATION
-        parser = AnswerParser(self._format, thinking=self._begins_thinking)
+        parser = AnswerParser(prompter.format, thinking=prompter.begins_thinking)
         parser.feed(answered.text)
         stream = self._stream(prompt, seed, on_prefill, parser)
         said: list[str] = []
@@ -255,31 +240,14 @@ class Session:
                             self._on_reasoning(delta.text)
         finally:
             stream.close()
-            before = answered if more else None
-            self._keep(turns, Reply(stream.completion, seed, n_thought, before), "".join(said), attempt)
-
-    def _written(self, turns: Sequence[Message]) -> Answer:
-        """The last answer; of one from a file only what was said is known, and not what was thought."""
-        if self._answered is not None:
-            return self._answered
-        vocabulary, said = self._pair.target.vocabulary, self._turns[-1].text
-        rendered = self._template.render(
-            (*self._system_messages(), *turns), template_kwargs=self.settings.template_kwargs
-        )
-        reasoning = self._format.reasoning if self._format.begins_thinking(rendered.text) else None
-        cut = reasoning.cut if reasoning is not None else ""
-        tokens = [
-            *vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True).tolist(),
-            *vocabulary.tokenize(said.encode(), add_special=False).tolist(),
-        ]
-        if tokens and vocabulary.piece(tokens[0]) == b" " and not (cut or said).startswith(" "):
-            del tokens[0]  # SentencePiece begins so
-        return Answer(tuple(tokens), cut + said, said)
+            reply = Reply(stream.completion, seed, n_thought, answered if more else None)
+            self._keep(turns, reply, "".join(said), attempt)
 
     def _stream(
         self, prompt: TokenArray, seed: int, on_prefill: Progress | None, parser: AnswerParser
     ) -> AnswerStream:
         settings, vocabulary = self.settings, self._pair.target.vocabulary
+        answer_format = self._prompter.format
 
         def open_stream(prompt: TokenArray, max_tokens: int) -> TextStream:
             return self._pair.stream(
@@ -287,15 +255,15 @@ class Session:
                 sampling=settings.sampling,
                 seed=seed,
                 max_tokens=max_tokens,
-                spelled=self._format.spelled(vocabulary.controls),
+                spelled=answer_format.spelled(vocabulary.controls),
                 rule=settings.rule,
                 policy=settings.policy,
                 on_prefill=on_prefill,
             )
 
         limit = None
-        if settings.reasoning_budget is not None and self._format.reasoning is not None:
-            limit = ReasoningLimit(self._format.reasoning, settings.reasoning_budget)
+        if settings.reasoning_budget is not None and answer_format.reasoning is not None:
+            limit = ReasoningLimit(answer_format.reasoning, settings.reasoning_budget)
         return AnswerStream(prompt, settings.max_tokens, open_stream, parser, vocabulary, limit)
 
     def _keep(self, turns: tuple[Message, ...], reply: Reply, said: str, attempt: int) -> None:
@@ -303,74 +271,16 @@ class Session:
         completion = reply.completion
         if completion.stop_reason is StopReason.INTERRUPT and not said:
             return
-        before = reply.before or Answer((), "", "")
-        self._transcript.wrote(completion.tokens)
+        before = reply.before or Answer()
+        self._prompter.wrote(completion.tokens)
         self._answered = Answer(
             (*before.tokens, *completion.tokens), before.text + completion.text, before.said + said
         )
-        self._turns = (*turns, self._as_message(self._answered.said))
+        message = self._prompter.as_message(self._answered.said, self.settings.template_kwargs)
+        self._turns = (*turns, message)
         self._attempt = attempt
         self.last = reply
         self.totals = self.totals.plus(completion)
 
-    def _as_message(self, text: str) -> Message:
-        """An answer as it goes on in the conversation: without the spaces that the template itself writes."""
-        for variant in (text, text.strip()):
-            message = Message("assistant", variant)
-            with suppress(PromptError):  # a template may want the user to speak last
-                rendered = self._template.render(
-                    [*self._asked, message], template_kwargs=self.settings.template_kwargs
-                )
-                if rendered.text.startswith(self._transcript.text):
-                    return message
-        return Message("assistant", text)
-
-    def _prompt(self, turns: tuple[Message, ...], answered: Answer) -> TokenArray:
-        """Tokens of the conversation, without its oldest turns where they leave no room for an answer.
-
-        Behind them those of an answer that is gone on with.
-
-        Once there is no room, turns are dropped until half of the context is free: after every drop what is
-        left must be prefilled anew, so it should be rare.
-        """
-        context_size = self._pair.target.context_size
-        room = context_size - min(self.settings.max_tokens, context_size // 4)
-        n_dropped = min(self._n_dropped, len(turns) - 1)
-        tokens = self._tokens(turns[n_dropped:], answered)
-        while len(tokens) > room and (next_start := _next_turn(turns, n_dropped)) is not None:
-            n_dropped, room = next_start, context_size // 2
-            tokens = self._tokens(turns[n_dropped:], answered)
-        if len(tokens) >= context_size and answered.tokens:
-            raise ContextFullError(
-                f"the context of {context_size} tokens has no room for more of this answer; open a larger one"
-            )
-        if len(tokens) >= context_size:
-            raise ContextFullError(
-                f"the message has {len(tokens)} tokens with what the template and the system prompt add, the "
-                f"context {context_size}; shorten it or open a larger context"
-            )
-        if n_dropped > self._n_dropped:
-            n_turns = sum(message.role == "user" for message in turns[self._n_dropped : n_dropped])
-            self._tell(
-                f"the conversation has outgrown the context of {context_size} tokens; from now on the model "
-                f"is asked without the {n_turns} oldest turns it saw"
-                + (", but with the system prompt" if self._system else "")
-            )
-            self._n_dropped = n_dropped
-        return tokens
-
-    def _tokens(self, turns: Sequence[Message], answered: Answer) -> TokenArray:
-        self._asked = (*self._system_messages(), *turns)
-        rendered = self._template.render(self._asked, template_kwargs=self.settings.template_kwargs)
-        self._begins_thinking = self._format.begins_thinking(rendered.text)
-        tokens = self._transcript.read(rendered)
-        self._transcript.wrote(answered.tokens)
-        return np.concatenate([tokens, np.array(answered.tokens, dtype=np.int32)])
-
     def _system_messages(self) -> tuple[Message, ...]:
         return (Message("system", self._system),) if self._system else ()
-
-
-def _next_turn(turns: Sequence[Message], start: int) -> int | None:
-    """Where the turn after the one at `start` begins; None if that is the last."""
-    return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
