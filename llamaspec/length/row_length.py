@@ -88,10 +88,11 @@ class AutoRow:
         """Whether one more token is worth its position, or is drafted to explore."""
         self._begin()
         pledge, n = self._pledge, len(draft)
+        pledge.n_draft = n
         if draft.source in COPIES and draft.source not in self._plans:
             self._plans[draft.source] = self._plan_free(draft.source, draft.ahead)
         plan = self._plans.get(draft.source, NOTHING)
-        pledge.n_draft, pledge.is_drafting = n, True
+        pledge.is_drafting = True
         if draft.source is Source.GRAMMAR:
             wants = self._pays_sure()
         else:
@@ -103,7 +104,7 @@ class AutoRow:
     def tree(self) -> TreeGrowth | None:
         """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
         self._begin()
-        self._branches = True
+        self._branches, self._pledge.n_draft = True, 0  # whoever was asked before has no draft
         return self._tree()
 
     def _tree(self) -> TreeGrowth | None:

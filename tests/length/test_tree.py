@@ -248,6 +248,17 @@ def test_automatic_length_branches_where_widths_are_cheap(slope: float, *, grows
         assert draft.n_branches > 1
 
 
+def test_a_tree_grows_where_another_source_had_no_draft_after_all() -> None:
+    """Copies that a constraint does not allow: their number stood as the row's, and no position was left."""
+    curve = CostCurve(tuple(range(1, 18)), tuple(0.04 * (1 + 0.01 * i) for i in range(17)), 0.002)
+    _, row = opened(curve)
+    n = 0
+    while row.wants_more(Draft(np.zeros(n, np.int32), (), (1.0,) * n, Source.GRAMMAR)):
+        n += 1
+    assert n == 16
+    assert row.tree() is not None
+
+
 def test_the_same_rounds_give_the_same_beliefs_with_trees() -> None:
     """`measure.reasons` plays rounds again; it asks for no tree."""
     curve = CostCurve(tuple(range(1, 18)), tuple(0.04 * (1 + 0.01 * i) for i in range(17)), 0.002)
