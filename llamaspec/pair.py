@@ -38,7 +38,7 @@ from llamaspec.sampling.grammar import Grammars
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.stages import draft_name, stages_of
-from llamaspec.text_drafters import TextDrafters
+from llamaspec.text_drafters import Drawing, TextDrafters
 from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -168,9 +168,9 @@ class Pair:
         others: list[Closing] = []
         length = (policy or self._length).start_row()
         if drafter is None:
-            chance = sampling, rule, streams
+            drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
             trees = length if isinstance(length, TreeLength) else None
-            drafter, others = self._drafters.make(*chance, len(tokens), row_constraint, trees)
+            drafter, others = self._drafters.make(drawing, trees)
         speculation = Speculation(
             drafter=drafter,
             length=length,
@@ -277,7 +277,7 @@ class Pair:
         constraint: RowConstraint | None = None,
     ) -> Drafter:
         """The drafter that asks the draft model for chains, or the target's prediction heads."""
-        return self._drafters.asking_model(sampling, rule, streams, n_prompt, constraint)
+        return self._drafters.asking_model(Drawing(sampling, rule, streams, n_prompt, constraint))
 
     def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
         if isinstance(prompt, str):

@@ -18,11 +18,22 @@ from llamaspec.engine.speculate import Closing
 from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
+from llamaspec.protocols import Drafter, RandomStreams, RowConstraint
 from llamaspec.sampling.acceptance_rules import RULES, Coupled
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.stages import Stage, staged_drafter
 from llamaspec.values import DRAFT, MTP, Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawing:
+    """How the tokens of one text are drawn."""
+
+    sampling: Sampling
+    rule: str
+    streams: RandomStreams
+    n_prompt: int = 0  # tokens that the constraint does not concern
+    constraint: RowConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,24 +49,16 @@ class TextDrafters:
     past: PastTexts | None  # texts that are copied from besides
     clock: Clock
 
-    def make(
-        self,
-        sampling: Sampling,
-        rule: str,
-        streams: RandomStreams,
-        n_prompt: int,
-        constraint: RowConstraint | None,
-        trees: TreeLength | None,
-    ) -> tuple[Drafter, list[Closing]]:
+    def make(self, drawing: Drawing, trees: TreeLength | None) -> tuple[Drafter, list[Closing]]:
         """All that can draft, the first that has a draft first; and what is closed when the text has ended.
 
         Parameters
         ----------
-        n_prompt : int
-            Tokens that the constraint does not concern.
+        drawing : Drawing
         trees : TreeLength, optional
             Of the text: drafts may branch as it says, where both models and the rule can.
         """
+        constraint, n_prompt = drawing.constraint, drawing.n_prompt
         drafters: list[Drafter] = []
         others: list[Closing] = []
         if self.ngram:
@@ -67,58 +70,44 @@ class TextDrafters:
         if self.stages:
 
             def alone(model: LlamaModel, name: str, streams: RandomStreams) -> ModelDrafter:
-                chance = RULES[rule], streams
-                return self._asking(model, sampling, *chance, n_prompt, constraint, model=name)
+                return self._asking(model, replace(drawing, streams=streams), model=name)
 
             lengths = [stage.length.start_row() for stage in self.stages]
             others += lengths
-            drafters.append(staged_drafter(self.stages, lengths, alone, streams, self.clock))
+            drafters.append(staged_drafter(self.stages, lengths, alone, drawing.streams, self.clock))
         elif self.draft is not None or self.heads is not None:
-            drafters.append(self.asking_model(sampling, rule, streams, n_prompt, constraint, trees))
+            drafters.append(self.asking_model(drawing, trees))
         if constraint is not None:
             drafters.append(GrammarDrafter(constraint, n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters), others
 
-    def asking_model(
-        self,
-        sampling: Sampling,
-        rule: str,
-        streams: RandomStreams,
-        n_prompt: int,
-        constraint: RowConstraint | None,
-        trees: TreeLength | None = None,
-    ) -> Drafter:
+    def asking_model(self, drawing: Drawing, trees: TreeLength | None = None) -> Drafter:
         """The drafter that asks the draft model alone, or the target's prediction heads."""
-        chance = RULES[rule], streams
         if self.heads is None:
             assert self.draft is not None
             kind: Callable[..., ModelDrafter] = ModelDrafter
-            if trees and rule == Coupled.name and self.draft.can_branch and self.target.can_branch:
+            if trees and drawing.rule == Coupled.name and self.draft.can_branch and self.target.can_branch:
                 kind = partial(TreeDrafter, trees=trees)
-            drafter = self._asking(self.draft, sampling, *chance, n_prompt, constraint, kind=kind)
+            drafter = self._asking(self.draft, drawing, kind=kind)
             return drafter if self.foreign is None else self.foreign.adapted(drafter)
-        drafter = self._asking(self.heads, sampling, *chance, n_prompt, constraint, model=MTP)
+        drafter = self._asking(self.heads, drawing, model=MTP)
         return replace(drafter, source=Source.MTP, longest=self.heads.longest)
 
     def _asking(
         self,
         asked: LlamaModel | PredictionHeads,
-        sampling: Sampling,
-        rule: Rule,
-        streams: RandomStreams,
-        n_prompt: int,
-        constraint: RowConstraint | None,
+        drawing: Drawing,
         model: str = DRAFT,
         kind: Callable[..., ModelDrafter] = ModelDrafter,
     ) -> ModelDrafter:
         return kind(
             asked.vocabulary_size,
             asked.context_size,
-            sampling,
-            rule,
-            streams,
+            drawing.sampling,
+            RULES[drawing.rule],
+            drawing.streams,
             n_tokens=self.target.vocabulary_size,
             model=model,
-            n_prompt=n_prompt,
-            constraint=constraint,
+            n_prompt=drawing.n_prompt,
+            constraint=drawing.constraint,
         )
