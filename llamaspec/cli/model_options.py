@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from llamaspec.cli.fetching import fetched_model, known_draft
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
-from llamaspec.cli.parameters import DeviceNames, DraftName, Shares
+from llamaspec.cli.parameters import DEVICE_NAMES, SHARES, DraftName
 from llamaspec.errors import PairError
 from llamaspec.hub.names import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
@@ -52,12 +52,12 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="Tokens of the draft's context; default as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
-    click.option("--device", "-dev", type=DeviceNames(), metavar="NAME,...",
+    click.option("--device", "-dev", type=DEVICE_NAMES, metavar="NAME,...",
                  help="What computes the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
                       "on workers, or none. Default: the workers, and all GPUs."),
-    click.option("--draft-device", "-devd", type=DeviceNames(), metavar="NAME,...",
+    click.option("--draft-device", "-devd", type=DEVICE_NAMES, metavar="NAME,...",
                  help="The same for the draft, on this machine."),
-    click.option("--tensor-split", "-ts", type=Shares(), default=(), metavar="N,N,...",
+    click.option("--tensor-split", "-ts", type=SHARES, default=(), metavar="N,N,...",
                  help="Shares of the target's layers on these devices; default: by their free memory."),
     click.option("--placement", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
                  help="Where the GPUs have no room for both models: auto = choose which layers go there, but "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -18,32 +18,34 @@ class DraftName(click.ParamType):  # type: ignore[type-arg]
         return (rv,)
 
 
-class DeviceNames(click.ParamType):  # type: ignore[type-arg]
-    """Names with commas between them, or none."""
+class Separated(click.ParamType):  # type: ignore[type-arg]
+    """Values with commas between them; a ValueError of who reads one is told as a wrong value."""
 
-    name = "devices"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """The names; empty for "none"."""
-        if isinstance(value, tuple):
-            return value
-        return () if value == "none" else tuple(name.strip() for name in value.split(","))
-
-
-class Shares(click.ParamType):  # type: ignore[type-arg]
-    """Numbers with commas or slashes between them, as llama.cpp reads them."""
-
-    name = "shares"
+    def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
+        self.name, self._read = name, read
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """The numbers."""
-        if isinstance(value, tuple):
-            return value
+    ) -> tuple[Any, ...]:
+        """The values."""
         try:
-            return tuple(float(share) for share in value.replace("/", ",").split(","))
-        except ValueError:
-            self.fail(f"{value!r} are no numbers with commas between them, such as 3,1", param, ctx)
+            return value if isinstance(value, tuple) else self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    """Names, or "none"."""
+    return () if text == "none" else tuple(name.strip() for name in text.split(","))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Numbers; slashes do as well, as llama.cpp reads them."""
+    try:
+        return tuple(float(share) for share in text.replace("/", ",").split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} are no numbers with commas between them, such as 3,1") from None
+
+
+DEVICE_NAMES = Separated("devices", _devices)
+SHARES = Separated("shares", _shares)

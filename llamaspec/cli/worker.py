@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from llamaspec.cli.option_groups import Command, Decorator
-from llamaspec.cli.parameters import DeviceNames
+from llamaspec.cli.parameters import DEVICE_NAMES
 from llamaspec.cli.terminal import say
 from llamaspec.errors import WorkerError
 from llamaspec.files import cache_folder
@@ -20,7 +20,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--port", type=click.IntRange(1, 65535), default=PORT, show_default=True, help="Port."),
     click.option("--threads", type=click.IntRange(1, 512),
                  help="Threads of a CPU; default: its physical cores."),
-    click.option("--device", type=DeviceNames(),
+    click.option("--device", type=DEVICE_NAMES,
                  help="What to compute on, names with commas between them; default: all GPUs, else the CPU."),
     click.option("--cache", is_flag=True,
                  help="Keep weights in the cache folder, so that a client sends them once."),
