@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,9 +30,9 @@ from bench import PROMPTS
 from llamaspec import ModelOptions, NoDrafter, Pair, Sampling, demo_draft, demo_target, open_pair
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.probe import QUICK, measure
+from local_worker import running_worker
 
 PROXY = Path(__file__).with_name("delaying_proxy.py")
-_WORKER = "from llamaspec.__main__ import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,9 @@ def main(
     texts = [entry["text"] for entry in yaml.safe_load(PROMPTS.read_text())][:max_prompts]
     sampling = Sampling(temperature=temperature)
     found = []
-    with _worker(threads) as address:
+    with running_worker(threads) as worker:
         for delay in delays:
-            with _proxy(address, delay) as near:
+            with _proxy(worker.address, delay) as near:
                 options = ModelOptions(threads=threads, n_ctx=1024, workers=(near,))
                 here = ModelOptions(threads=threads, n_ctx=1024)
                 with open_pair(target, draft, target_options=options, draft_options=here) as pair:
@@ -119,31 +117,6 @@ def _distance(pair: Pair, delay: float, texts: list[str], sampling: Sampling, ma
         tokens_per_round=n_tokens / max(1, n_rounds),
         same_text=same,
     )
-
-
-@contextmanager
-def _worker(threads: int) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", _WORKER, "worker", "--port", str(port), "--threads", str(threads)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while not _listens(port):
-            if process.poll() is not None:
-                sys.exit("the worker did not start: `llamaspec worker` says why")
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from command import ENTRY, environment, expected, invoke, naming, said
-from rpc_workers import free_port, needs_rpc, running_worker
+from local_worker import free_port
+from rpc_workers import needs_rpc, running_worker
 
 PROMPT = "def f(self):\n    return "
 
 
 @needs_rpc
-def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Path], tmp_path: Path) -> None:
+def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Path]) -> None:
     """The text is longer than what the pipe holds, so it cannot be over before the worker is killed."""
     beginning = expected(models, seed=3, n=200).text
-    with running_worker(tmp_path) as worker:
+    with running_worker() as worker:
         command = ["generate", *naming(models), "--n-ctx", 8192, "-n", 8000, "--seed", 3, "--no-stats"]
         process = subprocess.Popen(
             [*ENTRY, *map(str, command), "--rpc", worker.address, "-p", PROMPT],

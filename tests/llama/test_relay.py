@@ -13,7 +13,7 @@ import pytest
 from llamaspec.errors import WorkerError
 from llamaspec.llama import relay
 from llamaspec.llama.relay import Relay
-from rpc_workers import free_port
+from local_worker import free_port
 
 HELLO, ALLOC, BASE, SET, GET, HASH = 14, 0, 3, 6, 8, 7  # commands
 GREETING = struct.pack("<Q4B24x", 28, 7, 0, 0, 0)

@@ -22,8 +22,9 @@ from llamaspec.llama.weights import Weights
 from llamaspec.llama.workers import own_protocol
 from llamaspec.pair import Pair
 from llamaspec.values import TARGET, ForwardRequest
+from local_worker import Worker
 from patience import PATIENCE
-from rpc_workers import Worker, needs_rpc, running_worker
+from rpc_workers import needs_rpc, running_worker
 
 pytestmark = needs_rpc
 HOME = ModelOptions(n_ctx=512, threads=1)
@@ -31,15 +32,15 @@ PROMPT = "def f(self):\n    return "
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with running_worker(tmp_path_factory.mktemp("worker")) as running:
+def worker() -> Iterator[Worker]:
+    with running_worker() as running:
         yield running
 
 
 @pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[Worker]:
+def mortal() -> Iterator[Worker]:
     """One that a test may kill."""
-    with running_worker(tmp_path) as running:
+    with running_worker() as running:
         yield running
 
 

@@ -71,9 +71,9 @@ def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: P
 
 
 @needs_rpc
-def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> None:
     """A supervisor can start it anew; it could answer nothing any more."""
-    with running_worker(tmp_path) as worker, process("--rpc", worker.address) as server:
+    with running_worker() as worker, process("--rpc", worker.address) as server:
         request = {**LONG, "stream": False, "max_tokens": 4}
         assert (
             httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS).status_code
