@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
+from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import TokenArray
 
@@ -27,7 +27,14 @@ class Task:
         """Whether the text with draft tokens is the text without: otherwise only its law is the same."""
         return self.rule == "coupled" or self.sampling.temperature == 0
 
-    def run(self, pair: Pair, policy: LengthPolicy | None = None, *, n_before: int = 0) -> Completion:
+    def run(
+        self,
+        pair: Pair,
+        policy: LengthPolicy | None = None,
+        *,
+        n_before: int = 0,
+        drafter: Drafter | None = None,
+    ) -> Completion:
         """Generate with a pair; `n_before` runs before this one had the seeds before."""
         return pair.stream(
             self.prompt,
@@ -36,15 +43,9 @@ class Task:
             max_tokens=self.max_tokens,
             rule=self.rule,
             policy=policy,
+            drafter=drafter,
         ).run()
 
     def run_plain(self, pair: Pair, *, n_before: int = 0) -> Completion:
         """The same by plain decoding."""
-        return pair.stream(
-            self.prompt,
-            sampling=self.sampling,
-            seed=self.seed + n_before,
-            max_tokens=self.max_tokens,
-            rule=self.rule,
-            drafter=NoDrafter(),
-        ).run()
+        return self.run(pair, n_before=n_before, drafter=NoDrafter())

@@ -10,7 +10,7 @@ import pytest
 
 from command import invoke, said
 from forward_requests import EXACT, Count, text
-from head_requests import drafted_side_by_side
+from head_requests import drafted_side_by_side, opened
 from llamaspec import FixedLength, ModelOptions, Sampling, open_pair
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama import head_files, trial
@@ -26,7 +26,7 @@ ONE_THREAD = ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
 def test_the_text_is_the_targets_own_among_others(store: ModelStore, kind: str) -> None:
     """With an embedding and an output of its own, of fewer tokens, and with the target's."""
     prompts = [text(n, seed) for n, seed in ((12, 0), (40, 1), (1, 2))]
-    with open_pair(store.path("llama"), store.path(kind), target_options=ONE_THREAD) as pair:
+    with opened((store.path("llama"), store.path(kind))) as pair:
         for temperature in (0.0, 1.0):
             found = drafted_side_by_side(pair, prompts, temperature)
             assert {round_.source for completion in found for round_ in completion.rounds} >= {Source.MTP}
@@ -34,14 +34,14 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore, kind: str) 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_tokens_that_it_does_not_have_trouble_no_rule(store: ModelStore, rule: str) -> None:
-    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+    with opened((store.path("llama"), store.path("eagle3"))) as pair:
         sampling = Sampling(temperature=1.0, top_k=None)
         found = pair.stream("a b", rule=rule, seed=1, sampling=sampling, max_tokens=30, policy=FixedLength(3))
         assert found.run().summary.n_verified > 20
 
 
 def test_it_never_drafts_a_token_that_it_does_not_have(store: ModelStore) -> None:
-    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+    with opened((store.path("llama"), store.path("eagle3"))) as pair:
         pair.target.forward(ForwardRequest(TARGET, text(20), n_logits=0))
         assert pair.heads is not None
         wanted = ForwardRequest(MTP, text(21))
@@ -53,7 +53,7 @@ def test_it_never_drafts_a_token_that_it_does_not_have(store: ModelStore) -> Non
 
 def test_it_does_not_read_the_first_token_of_a_text(store: ModelStore, evaluated: Count) -> None:
     """There is no hidden row for it, and none is made up: it was trained without."""
-    with open_pair(store.path("llama"), store.path("eagle3"), target_options=ONE_THREAD) as pair:
+    with opened((store.path("llama"), store.path("eagle3"))) as pair:
         pair.target.forward(ForwardRequest(TARGET, text(20), n_logits=0))
         evaluated.taken()
         assert pair.heads is not None
@@ -66,7 +66,7 @@ def test_it_does_not_read_the_first_token_of_a_text(store: ModelStore, evaluated
 def test_it_computes_what_eagle_3_is(store: ModelStore) -> None:
     """The paper's arithmetic in numpy, for a text of two tokens: the second reads the first one's rows."""
     path, read = store.path("eagle3"), text(2)
-    with open_pair(store.path("llama"), path, target_options=ONE_THREAD) as pair:
+    with opened((store.path("llama"), path)) as pair:
         pair.target.forward(ForwardRequest(TARGET, read[:1], n_logits=0))
         cached = pair.target.cached(-1)
         assert cached is not None
