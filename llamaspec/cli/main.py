@@ -38,7 +38,7 @@ _SUBCOMMANDS = {
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*_SUBCOMMANDS, *self.commands})
+        return sorted(_SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _SUBCOMMANDS and cmd_name not in self.commands:

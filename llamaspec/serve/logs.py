@@ -33,9 +33,6 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI wants it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begin, status = monotonic(), 0
 
         async def watched(message: Message) -> None:

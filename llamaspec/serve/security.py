@@ -36,9 +36,6 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI wants it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             self._check(scope)
         except RequestError as fault:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,3 +218,20 @@ def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _kind, hard=hard: (hard, hard))
         template_worker._limit_memory()
     assert set_to == [(1 << 30, resource.RLIM_INFINITY), (1 << 20, 1 << 20)]
+
+
+def test_where_memory_cannot_be_limited_templates_are_rendered_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise ValueError("macOS has no such limit")
+
+    said = io.BytesIO()
+    line = b'{"source": "{{ x }}", "variables": {"x": "hello"}}\n'
+    monkeypatch.setattr(resource, "setrlimit", refused)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(line)))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=said))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    template_worker.main("3.0", "first", "second")
+    assert json.loads(said.getvalue()) == {"text": "hello"}
+    assert sys.path[:2] == ["first", "second"]

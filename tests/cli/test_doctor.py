@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from command import Answer, invoke, naming
+from foreign import FakeVocabulary
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.drafters.foreign import ForeignVocabulary
+from llamaspec.drafters.foreign import ForeignVocabulary, foreign_vocabulary
 from llamaspec.errors import EvaluationError
 from llamaspec.llama.devices import Device, as_size, find_devices
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
@@ -28,7 +29,7 @@ from llamaspec.measure.findings import (
     room_finding,
     thread_finding,
 )
-from llamaspec.measure.foreign_findings import overlap_finding
+from llamaspec.measure.foreign_findings import N_DRAFT, acceptance_finding, foreign_findings, overlap_finding
 from llamaspec.measure.model_findings import model_findings, pace_findings
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
@@ -169,6 +170,26 @@ def test_a_vocabulary_of_another_family_is_tried(
     assert "its text is tokenized anew, 1." in found["vocabulary"]["text"]
     assert found["acceptance"]["level"] == "warning"  # two random models
     assert "in a trial on a short text" in found["acceptance"]["text"]
+
+
+def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
+    target = opened("llama", Recipe(dtype="q8_0"))
+    draft = opened("llama", Recipe(dtype="q8_0", shuffled=1))
+    foreign = foreign_vocabulary(target.vocabulary, draft.vocabulary)
+    short, long = (
+        int(acceptance_finding(target, draft, foreign, clock).text.split()[2])
+        for clock in (itertools.count(step=10.0).__next__, lambda: 0.0)
+    )
+    assert short <= N_DRAFT < long
+
+
+def test_a_draft_that_cannot_spell(target_file: Path, opened: OpenModel) -> None:
+    """Found before anything is tried; the draft is no more than its vocabulary here."""
+    draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
+    (found,) = foreign_findings(opened("llama"), draft, lambda: 0.0)
+    assert (found.level, found.topic) == ("problem", "vocabulary")
+    assert found.text == "the draft's vocabulary cannot spell an ordinary text"
+    assert found.remedy == "choose another draft"
 
 
 def test_special_tokens_that_differ(store: ModelStore, target_file: Path) -> None:

@@ -171,6 +171,25 @@ def test_a_bug_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, error: str, to
     assert debug or len(lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (OSError(28, "No space left on device"), 1, "No space left on device; check where the output goes"),
+        (OSError("gone"), 1, "gone; check where the output goes"),
+        (MemoryError(), 1, "no memory left; use a smaller --n-ctx or a smaller model"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_is_no_bug(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str) -> None:
+    def fails(_choice: object) -> None:
+        raise error
+
+    monkeypatch.setattr("llamaspec.cli.generate.find_files", fails)
+    answer = invoke("generate", "x")
+    assert answer.code == code
+    assert answer.stderr == (f"llamaspec: {told}\n" if told else "\n")
+
+
 def test_an_error_without_a_remedy_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_choice: object) -> None:
         raise LlamaspecError("it is late; go home")

@@ -7,11 +7,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from command import ENTRY, PROMPT, Answer, environment, expected, naming
+from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming
 from model_store import ModelStore
 from patience import PATIENCE
 from tiny_models import Recipe
@@ -129,6 +131,20 @@ def test_ctrl_c_where_nobody_can_be_told(models: list[Path], call: str) -> None:
     assert b"Traceback" not in done.stderr
     assert b"ignored" not in done.stderr
     assert done.returncode in (0, 130)  # it may come behind the end
+
+
+def test_what_else_nobody_can_be_told_is_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    interrupted = threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    monkeypatch.setattr("_thread.interrupt_main", interrupted.set)
+    invoke("-h")
+    lost = SimpleNamespace(exc_value=ValueError("lost"))
+    sys.unraisablehook(lost)  # type: ignore[arg-type]
+    assert shown == [lost]
+    sys.unraisablehook(SimpleNamespace(exc_value=KeyboardInterrupt()))  # type: ignore[arg-type]
+    assert interrupted.wait(PATIENCE)
+    assert shown == [lost]
 
 
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {-15}, signal.SIGHUP: {-1}, signal.SIGPIPE: {0}}

@@ -9,13 +9,13 @@ import click
 import pytest
 
 import llamaspec
-from command import Answer, environment
+from command import Answer, environment, invoke
 from llamaspec import public
 from llamaspec.cli.main import _SUBCOMMANDS
 from llamaspec.cli.main import main as group
 from patience import PATIENCE
 
-MAIN = "\nfrom llamaspec.__main__ import main; main()"
+MAIN = "\nimport runpy; runpy.run_module('llamaspec', run_name='__main__', alter_sys=True)"
 WHILE_LOADING = """
 import signal, sys
 def interrupt(event, arguments):
@@ -24,6 +24,12 @@ def interrupt(event, arguments):
 sys.addaudithook(interrupt)
 """
 AT_THE_END = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT)"
+BETWEEN_HANDLERS = """
+from llamaspec.cli import main
+def interrupted():
+    raise KeyboardInterrupt
+main.main = interrupted
+"""
 IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 LOADED = (
     "import atexit, sys; atexit.register(lambda: print({'numpy', 'llama_cpp', 'rich'} & set(sys.modules)))"
@@ -31,7 +37,7 @@ LOADED = (
 
 
 def started(code: str, *arguments: str) -> Answer:
-    """The command, after other code."""
+    """`python -m llamaspec`, after other code."""
     done = subprocess.run(
         [sys.executable, "-c", code + MAIN, *arguments],
         capture_output=True, text=True, env=environment(), timeout=PATIENCE, check=False,
@@ -39,10 +45,16 @@ def started(code: str, *arguments: str) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("module", ["click", "llamaspec.cli.prompt", "numpy", "llama_cpp"])
+@pytest.mark.parametrize(
+    "module", ["llamaspec.cli.signals", "click", "llamaspec.cli.prompt", "numpy", "llama_cpp"]
+)
 def test_ctrl_c_while_modules_are_loaded(module: str) -> None:
     """It was a traceback of 20 lines."""
     assert started(WHILE_LOADING.format(module=module), "generate", "-h") == Answer(130, "", "")
+
+
+def test_ctrl_c_between_two_handlers() -> None:
+    assert started(BETWEEN_HANDLERS) == Answer(130, "", "")
 
 
 def test_ctrl_c_when_all_is_done() -> None:
@@ -67,6 +79,13 @@ def test_the_list_says_what_the_commands_say(name: str) -> None:
     command = group.get_command(click.Context(group), name)
     assert command is not None
     assert command.get_short_help_str(1000) == _SUBCOMMANDS[name]
+
+
+def test_a_shell_completes_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"_LLAMASPEC_COMPLETE": "bash_complete", "COMP_WORDS": "llamaspec d", "COMP_CWORD": "1"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert invoke().stdout.split() == ["plain,doctor", "plain,draft"]
 
 
 def test_the_package_has_the_names_that_it_promises() -> None:

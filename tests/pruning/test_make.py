@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,6 +192,15 @@ def test_an_interrupted_copy_leaves_nothing(widened: Path, tmp_path: Path) -> No
 def test_what_llama_cpp_refuses_is_one_line(widened: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot make this copy"):
         write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf", Copy())
+
+
+def test_no_process_to_copy_with(widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refused)
+    with pytest.raises(LlamaspecError, match="cannot start a process: Resource temporarily"):
+        write_copy(widened, tmp_path / "copy.gguf", Copy())
 
 
 def test_a_full_disk_is_found_before(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
