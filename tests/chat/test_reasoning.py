@@ -153,8 +153,8 @@ def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
     assert invoke(*options, "--reasoning-budget", "-1", stdin=b"").code == 2
     # A model that thinks though it is asked not to may not write a token of it.
     (tmp_path / "t.jinja").write_text(PLAIN + "<think>{# </think> #}")
-    off, none, one = (
+    forbidden, none, one = (
         invoke(*options, *more, stdin=b"one\n").stdout
         for more in (["--reasoning", "off"], ["--reasoning-budget", "0"], ["--reasoning-budget", "1"])
     )
-    assert off == none != one
+    assert forbidden == none != one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import readline
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -295,6 +296,15 @@ def test_a_history_that_is_no_small_file(tmp_path: Path, monkeypatch: pytest.Mon
     with line_editing():
         pass
     assert calls == ([path, path] if what == "lines" else [])
+
+
+def test_the_first_history_of_a_person_is_theirs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "none" / "yet"))
+    with line_editing():
+        pass
+    assert stat.S_IMODE(history_path().stat().st_mode) == 0o600
 
 
 def test_pasted_lines_are_one_message(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:

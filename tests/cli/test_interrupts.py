@@ -140,9 +140,9 @@ def test_what_else_nobody_can_be_told_is_shown_as_ever(monkeypatch: pytest.Monke
     monkeypatch.setattr("_thread.interrupt_main", interrupted.set)
     invoke("-h")
     lost = SimpleNamespace(exc_value=ValueError("lost"))
-    sys.unraisablehook(lost)  # type: ignore[arg-type]
+    sys.unraisablehook(lost)
     assert shown == [lost]
-    sys.unraisablehook(SimpleNamespace(exc_value=KeyboardInterrupt()))  # type: ignore[arg-type]
+    sys.unraisablehook(SimpleNamespace(exc_value=KeyboardInterrupt()))
     assert interrupted.wait(PATIENCE)
     assert shown == [lost]
 
