@@ -161,6 +161,7 @@ def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models:
     assert [run.tokens for run in found.target.runs] == alone
     assert alone[0] != alone[1]
     assert found.same_text
+    assert {run.n_cached for arm in found.arms for run in arm.runs} == {0}, "each reads the whole prompt"
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:

@@ -10,9 +10,10 @@ from huggingface_hub import constants
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
 from llamaspec.errors import ModelFileError, PairError
+from llamaspec.hub.entries import Quantization
 from llamaspec.hub.names import find_remote, locate_model, resolve_draft, resolve_model
 from llamaspec.hub.progress import FetchProgress
-from llamaspec.hub.remote import RemoteFile
+from llamaspec.hub.remote import MAX_BYTES, RemoteFile
 
 
 @pytest.fixture
@@ -37,6 +38,20 @@ def test_a_name_is_fetched_once(hub: Hub, cache: Path) -> None:
         assert resolve_model(name, told.append) == locate_model(name) == path
     assert hub.n_requests == n_requests
     assert told == []
+
+
+def test_content_that_was_deleted_is_fetched_again(hub: Hub, cache: Path) -> None:
+    """Under the link that led to it, not in its place: other programs look for the content where it was."""
+    path = resolve_model("big")
+    content = path.resolve()
+    content.unlink()
+    assert resolve_model("big") == path
+    assert path.is_symlink()
+    assert content.read_bytes() == hub.files[BIG]
+
+
+def test_sizes_that_a_file_may_have() -> None:
+    assert [Quantization("x.gguf", bytes=n).bytes for n in (1, MAX_BYTES)] == [1, MAX_BYTES]
 
 
 def test_the_known_draft(hub: Hub, cache: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from llamaspec.llama.abort import AbortFlag
+from llamaspec.llama.runtime import raising_callbacks
 
 
 @pytest.fixture
@@ -63,3 +66,17 @@ def test_a_flag_that_goes_takes_its_descriptor_along(woken: int, monkeypatch: py
     monkeypatch.setattr(signal, "set_wakeup_fd", set_wakeup_fd)
     del flag
     assert current() == woken
+
+
+def test_what_is_raised_in_a_callback_is_raised_behind_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that: what else nobody can be told of goes where it always goes, and afterwards all does."""
+    shown: list[object] = []
+    usual = shown.append
+    monkeypatch.setattr(sys, "unraisablehook", usual)
+    in_a_callback = SimpleNamespace(exc_value=KeyError("x"), err_msg="ignored on calling ctypes callback")
+    elsewhere = SimpleNamespace(exc_value=KeyError("y"), err_msg="ignored in")
+    with pytest.raises(KeyError, match="x"), raising_callbacks():  # noqa: PT012
+        sys.unraisablehook(elsewhere)
+        sys.unraisablehook(in_a_callback)
+    assert shown == [elsewhere]
+    assert sys.unraisablehook is usual

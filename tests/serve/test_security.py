@@ -80,10 +80,12 @@ def test_the_log_for_programs(demo: Pair) -> None:
     with served(demo, log_format="json") as server:
         server.client.get("/v1/models?key=hidden")
         server.client.get("/%1b%5b2J%0ax")
+        server.client.get("/" + 300 * "x")
     lines = [json.loads(line) for line in server.log]
-    assert [(line["method"], line["status"]) for line in lines] == [("GET", 200), ("GET", 404)]
+    assert [(line["method"], line["status"]) for line in lines] == [("GET", 200), ("GET", 404), ("GET", 404)]
     assert lines[0]["path"] == "/v1/models"
     assert "\\n" in lines[1]["path"]
+    assert len(lines[2]["path"]) == 200
 
 
 @pytest.mark.parametrize(
