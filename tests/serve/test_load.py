@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -190,9 +191,19 @@ def test_a_connection_that_breaks_frees_its_row(
     assert 'finished_reason="interrupt"} 1' in metrics
 
 
-def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
+def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody else asks for anything, the thread waits, and goes on when the client does."""
     n = UNREAD * 6
+    is_waiting = threading.Event()
     with decoding(demo) as queue:
+        wait = queue._changed.wait
+
+        def noted() -> None:
+            is_waiting.set()
+            wait()
+            is_waiting.clear()
+
+        monkeypatch.setattr(queue._changed, "wait", noted)
 
         async def ask() -> tuple[int, list[str], list[str]]:
             slow = queue.submit([job(demo, "def f(", 1, n, drafting=Drafting(enabled=False))])
@@ -201,6 +212,7 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
             stream = slow.runs[0].stream
             assert stream is not None
             n_made = len(stream.rounds)
+            await reached(is_waiting.is_set)
             return n_made, other, await read(slow)
 
         n_made, other, slow = run(ask())

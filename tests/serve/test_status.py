@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from llamaspec import AutoLength, Pair
+from llamaspec import AutoLength, Pair, Sampling
 from llamaspec.serve.app import ENDPOINTS
 from serving import CONTEXT, Gate, Served, open_demo, said, served, until
 
@@ -136,6 +138,32 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
         copied = server.post("/v1/completions", body).json()
         not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
+
+
+@pytest.mark.parametrize("shape", [{}, {"grammar": "root ::= [a-z ]{10}"}])
+def test_only_the_draft_model_drafts(
+    demo: Pair, server: Served, monkeypatch: pytest.MonkeyPatch, shape: dict[str, str]
+) -> None:
+    monkeypatch.setattr(demo, "ngram", True)
+    drafted, plain = (
+        server.post("/v1/completions", {**BODY, **shape, "speculative": drafting}).json()
+        for drafting in ({"ngram": False}, {"enabled": False})
+    )
+    assert drafted["choices"] == plain["choices"]
+    assert drafted["timings"]["draft_n"] > plain["timings"]["draft_n"] == 0
+
+
+@pytest.mark.parametrize("prompts", [["def f(", "import"], [[70], [71, 72]], [70], "def f("])
+def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -> None:
+    """Texts or tokens; each is continued as it would be alone."""
+    of_tokens = isinstance(prompts[0], int)
+    each = [prompts] if of_tokens or isinstance(prompts, str) else prompts
+    body = {"max_tokens": 4, "temperature": 0}
+    choices = server.post("/v1/completions", {**body, "prompt": prompts}).json()["choices"]
+    tokens = [one if isinstance(one, str) else np.array(one, dtype=np.int32) for one in each]
+    plain = Sampling(temperature=0)
+    said_alone = [demo.stream(one, sampling=plain, max_tokens=4).run().text for one in tokens]
+    assert [choice["text"] for choice in choices] == said_alone
 
 
 def test_the_speed_up_is_told_once_plain_rounds_are_known(demo: Pair) -> None:

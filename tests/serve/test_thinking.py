@@ -12,6 +12,7 @@ from llamaspec.chat.answers import AnswerParser, message_of
 from llamaspec.chat.formats import AnswerFormat
 from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
+from llamaspec.serve.questions import ThinkingFields
 from serve_soak import TEMPLATE
 from serving import Served
 
@@ -131,6 +132,30 @@ def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
     body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
     reasoning, text, thought = told(name, talker.post(path, {**body, **off, "seed": SEED}).json())
     assert (reasoning, thought, bool(text)) == ("", 0, True)
+
+
+def test_without_a_budget_it_thinks_as_long_as_it_likes(talker: Served) -> None:
+    _, body = ASKED["chat"]
+    body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
+    reasoning, _, thought = told("chat", talker.post(CHAT, {**body, "seed": SEED}).json())
+    assert reasoning
+    assert thought > BUDGET
+
+
+@pytest.mark.parametrize(
+    ("effort", "told"),
+    [
+        (None, {}),
+        ("minimal", {"reasoning_effort": "low"}),
+        ("medium", {"reasoning_effort": "medium"}),
+        ("xhigh", {"reasoning_effort": "high"}),
+        ("none", {"enable_thinking": False}),
+    ],
+)
+def test_templates_are_told_of_effort(effort: str | None, told: dict[str, object]) -> None:
+    assert ThinkingFields().thinking(effort).kwargs == told
+    asked = {"reasoning_effort": "as the request says"}
+    assert ThinkingFields(chat_template_kwargs=asked).thinking(effort).kwargs == {**told, **asked}
 
 
 def test_earlier_thoughts_are_shown_to_the_template(talker: Served) -> None:
