@@ -153,7 +153,9 @@ def test_only_the_draft_model_drafts(
     assert drafted["timings"]["draft_n"] > plain["timings"]["draft_n"] == 0
 
 
-@pytest.mark.parametrize("prompts", [["def f(", "import"], [[70], [71, 72]], [70], "def f("])
+@pytest.mark.parametrize(
+    "prompts", [["def f(", "import"], ["def f("], [[70], [71, 72]], [[70]], [70], "def f("]
+)
 def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -> None:
     """Texts or tokens; each is continued as it would be alone."""
     of_tokens = isinstance(prompts[0], int)
