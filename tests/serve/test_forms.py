@@ -209,6 +209,7 @@ def test_responses(name: str) -> None:
 
     (whole, _), (_, events) = forms(form(), name), forms(form(), name)
     OpenAIResponse.model_validate(whole)
+    assert whole["store"] is False, "the server keeps nothing"
     kinds: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     for kind, data in events:
         assert kind == data["type"]
