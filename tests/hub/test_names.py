@@ -40,13 +40,14 @@ def test_a_name_is_fetched_once(hub: Hub, cache: Path) -> None:
     assert told == []
 
 
-def test_content_that_was_deleted_is_fetched_again(hub: Hub, cache: Path) -> None:
-    """Under the link that led to it, not in its place: other programs look for the content where it was."""
+def test_a_link_that_leads_nowhere_leads_to_the_content_again(hub: Hub, cache: Path) -> None:
+    """And nothing takes the content's place: other programs look for it where it was."""
     path = resolve_model("big")
     content = path.resolve()
-    content.unlink()
+    path.unlink()
+    path.symlink_to("nowhere")
     assert resolve_model("big") == path
-    assert path.is_symlink()
+    assert path.resolve() == content
     assert content.read_bytes() == hub.files[BIG]
 
 
