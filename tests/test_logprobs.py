@@ -11,6 +11,7 @@ import pytest
 
 from forward_requests import fresh
 from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Pair, Piece, Sampling, open_pair
+from llamaspec.pair import MAX_LOGPROBS
 from llamaspec.sampling.logprobs import logprobs
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
@@ -29,6 +30,15 @@ def pieces(pair: Pair, **settings: Any) -> list[Piece]:
     stream = pair.stream(PROMPT, **{"seed": 5, "max_tokens": 30, **settings})
     made = list(stream)
     return made[: len(stream.completion.tokens)]  # without the text that was held back
+
+
+def test_how_many_tokens_may_be_told(pair: Pair) -> None:
+    most = pieces(pair, logprobs=MAX_LOGPROBS, max_tokens=1, sampling=Sampling(temperature=0))[0].logprobs
+    assert most is not None
+    assert len(most.top) == MAX_LOGPROBS
+    for n in (-1, MAX_LOGPROBS + 1):
+        with pytest.raises(ValueError, match=f"logprobs must be from 0 to {MAX_LOGPROBS}, got {n}"):
+            pieces(pair, logprobs=n)
 
 
 @pytest.mark.parametrize("n", [0, 3])
