@@ -9,7 +9,7 @@ because whoever drafts for it may have a draft as well. tests/engine/test_staged
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,9 @@ class StagedDrafter:
             except ScoresError:
                 model.is_silent = True
                 break
-            draft = _longer(draft, verified, sampler, context, wanted)
+            longer = _longer(draft, verified, sampler, context, wanted)
+            self.length.observe(_used(verified.round, len(longer) - len(draft)))
+            draft = longer
         return draft
 
 
@@ -127,6 +129,14 @@ def _longer(
         allowed = sampler.allowed(np.concatenate((context, draft.tokens)))
         draft = draft.plus(token, q, confidence(logits[node + 1], token, q, allowed))
     return draft
+
+
+def _used(round_: Round, n: int) -> Round:
+    """A round of which only `n` tokens were wanted: the others have bought nothing, as if rejected."""
+    if n >= len(round_.tokens):
+        return round_
+    n_accepted = max(n - 1, 0)
+    return replace(round_, path=round_.path[:n_accepted], next_token=int(round_.tokens[n_accepted]))
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +156,7 @@ class _Wanted:
         return n_positions
 
     def observe(self, round_: Round) -> None:
-        self.length.observe(round_)
+        """The length observes what was used of a round."""
 
     def close(self) -> None:
         self.length.close()

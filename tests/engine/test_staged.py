@@ -35,12 +35,12 @@ from fakes import Clock, FakeModel, Length, UntilToken, tokens
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.staged import StagedDrafter
+from llamaspec.engine.staged import StagedDrafter, _used
 from llamaspec.errors import ContextFullError, LlamaspecError, ScoresError
 from llamaspec.protocols import Drafter, RandomStreams, RowLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams, StageStreams
-from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Round, Source, TokenArray
 
 STAGES = {
     **STAGES,
@@ -274,3 +274,13 @@ def test_the_end_of_a_text_closes_the_policies_of_all_stages() -> None:
         others=lengths[1:],
     ).close()
     assert [length.n_closed for length in lengths] == [1, 1, 1]
+
+
+def test_tokens_that_nobody_wanted_count_as_rejected() -> None:
+    """A stage once took all that it made for a gain, and went on where little of that was used."""
+    made = Round(Draft.certain([5, 6, 7]), (0, 1, 2), 8, 4, verify_seconds=1.0)
+    assert _used(made, 4) is made
+    for n in (1, 2, 3):
+        assert _used(made, n).tokens.tolist() == [5, 6, 7][:n]
+        assert _used(made, n).n_accepted == n - 1
+        assert (_used(made, n).width, _used(made, n).verify_seconds, len(_used(made, n).draft)) == (4, 1.0, 3)
