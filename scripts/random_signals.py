@@ -43,7 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     "models": ["models", "list"],
 }
 # The command tells that its own code runs, by a byte.
-_START = """
+START = """
 import os, sys
 def started(event, arguments):
     if event == "import" and arguments[0] == "llamaspec.cli.main":
@@ -52,7 +52,7 @@ sys.addaudithook(started)
 from llamaspec.__main__ import main
 main()
 """
-_TRACES = (b"Traceback", b"Exception ignored", b"internal error", b"Fatal Python")
+TRACES = (b"Traceback", b"Exception ignored", b"internal error", b"Fatal Python")
 
 
 def _become_its_session() -> None:
@@ -76,7 +76,7 @@ class Terminal:
         self._before = termios.tcgetattr(self._slave)
         ready, tell = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(fd=tell), *self.arguments],
+            [sys.executable, "-c", START.format(fd=tell), *self.arguments],
             stdin=self._slave, stdout=self._slave, stderr=self._slave, env=self.environment,
             pass_fds=[tell], start_new_session=True,
             preexec_fn=_become_its_session,
@@ -120,7 +120,7 @@ class Terminal:
 
     def faults(self) -> list[str]:
         """What is wrong with the terminal, now that the process has ended."""
-        found = [f"shows {trace.decode()}" for trace in _TRACES if trace in self.shown]
+        found = [f"shows {trace.decode()}" for trace in TRACES if trace in self.shown]
         if self._after != self._before:
             found.append("the terminal's settings are changed")
         for name, on, off in (
