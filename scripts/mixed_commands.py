@@ -35,6 +35,7 @@ PAIR = ("--target", "{folder}/models/target.gguf", "--draft", "{folder}/models/d
 DAMAGED, NONE = "{folder}/models/damaged.gguf", "{folder}/models/none.gguf"
 PROMPT = "def f(self, a, b):\n" + "    x = a + b\n" * 20
 FIRST_SPAN = 4.0  # seconds that a command takes, until that is known
+LAST_SECONDS = 30.0  # for processes of a command that was killed to notice
 STALE = 2 * 86400  # seconds; older than what any store takes for another process's
 
 
@@ -188,9 +189,9 @@ class Commands:
                 n_files, n_bytes = n_files + path.is_file(), n_bytes + path.stat().st_size
         return n_files, n_bytes
 
-    def _orphans(self, patience: float = 30.0) -> list[str]:
-        """Processes of ended commands; those have a while to notice."""
-        end = time.monotonic() + patience
+    def _orphans(self) -> list[str]:
+        """Processes of ended commands that still run."""
+        end = time.monotonic() + LAST_SECONDS
         while True:
             ours = [process for process in psutil.process_iter() if self._is_ours(process)]
             if not ours or time.monotonic() > end:

@@ -29,7 +29,8 @@ CountOrAny = Count | Literal[-1]  # the latter as llama-server has it
 class Fields(BaseModel):
     """A part of a request: strict about what it knows, silent about the rest."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    # pydantic would keep 16,384 short texts of clients, in case that they come again.
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, cache_strings="none")
 
 
 class SpeculativeFields(Fields):

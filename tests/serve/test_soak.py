@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 import psutil
 
+from llamaspec import Completion, TextStream
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.engine.row import Row
+from llamaspec.sampling.grammar import GrammarRow
+from llamaspec.serve.answers import Answer, Run
+from llamaspec.serve.jobs import Job
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
-from serving import CONTEXT, open_demo, said, served
+from serving import CONTEXT, open_demo, said, served, until
 
 N_CLIENTS, N_REQUESTS = 4, 25  # of each client
+OF_A_REQUEST = (Answer, Run, Job, AnswerStream, TextStream, Row, GrammarRow, Completion)
+
+
+def kept() -> Counter[str]:
+    """What is still held of requests, in this process."""
+    gc.collect()
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_REQUEST)
 
 
 def test_nothing_is_lost_and_nothing_changes(demo_files: tuple[Path, Path]) -> None:
@@ -21,9 +36,10 @@ def test_nothing_is_lost_and_nothing_changes(demo_files: tuple[Path, Path]) -> N
         expected = said(pair, str(CANARY["prompt"]), 7, 24)
         with served(pair, template=TEMPLATE) as server:
             server.client.get("/health")
-            n_files = process.num_fds()
+            n_files, before = process.num_fds(), kept()
             drive(server.url, tally, N_CLIENTS, 1, lambda n: n < N_REQUESTS)
             assert rows_left(server.url) == 0
+            until(lambda: kept() <= before)
         assert tally.wrong == []
         assert sum(tally.kinds.values()) == N_CLIENTS * N_REQUESTS
         assert tally.canaries == {expected}
