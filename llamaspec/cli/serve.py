@@ -27,6 +27,7 @@ from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
+from llamaspec.serve.arenas import share_one_arena
 from llamaspec.serve.settings import PADDING, ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes
@@ -140,6 +141,7 @@ Examples:
 def serve(options: ServeOptions, models: ModelChoice) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
     check_installed()
+    share_one_arena()
     from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
