@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,7 @@ class SlowModel:
     vocabulary_size: int = 256
     vocabulary: Letters = field(default_factory=Letters)
     options: ModelOptions = field(default_factory=ModelOptions)
+    weights: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(n_layers=1))
     batch_size: int = 64
     max_scored: int = 65
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
