@@ -25,7 +25,11 @@ OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccup
 DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
 POWER = 0.45  # of the width, where nothing is known
 SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
-DENSE, APART, WIDEST = 17, 1.1, 4096  # each width up to here is known by itself, wider ones this factor apart
+DENSE, APART, WIDEST = (
+    17,
+    1.15,
+    1024,
+)  # each width up to here is known by itself, wider ones this factor apart
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CERTAIN = 1e-9  # variance of what is taken for granted
@@ -74,7 +78,7 @@ class CostModel:
     @property
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
-        return bool(self._apart(PLAIN, [STEP])[0] < UNSEEN_VARIANCES[1])
+        return self._step_variance() < UNSEEN_VARIANCES[1]
 
     def looks_foreign(self, n_timed: int) -> bool:
         """Whether after as many evaluations the prior looks like that of another machine."""
@@ -105,7 +109,7 @@ class CostModel:
 
     def draft_step_seconds(self, z: float = 0.0) -> float:
         """One evaluation of the draft, `z` standard deviations dearer than believed, next to width 1."""
-        return exp(float(self._mean[STEP]) + z * sqrt(self._apart(PLAIN, [STEP])[0]))
+        return exp(float(self._mean[STEP]) + (z * sqrt(self._step_variance()) if z else 0.0))
 
     def wide_step_seconds(self, widest: int) -> FloatArray:
         """[1 + widest] draft steps that read 0, 1, ... tokens: dearer as the target's evaluations are."""
@@ -127,10 +131,10 @@ class CostModel:
 
     def learned(self, log_odds: tuple[float, float, float]) -> LearnedPrior:
         """What the next run should begin with."""
-        places = [STEP, *sorted(self._known - {PLAIN})]
-        ratios = (self._mean[places] - self._mean[PLAIN]).tolist()
-        variances = self._apart(PLAIN, places).tolist()
-        widths = np.rint(np.exp(LOGS[places[1:]])).astype(int).tolist()
+        places = np.array([PLAIN, STEP, *sorted(self._known - {PLAIN})])
+        ratios = (self._mean[places] - self._mean[PLAIN]).tolist()[1:]
+        variances = self._apart(places).tolist()[1:]
+        widths = np.rint(np.exp(LOGS[places[2:]])).astype(int).tolist()
         plain, doubt = float(self._mean[PLAIN]), float(self._covariance[PLAIN, PLAIN])
         return LearnedPrior.after(widths, [plain, *ratios], [doubt, *variances], log_odds)
 
@@ -207,16 +211,22 @@ class CostModel:
         self._covariance -= np.outer(column, column / variance)
         self._seconds = []
 
-    def _apart(self, first: int, places: Sequence[int]) -> FloatArray:
-        """Variances of logarithms next to the first."""
+    def _step_variance(self) -> float:
+        """Of the logarithm of a draft step, next to width 1."""
         covariance = self._covariance
-        both: FloatArray = covariance.diagonal()[places] + covariance[first, first]
-        return np.maximum(both - 2 * covariance[first, places], 0.0)
+        both = covariance[STEP, STEP] + covariance[PLAIN, PLAIN] - 2 * covariance[PLAIN, STEP]
+        return max(float(both), 0.0)
+
+    def _apart(self, places: npt.NDArray[np.int_]) -> FloatArray:
+        """Variances of logarithms next to the first of some places."""
+        covariance, variances, first = self._covariance, self._covariance.diagonal(), places[0]
+        both: FloatArray = variances[places] + variances[first] - 2 * covariance[first, places]
+        return np.maximum(both, 0.0)
 
     def _factors(self, widths: list[int], z: float) -> list[float]:
         """How much dearer each width may be next to the first, in `z` standard deviations."""
-        places = [_place(width) for width in widths]
-        factors: list[float] = np.exp(z * np.sqrt(self._apart(places[0], places))).tolist()
+        places = np.array([_place(width) for width in widths])
+        factors: list[float] = np.exp(z * np.sqrt(self._apart(places))).tolist()
         return factors
 
     def _cover(self, n: int) -> None:

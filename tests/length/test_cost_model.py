@@ -21,7 +21,7 @@ def probed(seconds: dict[int, float], step: float = 0.6) -> LearnedPrior:
     return LearnedPrior.of_probe(curve)
 
 
-PLACES = [*range(1, 18), *(17 * 1.1**i for i in range(1, 58))]  # widths that are known by themselves
+PLACES = [*range(1, 18), *(17 * 1.15**i for i in range(1, 30))]  # widths that are known by themselves
 N = len(PLACES)
 
 
