@@ -13,6 +13,8 @@ from llamaspec.engine.row import Row
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, ForwardRequest
 
+SPARE = 2  # positions that each of several rows reserves for padding of all: two rows may be padded to 6
+
 
 class Group(NamedTuple):
     """Rows that are evaluated together."""
@@ -71,12 +73,17 @@ class Batching:
             return request
         return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
 
-    def padding(self, row: Row[Any], request: ForwardRequest) -> int:
-        """Positions that a row would want besides those of its request."""
+    def padding(self, row: Row[Any], request: ForwardRequest, n_rows: int) -> int:
+        """Positions that a row would want besides those of its request, and what `n_rows` may want together.
+
+        Without the latter, rows were evaluated in several parts where one position more was believed cheaper
+        than theirs, and nobody timed again whether it is.
+        """
         if request.model != TARGET or not request.n_scored:
             return 0
-        width = row.width(request.n_scored) or request.n_scored
-        return min(width - request.n_scored, self._models[TARGET].context_size - request.n_tokens)
+        n = (row.width(request.n_scored) or request.n_scored) - request.n_scored
+        n = max(n, SPARE) if n_rows > 1 else n
+        return min(n, self._models[TARGET].context_size - request.n_tokens)
 
     def _together(self, name: str, rows: list[Row[Any]]) -> Group:
         """As many rows as fit one evaluation; those that came first, first."""

@@ -217,7 +217,7 @@ class Scheduler:
         begin = self._clock()
         batch: list[Prepared] = []
         for row, request in asking:
-            row.n_padding = self._batching.padding(row, request)
+            row.n_padding = self._batching.padding(row, request, len(asking))
             batch.append((row.number, request, row.n_padding))
         answers = prepared(model, batch)
         elapsed, n_prepared = self._clock() - begin, 0

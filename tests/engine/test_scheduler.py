@@ -153,6 +153,18 @@ def test_the_batch_is_padded_not_the_row() -> None:
     assert {round_.width for of in streams for round_ in of.completion.rounds if round_.n_rows == 3} == {4}
 
 
+def test_rows_that_want_no_padding_alone_are_padded_together() -> None:
+    """Four rows that would rather be five positions once made three, and the fourth waited, for good."""
+    models = {TARGET: target()}
+    scheduler = Scheduler(models)
+    length = Length(0, lambda n: 5 if n == 4 else n)
+    streams = [stream(scheduler, models, seed=i, drafter=NoDrafter(), length=length) for i in range(4)]
+    run_together(streams)
+    together = [evaluated for evaluated in scored(models[TARGET]) if len(evaluated.rows) == 4]
+    assert together
+    assert {(e.n_new, e.n_padding) for e in together} == {(4, 1)}
+
+
 def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
     """A policy that believes three positions cheaper than two: four rows had become four evaluations."""
 
