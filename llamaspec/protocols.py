@@ -20,6 +20,7 @@ from llamaspec.values import (
     Forward,
     ForwardRequest,
     Logits,
+    Meanwhile,
     Round,
     TokenArray,
     Verification,
@@ -218,6 +219,18 @@ class Drafter(Protocol):
         """Draft what follows the whole `context`, for as long as `length` wants more.
 
         Fewer tokens, or none, are always allowed.
+        """
+
+
+@runtime_checkable
+class AheadDrafter(Drafter, Protocol):
+    """A drafter that can go on while its draft is verified, where both compute on different devices."""
+
+    def ahead(self, context: TokenArray, draft: Draft) -> Meanwhile | None:
+        """Go on behind `draft`, as if all of it were accepted; None where that is of no use.
+
+        Called after every draft that has tokens, also where nobody will answer: what it costs belongs into
+        the coroutine.
         """
 
 

@@ -126,12 +126,13 @@ class ModelDrafter:
         None where there is nothing to go on from.
         """
         can_foresee = isinstance(self.rule, Coupled) and self.constraint is None and self.longest is None
-        if not can_foresee or self.is_silent or not len(draft) or not draft.is_chain:
+        if not can_foresee or self.is_silent or not draft.is_chain:
             return None
-        return self._draw_ahead(np.concatenate([context, draft.tokens]), 2 * len(draft) + 1)
+        return self._draw_ahead(context, draft.tokens)
 
-    def _draw_ahead(self, text: TokenArray, n_longest: int) -> Meanwhile:
-        """Draw so many tokens behind a text, those among them that were drawn already not again."""
+    def _draw_ahead(self, context: TokenArray, drafted: TokenArray) -> Meanwhile:
+        """Draw a guess and twice the draft behind both; what was drawn already is not drawn again."""
+        text, n_longest = np.concatenate([context, drafted]), 2 * len(drafted) + 1
         n_before = self._n_foreseen(text)
         if n_before is None:
             self._foreseen, self._drawn = text, []

@@ -19,7 +19,7 @@ import numpy as np
 
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.length.at_most import RowAtMost
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.protocols import AheadDrafter, Drafter, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.logprobs import round_logprobs
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.sampler import LogitsTarget, Sampler
@@ -98,18 +98,17 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
 
 def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler) -> NextRound:
     """One round behind `tokens`, of at most `n_draft` draft tokens."""
-    length, shown = config.length, config.shown(tokens)
+    drafter, length, shown = config.drafter, config.length, config.shown(tokens)
     at_most = RowAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
-    draft = yield from drafting(config.drafter, tokens, at_most)
+    draft = yield from drafting(drafter, tokens, at_most)
     draft = draft.first(at_most.limit)  # a drafter may not have asked
     draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
-    ahead = getattr(config.drafter, "ahead", None)  # not every drafter can go on
     forward: Forward = yield ForwardRequest(
         config.model,
         shown,
         draft=draft.tokens,
         parents=draft.parents,
-        meanwhile=None if ahead is None else ahead(tokens, draft),
+        meanwhile=drafter.ahead(tokens, draft) if len(draft) and isinstance(drafter, AheadDrafter) else None,
     )
 
     logits = forward.logits[:, : config.n_tokens]

@@ -29,13 +29,17 @@ class Summary:
     verify_seconds: float
     overhead_seconds: float
     plain_seconds: float | None = None  # median round of one position without a draft; None: there was none
+    plain_excess: float = 0.0  # seconds that these rounds took in all, beyond the median of each
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast as with plain rounds only; None where nothing was drafted, or always."""
-        if not (self.plain_seconds and self.n_drafted and self.n_tokens and self.decode_seconds > 0):
+        """How many times as fast as with plain rounds only; None where nothing was drafted, or always.
+
+        A plain round counts as the median one: what held it up would have done so without a draft.
+        """
+        if not (self.plain_seconds and self.n_drafted and self.n_tokens):
             return None
-        return self.n_tokens * self.plain_seconds / self.decode_seconds
+        return self.n_tokens * self.plain_seconds / (self.decode_seconds - self.plain_excess)
 
     @property
     def decode_seconds(self) -> float:
@@ -71,6 +75,7 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
     rounds = list(rounds)
     counts = Counter(round_.n_accepted for round_ in rounds)
     plain = [round_.seconds for round_ in rounds if round_.width == 1 and not len(round_.drafted)]
+    median = statistics.median(plain) if plain else None
     n_made = sum(round_.n_accepted + 1 for round_ in rounds)
     return Summary(
         n_tokens=n_tokens,
@@ -84,5 +89,6 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
         draft_seconds=sum(round_.draft_seconds for round_ in rounds),
         verify_seconds=sum(round_.verify_seconds for round_ in rounds),
         overhead_seconds=sum(round_.overhead_seconds for round_ in rounds),
-        plain_seconds=statistics.median(plain) if plain else None,
+        plain_seconds=median,
+        plain_excess=sum(plain) - len(plain) * (median or 0.0),
     )

@@ -25,11 +25,7 @@ OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccup
 DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
 POWER = 0.45  # of the width, where nothing is known
 SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
-DENSE, APART, WIDEST = (
-    17,
-    1.15,
-    1024,
-)  # each width up to here is known by itself, wider ones this factor apart
+DENSE, APART, WIDEST = 17, 1.15, 1024  # known: each width up to the first, then so far apart, to the last
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
 PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
 CERTAIN = 1e-9  # variance of what is taken for granted
@@ -236,7 +232,8 @@ class CostModel:
         if self._seconds:
             return
         logs = np.log(np.arange(1, self._n_widths + 1))
-        seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP])).tolist()]
+        beyond = POWER * np.maximum(logs - LOGS[-1], 0.0)
+        seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP]) + beyond).tolist()]
         self._width, best = [0] * len(seconds), 0
         for width in range(len(seconds) - 1, 0, -1):
             is_allowed, least = self._allowed is None or width in self._allowed, PAD if width > 1 else 0.0

@@ -167,7 +167,6 @@ def test_other_rules_draw_nothing_ahead(rule: str) -> None:
     drafter = text_drafter(draft(), 1, rule)
     assert drafter.ahead(PROMPT, Draft.certain([1, 1])) is None
     assert text_drafter(draft(), 1).ahead(PROMPT, Draft.certain([1, 1])) is not None
-    assert text_drafter(draft(), 1).ahead(PROMPT, Draft()) is None
 
 
 def test_a_draft_that_fails_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

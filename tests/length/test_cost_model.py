@@ -400,3 +400,10 @@ def test_wide_batches_know_few_widths() -> None:
     assert [model.seconds(w) for w in (16, 36, 300)] == pytest.approx(
         [0.010 * w**0.6 for w in (16, 36, 300)], rel=0.02
     )
+
+
+def test_a_batch_wider_than_any_that_is_known_still_costs_more() -> None:
+    costs = CostModel(LearnedPrior())
+    costs.observe_verify(1, 0.010)
+    before = costs.seconds(900)
+    assert costs.seconds(9000) / before == pytest.approx(10**0.45)
