@@ -5,9 +5,10 @@
         --llama-cpp llama/bin                               # scripts/llama_cpp_arms.py says how to build it
 
 Every arm is a server of its own over the same files; only one of them has work at a time. Clients ask one
-request after the other and stream the answers. No two requests to a server begin alike, so that every
-prompt is read. Arms are interleaved turn by turn, because machines drift; ratios are medians over turns. A
-table goes to stderr, the last line of stdout is one JSON object; `load_figures.py` draws what was kept.
+request after the other and stream the answers, all of which have `--max-tokens`. No two requests to a server
+begin alike, so that every prompt is read. Arms are interleaved turn by turn, because machines drift; ratios
+are medians over turns. A table goes to stderr, the last line of stdout is one JSON object; `load_figures.py`
+draws what was kept.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ def _await_ready(url: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> 
 
 def _measure(target: Path, arm: Arm, case: Case, texts: Sequence[str]) -> Load:
     body: dict[str, Any] = {"temperature": case.temperature, "max_tokens": case.max_tokens, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
     prompts = case.prompts(texts)
     begin = time.perf_counter()
     try:

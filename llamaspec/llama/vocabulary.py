@@ -117,6 +117,11 @@ class LlamaVocabulary:
             self._pieces[token] = self._piece(token)
         return self._pieces[token]
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text, ascending."""
+        return tuple(token for token in range(self.size) if self.is_end(token))
+
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
         if token not in self._ends:

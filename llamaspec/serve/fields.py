@@ -6,6 +6,7 @@ What is unknown is ignored, as llama-server does. What is known and wrong is ref
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +19,7 @@ from llamaspec.serve.jobs import Drafting
 
 MAX_STOPS = 32
 _ALL = (1 << 31) - 1  # tokens
+_NEVER = -1e30  # bias of a token that is not drawn
 _TINY = 1e-9  # a top-p of 0: only the best token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -67,10 +69,14 @@ class SamplingFields(Fields):
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
 
-    def sampling(self) -> Sampling:
-        """The same for the decoder."""
+    def sampling(self, ends: Iterable[int] = ()) -> Sampling:
+        """The same for the decoder. `ends`: the tokens that end a text, for requests that want none to."""
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        if self.ignore_eos:
+            bias |= dict.fromkeys(ends, _NEVER)
         usual = Sampling()
         top_p = usual.top_p if self.top_p is None else self.top_p
         min_p = usual.min_p if self.min_p is None else self.min_p
@@ -85,7 +91,7 @@ class SamplingFields(Fields):
             presence_penalty=(is_penalised and self.presence_penalty) or None,
             frequency_penalty=(is_penalised and self.frequency_penalty) or None,
             penalty_window=self._penalty_window,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
+            logit_bias=bias or None,
         )
 
     @property

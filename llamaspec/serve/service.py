@@ -94,7 +94,8 @@ class Service:
                 field="n",
             )
         fields.check_tokens(self.pair.target.vocabulary_size)
-        sampling, drafting = fields.sampling(), fields.drafting()
+        ends = self.pair.target.vocabulary.ends if fields.ignore_eos else ()
+        sampling, drafting = fields.sampling(ends), fields.drafting()
         return [
             Job(
                 prompt=prompt,

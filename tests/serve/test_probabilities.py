@@ -107,6 +107,15 @@ def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair)
     assert forced == alone.target.vocabulary.piece(first).decode() * 8
 
 
+def test_nothing_ends_a_text_that_ignores_the_end(server: Served, alone: Pair) -> None:
+    eos = alone.target.vocabulary.eos
+    body = {"prompt": "def f(", "max_tokens": 8, "logit_bias": {str(eos): 100}}
+    ended = server.post(TEXT, body).json()
+    assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", 1)
+    whole = server.post(TEXT, {**body, "ignore_eos": True}).json()
+    assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 8)
+
+
 def test_penalties_are_openais_or_llama_cpps(server: Served, alone: Pair) -> None:
     prompt = "a b c d e f g " * 6
 
