@@ -167,25 +167,27 @@ def measure_attention(shape: AttentionShape, n_threads: int, seconds: float, clo
     begin = clock()
     if is_busy():
         raise BusyError(_BUSY)
-    with tempfile.TemporaryDirectory(prefix="llamaspec-") as folder, ExitStack() as stack:
-        zeros, heads = Path(folder) / "zeros.gguf", Path(folder) / "heads.gguf"
-        write_model(zeros, AttentionShape(N_LAYERS, 1, 1, 32), N_ZEROS)
-        write_model(heads, shape)
+    with ExitStack() as stack:
+        # The files are not needed beyond being opened, nor left behind by whatever ends the process then.
+        with tempfile.TemporaryDirectory(prefix="llamaspec-", ignore_cleanup_errors=True) as folder:
+            zeros, heads = Path(folder) / "zeros.gguf", Path(folder) / "heads.gguf"
+            write_model(zeros, AttentionShape(N_LAYERS, 1, 1, 32), N_ZEROS)
+            write_model(heads, shape)
 
-        def opened(path: Path, configuration: Configuration) -> AttentionTrial:
-            if clock() - begin > seconds:
-                raise BusyError(_BUSY)
-            options = ModelOptions(
-                n_ctx=DEEP,
-                threads=n_threads,
-                flash_attention=configuration.flash_attention,
-                cache_type_k=configuration.cache_type_k,
-                cache_type_v=configuration.cache_type_v,
-            )
-            return stack.enter_context(AttentionTrial(path, options))
+            def opened(path: Path, configuration: Configuration) -> AttentionTrial:
+                if clock() - begin > seconds:
+                    raise BusyError(_BUSY)
+                options = ModelOptions(
+                    n_ctx=DEEP,
+                    threads=n_threads,
+                    flash_attention=configuration.flash_attention,
+                    cache_type_k=configuration.cache_type_k,
+                    cache_type_v=configuration.cache_type_v,
+                )
+                return stack.enter_context(AttentionTrial(path, options))
 
-        weights = opened(zeros, PLAIN)
-        return time_configurations({c: opened(heads, c) for c in CONFIGURATIONS}, weights, seconds, clock)
+            weights, trials = opened(zeros, PLAIN), {c: opened(heads, c) for c in CONFIGURATIONS}
+        return time_configurations(trials, weights, seconds, clock)
 
 
 def is_busy() -> bool:

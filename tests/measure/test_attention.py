@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -358,12 +359,25 @@ def test_a_command_measures_once_and_says_so(file: ModelFile, monkeypatch: pytes
     assert "measured" not in second
 
 
-def test_a_measurement_of_the_real_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes here; what it finds is sound and can be used."""
+def test_a_measurement_of_the_real_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However long it takes here; what it finds is sound and can be used.
+
+    While it lasts no file lies around that would stay if the process were killed.
+    """
     monkeypatch.setattr(attention, "is_busy", lambda: False)
     monkeypatch.setattr(attention, "MOST_TURNS", 3)
+    monkeypatch.setattr(attention.tempfile, "tempdir", str(tmp_path))
+    timed = attention.time_configurations
+    left: list[Path] = []
+
+    def timing(*arguments: Any) -> AttentionProbe:
+        left.extend(tmp_path.iterdir())
+        return timed(*arguments)
+
+    monkeypatch.setattr(attention, "time_configurations", timing)
     shape = AttentionShape(2, 4, 2, 32)
     found = attention.measure_attention(shape, 1, 1.0, lambda: 0.0)
+    assert not left
     assert [one.configuration for one in found.measured] == list(CONFIGURATIONS)
     assert {len(one.turns) for one in found.measured} == {3}
     assert [one.is_exact for one in found.measured[:3]] == [True, True, True]  # one thread
