@@ -25,6 +25,7 @@ from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.openmp import end_own_threads
 from llamaspec.llama.placing import computing_devices
 from llamaspec.protocols import (
     Constraint,
@@ -84,7 +85,7 @@ class Pair:
         if heads is not None:
             models[MTP] = heads
         concurrent = any(_apart(target, model) for model in self.draft_models)
-        self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock)
+        self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock, leave=end_own_threads)
 
     @property
     def draft_models(self) -> tuple[LlamaModel, ...]:

@@ -20,7 +20,6 @@ from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, opti
 from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
-from llamaspec.llama.openmp import end_own_threads
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.saved_prefixes import PrefixFolder
 from llamaspec.measure.learned_length import keep_prior
@@ -151,7 +150,6 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
     with opened, open_files(files, models) as pair, _prefixes(folder, pair):
         template = _template(pair, options.chat_template)
         policy = make_policy(pair, options.decoding)
-        end_own_threads()  # another thread decodes; this one may have measured
         try:
             with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
                 told = f"{service.model_name} is served at {url_of(opened)}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from llamaspec.engine.evaluation import Evaluation
 from llamaspec.engine.row import Clock, Row
+from llamaspec.errors import EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import Forward, Logits
 
@@ -56,6 +57,21 @@ class RunningRows:
         for row in tuple(self.started):
             if row.is_cancelled:
                 self.end(row)
+
+    def hand_out(self, rows: Sequence[Row[Any]], evaluation: Evaluation) -> None:
+        """Send what was computed to those who wait for it."""
+        if isinstance(evaluation.error, EvaluationAbortedError):
+            return  # the rows that were cancelled end at the next step, the others are evaluated again
+        if evaluation.error is not None:
+            for row in rows:
+                self.resume(row, error=evaluation.error)
+            return
+        for row, logits in zip(rows, evaluation.logits, strict=True):
+            if row.request is None or row.is_cancelled:
+                continue
+            row.cost(evaluation.seconds)
+            if row.part is row.request:
+                self.answer(row, logits, evaluation)
 
     def answer(self, row: Row[Any], logits: Logits, evaluation: Evaluation) -> None:
         """Send a text what it waits for."""

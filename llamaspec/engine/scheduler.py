@@ -25,7 +25,7 @@ from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.evaluation import Evaluation, Evaluator, Job, Prepared, prepared
 from llamaspec.engine.row import Event, Row, Text, Width, unpadded
 from llamaspec.engine.running import RunningRows
-from llamaspec.errors import ClosedError, EvaluationAbortedError
+from llamaspec.errors import ClosedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest
 
@@ -45,6 +45,8 @@ class Scheduler:
         The models compute on different devices, so that drafting and verifying may run at once.
     clock : callable
         Seconds.
+    leave : callable
+        Called by a thread that evaluates no more for now: its row has ended, or other threads want to.
     """
 
     def __init__(
@@ -53,10 +55,13 @@ class Scheduler:
         *,
         concurrent: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._models = dict(models)
         self._clock = clock
+        self._leave = leave
         self._lock = threading.RLock()  # held during a step
+        self._callers: set[int] = set()  # threads that wait for an event, or make it
         self._rows = RunningRows(self._models.values(), clock)
         self._evaluating: list[Row[Any]] = []
         self._numbers = itertools.count()
@@ -82,13 +87,15 @@ class Scheduler:
         Exception
             Whatever ended the row.
         """
-        while not row.events and not row.is_done:
-            self._check_process()
-            with self._lock:
-                if not row.events and not row.is_done:
-                    if self._is_closed and not row.is_cancelled:  # else the step ends it
-                        self._check_open()
-                    self._step()
+        caller = threading.get_ident()
+        self._callers.add(caller)
+        try:
+            while not row.events and not row.is_done:
+                self._check_process()
+                with self._lock:
+                    self._step_for(row)
+        finally:
+            self._callers.discard(caller)
         if row.events:
             return row.events.popleft()
         if row.error is not None:
@@ -171,6 +178,16 @@ class Scheduler:
         if os.getpid() != self._process:
             raise ClosedError("this pair was opened before a fork; open it in the child process")
 
+    def _step_for(self, row: Row[Any]) -> None:
+        """Make one evaluation, unless the row has got what it waits for."""
+        if row.events or row.is_done:
+            return
+        if self._is_closed and not row.is_cancelled:  # else the step ends it
+            self._check_open()
+        self._step()
+        if len(self._callers) > 1 or row not in self._rows.started:
+            self._leave()
+
     def _step(self) -> bool:
         """Make one evaluation; False where no row needs one."""
         if self._is_stepping:
@@ -251,7 +268,7 @@ class Scheduler:
             for row in groups[0].rows:
                 row.overhead_seconds += waited
         for group, evaluation in zip(groups, evaluations, strict=True):
-            self._hand_out(group.rows, evaluation)
+            self._rows.hand_out(group.rows, evaluation)
 
     def _meanwhile(self, groups: Sequence[Group]) -> Callable[[Callable[[], bool]], None] | None:
         """What rows want drafted while the target verifies, where that can be and no other row drafts."""
@@ -272,21 +289,6 @@ class Scheduler:
             batch.append((row.number, row.part))
             n_padding -= row.part.n_tokens - row.n_cached
         return Job(self._models[group.model], batch, n_padding, group.width)
-
-    def _hand_out(self, rows: Sequence[Row[Any]], evaluation: Evaluation) -> None:
-        """Send what was computed to those who wait for it."""
-        if isinstance(evaluation.error, EvaluationAbortedError):
-            return  # the rows that were cancelled end at the next step, the others are evaluated again
-        if evaluation.error is not None:
-            for row in rows:
-                self._rows.resume(row, error=evaluation.error)
-            return
-        for row, logits in zip(rows, evaluation.logits, strict=True):
-            if row.request is None or row.is_cancelled:
-                continue
-            row.cost(evaluation.seconds)
-            if row.part is row.request:
-                self._rows.answer(row, logits, evaluation)
 
 
 @dataclass(frozen=True, slots=True)

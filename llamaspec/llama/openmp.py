@@ -8,13 +8,28 @@ as long on two cores. https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import functools
+from typing import Any
 
 _LIBRARY = "libgomp.so.1"
 _HARD = 2  # omp_pause_hard: nothing is kept
 
 
 def end_own_threads() -> None:
-    """End those of the calling thread, before another one computes; without effect with other libraries."""
-    with suppress(AttributeError, OSError):  # not on every system
-        ctypes.CDLL(_LIBRARY).omp_pause_resource_all(_HARD)
+    """End those of the calling thread, before another one computes; without effect with other libraries.
+
+    The next evaluation of this thread starts them anew, which takes a tenth of a millisecond.
+    """
+    library = _library()
+    if library is not None:
+        library.omp_pause_resource_all(_HARD)
+
+
+@functools.cache
+def _library() -> Any | None:
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        library.omp_pause_resource_all  # noqa: B018  # an old one has none
+    except (AttributeError, OSError):
+        return None
+    return library

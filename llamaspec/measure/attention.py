@@ -29,6 +29,7 @@ from llamaspec.llama.attention import (
     AttentionTrial,
     write_model,
 )
+from llamaspec.llama.openmp import end_own_threads
 from llamaspec.llama.options import ModelOptions
 
 SHALLOW, DEEP = 512, 2048  # tokens of context; kernels change below
@@ -168,6 +169,7 @@ def measure_attention(shape: AttentionShape, n_threads: int, seconds: float, clo
     if is_busy():
         raise BusyError(_BUSY)
     with ExitStack() as stack:
+        stack.callback(end_own_threads)  # another thread may decode
         # The files are not needed beyond being opened, nor left behind by whatever ends the process then.
         with tempfile.TemporaryDirectory(prefix="llamaspec-", ignore_cleanup_errors=True) as folder:
             zeros, heads = Path(folder) / "zeros.gguf", Path(folder) / "heads.gguf"

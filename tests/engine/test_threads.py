@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fakes import Batch, FakeModel
+from fakes import Batch, FakeModel, Length
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ClosedError
 from llamaspec.values import DRAFT, TARGET, Logits
-from patience import PATIENCE
+from patience import PATIENCE, until
 from texts import V, alone, draft, stream, target
 
 
@@ -209,3 +209,26 @@ def _in_child(scheduler: Scheduler, *streams: TextStream) -> int:
         return n_wrong
     except BaseException:  # noqa: BLE001  # the child must not go on with the tests
         return 99
+
+
+def test_a_thread_says_when_it_leaves_evaluating_to_others() -> None:
+    """Where others wait; and where its row has ended, once."""
+    left: list[int] = []
+    models = {TARGET: target()}
+    scheduler = Scheduler(models, leave=lambda: left.append(threading.get_ident()))
+    first, second = (stream(scheduler, models, seed=i, length=Length(), max_tokens=3) for i in range(2))
+    other = threading.Thread(target=second.run)
+
+    def before(n: int) -> None:
+        if n == 1:
+            other.start()
+            until(lambda: len(scheduler._callers) == 2)
+
+    models[TARGET].before = before
+    next(first)
+    assert left[0] == threading.get_ident()
+    other.join()
+    first.run()
+    left.clear()
+    stream(scheduler, models, length=Length(), max_tokens=3).run()
+    assert left == [threading.get_ident()]

@@ -7,31 +7,31 @@ import sys
 
 import pytest
 
-# Two threads compute one after the other: each would keep helpers of its own.
 EVALUATE = """
 import ctypes, threading
 import psutil
 from llamaspec import ModelOptions, demo_target, open_pair
-from llamaspec.llama.openmp import end_own_threads
 
 ctypes.CDLL("libgomp.so.1")
 with open_pair(demo_target(), target_options=ModelOptions(threads=3)) as pair:
-    counts = []
-    for wait in (False, True):
-        pair.stream("def", max_tokens=2).run()
-        counts.append(psutil.Process().num_threads())
-        if wait:
-            end_own_threads()
-            counts.append(psutil.Process().num_threads())
-    pair.stream("def", max_tokens=2).run()
-    print(*counts)
+    before = psutil.Process().num_threads()
+    of = pair.stream("def", max_tokens=3)
+    next(of)
+    print(psutil.Process().num_threads() - before)
+    of.run()
+    print(psutil.Process().num_threads() - before)
+    streams = [pair.stream("def", max_tokens=3, seed=i) for i in range(2)]
+    threads = [threading.Thread(target=of.run) for of in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(psutil.Process().num_threads() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP computes on Linux")
-def test_helpers_of_a_thread_that_is_done_end() -> None:
+def test_helpers_of_a_thread_whose_texts_are_done_end() -> None:
     ran = subprocess.run([sys.executable, "-c", EVALUATE], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    first, second, after = map(int, ran.stdout.split())
-    assert first == second
-    assert after == second - 2
+    assert ran.stdout.split() == ["2", "0", "0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -366,7 +367,7 @@ def test_a_measurement_of_the_real_engine(monkeypatch: pytest.MonkeyPatch, tmp_p
     """
     monkeypatch.setattr(attention, "is_busy", lambda: False)
     monkeypatch.setattr(attention, "MOST_TURNS", 3)
-    monkeypatch.setattr(attention.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     timed = attention.time_configurations
     left: list[Path] = []
 
