@@ -6,10 +6,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROMPT ?= def read_lines(path):
+PROMPT ?= If the file cannot be opened,
 ARGS ?=
-# Four draft tokens a round, because for a target this small the automatic length would draft none.
-RUN_ARGS := --draft-length 4 --show-drafts
+# Four draft tokens a round, because for a target this small the automatic length would draft none; a penalty,
+# because a target this small repeats itself.
+RUN_ARGS := --draft-length 4 --show-drafts --repeat-penalty 1.1
 
 # Only the library itself, without what crashes; the file says more.
 # What the user asks for comes last, so it wins.

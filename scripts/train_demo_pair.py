@@ -166,6 +166,8 @@ def print_measurements(options: Options) -> None:
         "greedy_agreement": round(float(np.mean([row.greedy for row in rows])), 4),
         "overlap_at_0.8": round(float(np.mean([row.overlap for row in rows])), 4),
         "bytes": [file.stat().st_size for file in options.files],
+        "repeated_at_0.8": round(float(np.mean([row.repeated for row in rows])), 4),
+        "repeated_by_people": round(float(np.mean([row.repeated_by_people for row in rows])), 4),
         "modules": {row.name: [round(row.greedy, 4), round(row.overlap, 4)] for row in rows},
     }
     print(json.dumps(summary))

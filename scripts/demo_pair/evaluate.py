@@ -1,14 +1,15 @@
 """Measure the two files as llama.cpp runs them: the share of the draft's first guesses that is accepted.
 
 The one idea: the target writes, the draft reads along. At temperature 0 a guess is accepted where
-both have the same most likely token; at 0.8 with probability sum(min(p, q)).
+both have the same most likely token; at 0.8 with probability sum(min(p, q)). And how often what is written
+repeats itself, next to what people wrote in its place.
 
 It knows only GGUF files and texts, nothing of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,19 @@ class Agreement:
     greedy: float  # share of positions where both have the same most likely token
     overlap: float  # sum(min(p, q)) at `TEMPERATURE`
     distinct_lines: float  # share of the greedy lines that are not repetitions
+    repeated: float  # share of 4-grams of tokens, at `TEMPERATURE`, that came before in the same continuation
+    repeated_by_people: float  # the same of as many tokens of the module itself
     sample: str
 
     def row(self) -> str:
         """One line of the table."""
-        return f"{self.name:18s}  {self.greedy:6.3f}  {self.overlap:8.3f}  {self.distinct_lines:8.2f}"
+        return (
+            f"{self.name:18s}  {self.greedy:6.3f}  {self.overlap:8.3f}  {self.distinct_lines:8.2f}"
+            f"  {self.repeated:8.3f}  {self.repeated_by_people:6.3f}"
+        )
 
 
-HEADER = f"{'kept-out module':18s}  greedy  min(p,q)  distinct"
+HEADER = f"{'kept-out module':18s}  greedy  min(p,q)  distinct  repeated  people"
 
 
 def load(path: Path, n_threads: int = 1) -> Llama:
@@ -49,8 +55,8 @@ def load(path: Path, n_threads: int = 1) -> Llama:
 def measure(target: Llama, draft: Llama, name: str, text: str, chance: np.random.Generator) -> Agreement:
     """Continue evenly spaced prompts of `text` and compare the two distributions at every step."""
     ids = target.tokenize(text.encode())
-    starts = np.linspace(0, len(ids) - N_PROMPT, PROMPTS_PER_MODULE).astype(int)
-    greedy, overlap, distinct, sample = [], [], [], ""
+    starts = np.linspace(0, len(ids) - N_PROMPT - N_WRITTEN, PROMPTS_PER_MODULE).astype(int)
+    greedy, overlap, distinct, repeated, people, sample = [], [], [], [], [], ""
     for start in starts:
         prompt = [target.token_bos(), *ids[max(1, start) : start + N_PROMPT]]
         p, q, written = _read_along(target, draft, prompt, lambda scores: int(scores.argmax()))
@@ -59,8 +65,17 @@ def measure(target: Llama, draft: Llama, name: str, text: str, chance: np.random
         p, q, written = _read_along(target, draft, prompt, lambda scores: _sampled(scores, chance))
         shared = np.minimum(_softmax(p / TEMPERATURE), _softmax(q / TEMPERATURE)).sum(-1)
         overlap.append(float(shared.mean()))
+        repeated.append(repetition(written))
+        people.append(repetition(ids[start + N_PROMPT : start + N_PROMPT + N_WRITTEN]))
         sample = sample or _text(target, written)
-    return Agreement(name, float(np.mean(greedy)), float(np.mean(overlap)), float(np.mean(distinct)), sample)
+    means = [float(np.mean(each)) for each in (greedy, overlap, distinct, repeated, people)]
+    return Agreement(name, *means, sample)
+
+
+def repetition(ids: Sequence[int], n: int = 4) -> float:
+    """Share of the n-grams that came before among these tokens."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len({*grams}) / max(1, len(grams))
 
 
 def _read_along(
