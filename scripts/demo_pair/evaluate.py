@@ -68,8 +68,13 @@ def measure(target: Llama, draft: Llama, name: str, text: str, chance: np.random
         repeated.append(repetition(written))
         people.append(repetition(ids[start + N_PROMPT : start + N_PROMPT + N_WRITTEN]))
         sample = sample or _text(target, written)
-    means = [float(np.mean(each)) for each in (greedy, overlap, distinct, repeated, people)]
-    return Agreement(name, *means, sample)
+    return Agreement(
+        name, _mean(greedy), _mean(overlap), _mean(distinct), _mean(repeated), _mean(people), sample
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
 
 
 def repetition(ids: Sequence[int], n: int = 4) -> float:
