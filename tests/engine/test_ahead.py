@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import llamaspec.pair
@@ -27,7 +28,7 @@ from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.errors import EvaluationError
 from llamaspec.protocols import Drafter, Model
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, Meanwhile, Round
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Meanwhile, Round
 from patience import PATIENCE, until
 from texts import alone, draft, stream, target
 from texts import model_drafter as text_drafter
@@ -191,6 +192,24 @@ def test_a_draft_that_fails_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyPat
     assert stream(scheduler, models, length=Length(2)).run().tokens == alone()
     assert failed
     scheduler.close()
+
+
+def test_rows_go_together_as_far_as_a_batch_holds_them() -> None:
+    """What is cached takes no place in a batch, and a full context has no room for padding."""
+    model, heard = FakeModel(context_size=8, batch_size=10), dict[int, Forward | None]()
+    read = ForwardRequest(DRAFT, np.array([0, 1, 2, 0, 1], np.int32))
+    model.prepare([(0, read, 0)])
+    model.evaluate([(0, read)])
+    texts = {0: [0, 1, 2, 0, 1, 2, 0, 1], 1: [1, 2, 0, 1, 2, 0], 2: [2, 2], 3: [2]}  # 3, 6, 2, 1 not cached
+
+    def meanwhile(row: int) -> Meanwhile:
+        heard[row] = None
+        heard[row] = yield ForwardRequest(DRAFT, np.array(texts[row], np.int32))
+
+    draft_ahead({DRAFT: model}, [(row, meanwhile(row)) for row in texts], lambda: True)
+    assert [(of.rows, of.n_new, of.n_padding) for of in model.evaluated[1:]] == [((0, 1, 3), 10, 0)]
+    told = {row: forward and (forward.n_positions, forward.n_rows) for row, forward in heard.items()}
+    assert told == {0: (10, 3), 1: (10, 3), 2: None, 3: (10, 3)}
 
 
 def test_a_draft_without_room_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

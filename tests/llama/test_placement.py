@@ -134,6 +134,22 @@ def test_the_reason_is_one_sentence() -> None:
     assert choice.reason == "1.2 GiB go to CUDA0 and CUDA1, which have 8.8 GiB free: all that may"
 
 
+@pytest.mark.parametrize(
+    ("room", "draft", "expected"),
+    [
+        (109, DRAFT, "1 of 11 target layers go there and the draft stays on the CPU, by estimate as fast as if "
+         "nothing goes there"),
+        (0, DRAFT, "nothing goes there"),
+        (434, replace(DRAFT, n_fixed=2), "2 draft layers and 3 of 11 target layers go there, by estimate "
+         "1.2 times as fast as if only 2 draft layers goes there"),
+        (434, None, "4 of 11 target layers go there, by estimate 1.5 times as fast as if nothing goes there"),
+    ],
+)  # fmt: skip
+def test_the_reason_tells_what_goes_where(room: int, draft: ModelBytes | None, expected: str) -> None:
+    choice = choose_placement(card(room * MIB), TARGET, draft, STEEP)
+    assert choice.reason.partition("would take: ")[2] == expected
+
+
 def test_speed_is_that_of_the_best_number_of_draft_tokens() -> None:
     """One second for the target and a tenth for each draft token."""
     one_byte = ModelBytes((1,), 0, 0)

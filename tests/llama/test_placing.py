@@ -184,6 +184,26 @@ def test_drafts_of_drafts_stay_together(target_file: Path, draft_file: Path, *, 
     assert found.draft == (OPTIONS if is_roomy else replace(OPTIONS, devices=()))
 
 
+def test_layers_of_drafts_that_are_given_count_together(target_file: Path, store: ModelStore) -> None:
+    """Three of four layers of one, and both of the other."""
+    drafts = [store.path("llama", Recipe(dtype="q8_0", n_layers=n)) for n in (3, 1)]
+    given = replace(OPTIONS, gpu_layers=3)
+    found = place_models((target_file, OPTIONS), (drafts, given), devices=(card(1 << 40),))
+    assert found.placement is not None
+    assert (found.placement.draft_layers, found.draft) == (5, given)
+
+
+def test_main_memory_is_this_machines_unless_told(
+    target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = (target_file, OPTIONS), ([draft_file], OPTIONS)
+    for n_free, told, is_roomy in ((1 << 40, None, True), (9, None, False), (9, 1 << 40, True)):
+        monkeypatch.setattr(runtime, "available_bytes", lambda n_free=n_free: n_free)
+        found = place_models(*models, devices=(card(0),), main_bytes=told)
+        assert found.placement is not None
+        assert found.placement.is_roomy == is_roomy
+
+
 @pytest.fixture
 def small_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp here has no GPU and ignores how many layers go there; what is said and set is seen."""
