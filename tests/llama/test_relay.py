@@ -192,6 +192,18 @@ def test_a_worker_that_has_a_client_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
         over.set()
 
 
+def test_no_thread_of_it_keeps_a_program_from_ending() -> None:
+    over = threading.Event()
+
+    def play(end: socket.socket) -> None:
+        over.wait()
+
+    with talking(play) as (between, _):
+        threads = [each for each in threading.enumerate() if each.name == f"rpc {between.address}"]
+        assert [each.daemon for each in threads] == [True, True]
+        over.set()
+
+
 def test_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine acknowledges all that is sent, so TCP is content."""
     monkeypatch.setattr(relay, "LOOK_SECONDS", 0.01)

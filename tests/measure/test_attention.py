@@ -11,11 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from llama_cpp import llama_cpp as lib
 
 from command import invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import LlamaspecError
-from llamaspec.llama.attention import AttentionShape, AttentionTrial, ModelSize, model_size, write_model
+from llamaspec.llama.attention import (
+    READ,
+    AttentionShape,
+    AttentionTrial,
+    ModelSize,
+    model_size,
+    write_model,
+)
 from llamaspec.measure import attention, fitting
 from llamaspec.measure.attention import (
     CONFIGURATIONS,
@@ -230,6 +238,20 @@ def test_copies_deepen_the_context(heads: Path) -> None:
         assert np.allclose(before, after, atol=0.2)
         trial.seconds(4)
         assert np.array_equal(trial.logits([2]), after)  # nothing stays of what was timed
+
+
+def test_a_deep_context_has_as_many_copies_as_it_takes(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, n_tokens = lib.llama_state_seq_set_data, [READ]
+
+    def copied(*arguments: Any) -> Any:
+        n_tokens.append(2 * n_tokens[-1])
+        return put(*arguments)
+
+    monkeypatch.setattr(lib, "llama_state_seq_set_data", copied)
+    with AttentionTrial(heads, ModelOptions(n_ctx=16 * READ, threads=1)) as trial:
+        for depth, expected in ((READ, READ), (3 * READ, 4 * READ), (4 * READ, 4 * READ), (DEEP, DEEP)):
+            trial.deepen(depth)
+            assert n_tokens[-1] == expected
 
 
 def test_a_configuration_that_cannot_be(heads: Path) -> None:
