@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import json
 import os
 import random
@@ -53,15 +54,22 @@ class Mutant:
 def mutants(source: str) -> Iterator[Mutant]:
     """Every break of a file, in the order of its syntax tree."""
     tree = ast.parse(source)
-    for at, node in enumerate(_seen(tree)):
-        for kind, n in _kinds(node):
-            broken = copy.deepcopy(tree)
-            old = list(_seen(broken))[at]
-            new = _break(old, kind, n)
-            if new is not old:
-                _Replace(old, new).visit(broken)
-            source = ast.unparse(ast.fix_missing_locations(broken))
-            yield Mutant(kind, getattr(node, "lineno", 0), source, _told(node), _told(new))
+    return (_mutant(tree, *place) for place in places(tree))
+
+
+def places(tree: ast.AST) -> Iterator[tuple[int, str, int]]:
+    """What can be broken: the number of a node, how, and where of several places of the node."""
+    return ((at, *kind) for at, node in enumerate(_seen(tree)) for kind in _kinds(node))
+
+
+def _mutant(tree: ast.Module, at: int, kind: str, n: int) -> Mutant:
+    broken = copy.deepcopy(tree)
+    node, old = (next(itertools.islice(_seen(of), at, None)) for of in (tree, broken))
+    new = _break(old, kind, n)
+    if new is not old:
+        _Replace(old, new).visit(broken)
+    source = ast.unparse(ast.fix_missing_locations(broken))
+    return Mutant(kind, getattr(node, "lineno", 0), source, _told(node), _told(new))
 
 
 def _told(node: ast.AST) -> str:
@@ -172,10 +180,12 @@ class Workplace:
             return -1
 
 
-def sample(files: list[Path], n: int | None, seed: int) -> list[tuple[Path, Mutant]]:
+def sample(files: list[Path], n: int | None, seed: int) -> Iterator[tuple[Path, Mutant]]:
     """Some breaks of some files, or all of them."""
-    found = [(path, mutant) for path in files for mutant in mutants(path.read_text())]
-    return found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    found = [(path, place) for path, tree in trees.items() for place in places(tree)]
+    chosen = found if n is None or n >= len(found) else random.Random(seed).sample(found, n)
+    return ((path, _mutant(trees[path], *place)) for path, place in chosen)
 
 
 def main() -> None:

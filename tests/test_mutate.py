@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mutate import mutants
+from mutate import mutants, sample
 
 NOTHING = '''
 """Says what it is."""
@@ -41,3 +43,15 @@ def test_what_does_nothing_is_left_alone() -> None:
 )
 def test_each_break_is_one(source: str, expected: list[str]) -> None:
     assert sorted(broken(source)) == sorted(expected)
+
+
+def test_a_sample_is_of_the_breaks_of_all_files(tmp_path: Path) -> None:
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for path, source in zip(files, ("x = a + b", "assert a < b <= c"), strict=True):
+        path.write_text(source)
+    every = [(path, mutant) for path in files for mutant in mutants(path.read_text())]
+    assert list(sample(files, None, 0)) == list(sample(files, 4, 0)) == every
+    samples = [list(sample(files, 3, seed)) for seed in (1, 1, 2, 3, 4, 5)]
+    assert samples[0] == samples[1]
+    assert all(len(found) == 3 and set(found) < set(every) for found in samples)
+    assert set().union(*samples) == set(every)

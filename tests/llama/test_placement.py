@@ -137,8 +137,8 @@ def test_the_reason_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("room", "draft", "expected"),
     [
-        (109, DRAFT, "1 of 11 target layers go there and the draft stays on the CPU, by estimate as fast as if "
-         "nothing goes there"),
+        (109, DRAFT, "1 of 11 target layers go there and the draft stays on the CPU, by estimate as fast as "
+         "if nothing goes there"),
         (0, DRAFT, "nothing goes there"),
         (434, replace(DRAFT, n_fixed=2), "2 draft layers and 3 of 11 target layers go there, by estimate "
          "1.2 times as fast as if only 2 draft layers goes there"),

@@ -175,6 +175,9 @@ def test_a_body_that_is_too_large(server: Served) -> None:
     large = b'"' + b"a" * limit + b'"'
     assert server.client.post(TEXT, content=large).status_code == 413
     assert server.client.post(MESSAGES, content=iter([large[:limit], large[limit:]])).status_code == 413
+    just = b'{"prompt": "a", "max_tokens": 1}'.ljust(limit)
+    assert server.client.post(TEXT, content=just).status_code == 200
+    assert server.client.post(TEXT, content=iter([just[:9], just[9:]])).status_code == 200
 
 
 def test_a_body_that_is_too_deep(server: Served) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from llamaspec import AutoLength, FixedLength
 from llamaspec.errors import LlamaspecError
 from llamaspec.serve.answers import Done, Event, Failed, Run
 from llamaspec.serve.deltas import End
-from llamaspec.serve.figures import figures, openai_usage, rounds, timings
+from llamaspec.serve.figures import figures, openai_usage, rounds, speedup, timings
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.status import _slots
 from llamaspec.values import Source
@@ -128,6 +129,27 @@ def test_the_timings_of_an_answer() -> None:
     }
     cached = timings(End(replace(TEXT, n_cached=40, prefill_seconds=0.0), None))
     assert (cached["prompt_n"], cached["prompt_per_token_ms"], cached["prompt_per_second"]) == (0, None, None)
+
+
+class Believing(AutoLength):
+    """What plain rounds take, by their rows."""
+
+    def __init__(self, believed: dict[int, float]) -> None:
+        super().__init__()
+        self.believed = believed
+
+    def plain_seconds(self, n_rows: int = 1) -> float | None:
+        return self.believed.get(n_rows)
+
+
+def test_the_speed_next_to_plain_decoding() -> None:
+    """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
+    made, policy = [ALONE, SHARED, PLAIN], Believing({1: 2.0, 4: 3.5})
+    assert speedup(made, policy) == pytest.approx((3 * 2.0 + 2 * 3.5 + 2.0) / 6.125)
+    assert speedup(made, Believing({1: 2.0})) is None  # four rows were never seen without drafts
+    assert speedup([a_round(seconds=(0.0, 0.0, 0.0))], policy) is None
+    assert speedup([], policy) is None
+    assert speedup(made, FixedLength(3)) is None
 
 
 def test_the_rounds_of_an_answer() -> None:
