@@ -63,7 +63,9 @@ class Wish:
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < 1e6:
-            raise ValueError(f"the budget must be more than 0 minutes, got {self.minutes}")
+            raise ValueError(
+                f"the budget must be more than 0 minutes and less than a million, got {self.minutes}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

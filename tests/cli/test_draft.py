@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from llamaspec.hub.made import DRAFT_FOR, identity, made_path
 from llamaspec.hub.names import find_draft
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.compare import Spread
-from llamaspec.pruning.make import Judged, Made
+from llamaspec.pruning.make import Judged, Made, Wish
 from llamaspec.pruning.search import Candidate, Found
 
 
@@ -89,7 +90,14 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     module.Distillation, module.distil_draft = lambda *wish: wish, copy
     monkeypatch.setitem(sys.modules, module.__name__, module)
     judged = Judged(0.25, 0.625, Spread(1.25, 1.5, 2.25))
-    monkeypatch.setattr("llamaspec.cli.draft.judge_draft", lambda *_: judged)
+    wishes: list[Wish] = []
+
+    def judge(_model: object, path: Path, wish: Wish) -> Judged:
+        assert path.read_bytes() == target.read_bytes()
+        wishes.append(wish)
+        return judged
+
+    monkeypatch.setattr("llamaspec.cli.draft.judge_draft", judge)
     text = target.with_name("text.txt")
     text.write_text("to learn from")
     options: list[str | Path] = [
@@ -112,7 +120,10 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
         f"wrote {output}, measured: 1.50x ± 0.50",
     ]
     other = target.with_name("other.gguf")
-    found = invoke("draft", "distil", target, *options, "--output", other, "--json").json
+    options += ["--temperature", "0.75", "--output", other]
+    found = invoke("draft", "distil", target, *options, "--json").json
+    assert [wish.texts for wish in wishes] == [(b"to learn from",)] * 2
+    assert wishes[1].sampling == replace(wishes[0].sampling, temperature=0.75) != wishes[0].sampling
     measured = {"low": 1.25, "median": 1.5, "high": 2.25}
     assert found == {"path": str(other), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
     assert "--text" in invoke("draft", "distil", target).stderr

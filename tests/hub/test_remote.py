@@ -63,3 +63,22 @@ def test_a_plain_name_is_below_every_folder() -> None:
     assert not any(
         is_plain(name) for name in ("", "/", "a/", "/a", ".", "..", "a/./b", "a\\b", "a:b", "a\rb")
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((255,), True),
+        ((256,), False),
+        ((255, 3), True),
+        ((3, 256), False),
+        ((255, 255, 255, 200, 55), True),
+        ((255, 255, 255, 200, 56), False),
+    ],
+)
+def test_a_plain_name_is_no_longer_than_file_systems_take(
+    lengths: tuple[int, ...], *, expected: bool
+) -> None:
+    """255 bytes between two slashes and 1024 in all, some of them in characters of two bytes."""
+    parts = [n // 2 * "ä" + n % 2 * "a" for n in lengths]
+    assert is_plain("/".join(parts)) == expected

@@ -169,6 +169,13 @@ def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
         Copy(**wrong)
 
 
+def test_minutes_that_cannot_be() -> None:
+    for minutes in (0.0, 1e6, float("nan")):
+        with pytest.raises(ValueError, match="more than 0 minutes and less than a million"):
+            Wish(minutes=minutes)
+    assert Wish(minutes=999_999.5).minutes == 999_999.5
+
+
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
     class Interrupted(KnownCosts):
         def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
