@@ -62,7 +62,9 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < 1e6:
-            raise ValueError(f"the training must take more than 0 minutes, got {self.minutes}")
+            raise ValueError(
+                f"the training must take more than 0 minutes and less than a million, got {self.minutes}"
+            )
         if not 1 <= self.n_layers <= 64:
             raise ValueError(f"layers must be from 1 to 64, got {self.n_layers}")
         if self.width is not None and (not HEAD <= self.width <= 8192 or self.width % HEAD):
