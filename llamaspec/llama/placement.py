@@ -240,5 +240,7 @@ def _told(option: _Option, target: ModelBytes, draft: ModelBytes | None) -> str:
         return (
             f"{layers} go there and the draft stays on the CPU" if option.n_target else "nothing goes there"
         )
-    whole = "the draft" if option.n_draft == len(draft.layers) else f"{option.n_draft} draft layers"
-    return f"{whole} and {layers} go there" if option.n_target else f"only {whole} goes there"
+    if option.n_draft == len(draft.layers):
+        return f"the draft and {layers} go there" if option.n_target else "only the draft goes there"
+    some = f"{option.n_draft} of {len(draft.layers)} draft layers"
+    return f"{some} and {layers} go there" if option.n_target else f"only {some} go there"
