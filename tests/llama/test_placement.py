@@ -140,8 +140,8 @@ def test_the_reason_is_one_sentence() -> None:
         (109, DRAFT, "1 of 11 target layers go there and the draft stays on the CPU, by estimate as fast as "
          "if nothing goes there"),
         (0, DRAFT, "nothing goes there"),
-        (434, replace(DRAFT, n_fixed=2), "2 of 5 draft layers and 3 of 11 target layers go there, by estimate "
-         "1.2 times as fast as if only 2 of 5 draft layers go there"),
+        (434, replace(DRAFT, n_fixed=2), "2 of 5 draft layers and 3 of 11 target layers go there, by "
+         "estimate 1.2 times as fast as if only 2 of 5 draft layers go there"),
         (434, None, "4 of 11 target layers go there, by estimate 1.5 times as fast as if nothing goes there"),
     ],
 )  # fmt: skip
