@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import process_time
 
 import pytest
 from click.testing import CliRunner
 
-from measure_stages import ALL, PLAIN, Turn, main, score
+from llamaspec import open_pair
+from measure_stages import ALL, PLAIN, Arms, Turn, main, score
 
 
 def turn(prompt: int, plain: float, first: float, both: float, agreed: float | None) -> Turn:
@@ -38,6 +40,16 @@ def test_every_arm_says_the_same(demo_files: tuple[Path, Path]) -> None:
     assert set(found["ratios"]) == {PLAIN, "draft 1", "draft 2", ALL}
     assert found["agreements"]["draft 2, by draft 1"] == 1.0
     assert found["costs"]["draft 1"] > 0
+
+
+def test_who_drafts_in_each_arm(demo_files: tuple[Path, Path]) -> None:
+    target, draft = demo_files
+    with open_pair(target, [draft, draft]) as pair:
+        first, second = pair.draft_models
+        arms = Arms([pair.target, first, second], process_time)
+        drafting = {name: each.draft_models for name, each in arms.pairs.items()}
+        assert drafting == {PLAIN: (), "draft 1": (first,), "draft 2": (second,), ALL: (first, second)}
+        assert {each.clock for each in arms.pairs.values()} == {process_time}
 
 
 def test_what_cannot_be_compared_is_refused(demo_files: tuple[Path, Path]) -> None:
