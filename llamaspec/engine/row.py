@@ -43,6 +43,7 @@ class Row(Generic[Event]):
     is_cancelled: bool = False
     is_started: bool = False
     is_paused: bool = False  # nothing is evaluated for it
+    caller: int | None = None  # the thread that asked last for what it makes
     has_rounds: bool = False  # what came before the first round is not part of it
     seconds: float = 0.0  # of the request's parts that are evaluated
     draft_seconds: float = 0.0  # since the last round, as the next four

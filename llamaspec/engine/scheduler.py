@@ -46,7 +46,7 @@ class Scheduler:
     clock : callable
         Seconds.
     leave : callable
-        Called by a thread that evaluates no more for now: its row has ended, or other threads want to.
+        Called by a thread that evaluates no more for now: its row has ended, or another's may be next.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Scheduler:
         self._clock = clock
         self._leave = leave
         self._lock = threading.RLock()  # held during a step
-        self._callers: set[int] = set()  # threads that wait for an event, or make it
         self._rows = RunningRows(self._models.values(), clock)
         self._evaluating: list[Row[Any]] = []
         self._numbers = itertools.count()
@@ -87,15 +86,11 @@ class Scheduler:
         Exception
             Whatever ended the row.
         """
-        caller = threading.get_ident()
-        self._callers.add(caller)
-        try:
-            while not row.events and not row.is_done:
-                self._check_process()
-                with self._lock:
-                    self._step_for(row)
-        finally:
-            self._callers.discard(caller)
+        row.caller = threading.get_ident()
+        while not row.events and not row.is_done:
+            self._check_process()
+            with self._lock:
+                self._step_for(row)
         if row.events:
             return row.events.popleft()
         if row.error is not None:
@@ -185,7 +180,8 @@ class Scheduler:
         if self._is_closed and not row.is_cancelled:  # else the step ends it
             self._check_open()
         self._step()
-        if len(self._callers) > 1 or row not in self._rows.started:
+        running = self._rows.started
+        if row not in running or any(other.caller not in {None, row.caller} for other in running):
             self._leave()
 
     def _step(self) -> bool:

@@ -17,7 +17,7 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ClosedError
 from llamaspec.values import DRAFT, TARGET, Logits
-from patience import PATIENCE, until
+from patience import PATIENCE
 from texts import V, alone, draft, stream, target
 
 
@@ -212,23 +212,22 @@ def _in_child(scheduler: Scheduler, *streams: TextStream) -> int:
 
 
 def test_a_thread_says_when_it_leaves_evaluating_to_others() -> None:
-    """Where others wait; and where its row has ended, once."""
+    """Where another thread has a row, and where its own has ended; not beside rows of its own."""
     left: list[int] = []
     models = {TARGET: target()}
     scheduler = Scheduler(models, leave=lambda: left.append(threading.get_ident()))
-    first, second = (stream(scheduler, models, seed=i, length=Length(), max_tokens=3) for i in range(2))
-    other = threading.Thread(target=second.run)
-
-    def before(n: int) -> None:
-        if n == 1:
-            other.start()
-            until(lambda: len(scheduler._callers) == 2)
-
-    models[TARGET].before = before
-    next(first)
-    assert left[0] == threading.get_ident()
-    other.join()
-    first.run()
+    one, two, other = (stream(scheduler, models, seed=i, length=Length()) for i in range(3))
+    for of in (one, two, one, two):
+        next(of)
+    assert not left
+    thread = threading.Thread(target=next, args=(other,))
+    thread.start()
+    thread.join()
+    for _ in range(6):
+        next(one)
+    assert threading.get_ident() in left
+    for of in (one, two, other):
+        of.run()
     left.clear()
-    stream(scheduler, models, length=Length(), max_tokens=3).run()
+    stream(scheduler, models, length=Length()).run()
     assert left == [threading.get_ident()]
