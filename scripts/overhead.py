@@ -104,7 +104,7 @@ class _Apart:
         self.n_calls += event == "call"
 
 
-@click.command()
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout.")
 @click.option("-n", "--turns", default=5, show_default=True)
 @click.option("--tokens", default=150, show_default=True, help="Of each text.")

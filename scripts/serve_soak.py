@@ -344,7 +344,7 @@ def server(environment: Mapping[str, str]) -> Iterator[tuple[str, psutil.Process
             started.wait(60)
 
 
-@click.command()
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
 @click.option("--clients", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--commands", "n_commands", type=click.IntRange(0, 64), default=0, show_default=True)

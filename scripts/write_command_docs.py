@@ -26,7 +26,7 @@ Written by `make docs` from the commands' own help; edit the help, not this page
 """
 
 
-@click.command()
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the page is out of step.")
 def write_command_docs(check: bool) -> None:
     """Write docs/commands.md from the commands' help."""
