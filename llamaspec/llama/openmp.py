@@ -18,7 +18,7 @@ _HARD = 2  # omp_pause_hard: nothing is kept
 def end_own_threads() -> None:
     """End those of the calling thread, before another one computes; without effect with other libraries.
 
-    The next evaluation of this thread starts them anew, which takes a tenth of a millisecond.
+    The next evaluation of this thread starts them anew.
     """
     library = _library()
     if library is not None:
