@@ -6,6 +6,8 @@ of a cell is the sequence of tokens up to it: what its keys and values depend on
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +40,7 @@ class SimulatedCells:
 
     def __init__(self, size: int, *, can_copy: bool = True) -> None:
         self.cells = [Cell() for _ in range(size)]
-        self.can_copy = can_copy
+        self._can_copy = can_copy
         self.fails_to_copy_in = False
         self.head = 0
         self._copies: list[list[tuple[int, Content]]] = []
@@ -115,8 +117,11 @@ class SimulatedCells:
             if source in cell.owners and start <= cell.position < end:
                 cell.owners.add(sequence)
 
+    def can_copy(self, sequences: Sequence[int]) -> bool:
+        return self._can_copy
+
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        if not self.can_copy:
+        if not self._can_copy:
             return None
         for cell in self.cells:
             if sequence in cell.owners and cell.position < start:
@@ -140,11 +145,17 @@ class Checked:
     """A cache over simulated cells; everything is checked after every operation."""
 
     def __init__(
-        self, size: int = 64, n_sequences: int = 6, n_branches: int = 0, *, can_copy: bool = True
+        self,
+        size: int = 64,
+        n_sequences: int = 6,
+        n_branches: int = 0,
+        *,
+        can_copy: bool = True,
+        price: float = math.inf,
     ) -> None:
         self.size, self.garbage = size, n_sequences - 1
         self.cells = SimulatedCells(size, can_copy=can_copy)
-        self.cache = KVCache(self.cells, size, n_sequences, n_branches)
+        self.cache = KVCache(self.cells, size, n_sequences, n_branches, price)
 
     def held(self, row: int) -> CachedSequence:
         return self.cache.sequence(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +43,14 @@ class CachedSequence:
     def shared(self, tokens: TokenArray) -> int:
         """Length of the common beginning with other tokens."""
         return shared(self.tokens[: self.n], tokens)
+
+
+def best_of(
+    sequences: Sequence[CachedSequence], tokens: TokenArray, least: int
+) -> tuple[CachedSequence | None, int]:
+    """The sequence that shares most of some tokens, at least so many, and how many."""
+    n, i = max(((sequence.shared(tokens), i) for i, sequence in enumerate(sequences)), default=(0, -1))
+    return (sequences[i], n) if n >= least else (None, 0)
 
 
 def shared(a: TokenArray, b: TokenArray) -> int:

@@ -6,6 +6,7 @@ What llama.cpp can do with them, and nothing of which tokens they stand for.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Cells(Protocol):
 
     def share(self, source: int, sequence: int, start: int, end: int) -> None:
         """Let `sequence` hold the cells of some positions of `source`, too."""
+
+    def can_copy(self, sequences: Sequence[int]) -> bool:
+        """Whether the contents of some sequences can be copied out, and the machine has room for all."""
 
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it.
@@ -64,16 +68,20 @@ class LlamaCells:
         """Let `sequence` hold the cells of some positions of `source`, too."""
         lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
+    def can_copy(self, sequences: Sequence[int]) -> bool:
+        """Whether the contents of some sequences can be copied out, and the machine has room for all."""
+        n_bytes = sum(self._n_bytes(sequence) for sequence in sequences)
+        room = runtime.available_bytes() if n_bytes >= LARGE else None
+        return self._can_copy and (room is None or room >= 2 * n_bytes)
+
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it."""
         if not self._can_copy:
             return None
         lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
-        n_bytes = lib.llama_state_seq_get_size(self._context, sequence)
-        room = runtime.available_bytes() if n_bytes >= LARGE else None
-        if room is not None and room < 2 * n_bytes:
+        if not self.can_copy([sequence]):
             return None
-        content = np.empty(n_bytes, dtype=np.uint8)
+        content = np.empty(self._n_bytes(sequence), dtype=np.uint8)
         n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
         return content if n == len(content) else None
 
@@ -81,6 +89,10 @@ class LlamaCells:
         """Put the content into the first empty cells."""
         n = lib.llama_state_seq_set_data(self._context, _bytes(content), len(content), sequence)
         return bool(n == len(content))
+
+    def _n_bytes(self, sequence: int) -> int:
+        n: int = lib.llama_state_seq_get_size(self._context, sequence)
+        return n
 
     def clear(self) -> None:
         """Empty all cells."""

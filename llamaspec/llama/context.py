@@ -29,11 +29,18 @@ from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Places, Stretch
 from llamaspec.llama.branches import Growth, n_leaves
 from llamaspec.llama.cells import LlamaCells
+from llamaspec.llama.clutter import BLOCK, MOVE, MOVE_FAR
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.layer_rows import layer_rows, show_layer
-from llamaspec.llama.new_context import can_restore_states, context_size_for, n_sequences, open_context
+from llamaspec.llama.new_context import (
+    can_restore_states,
+    context_size_for,
+    leaves_main_memory,
+    n_sequences,
+    open_context,
+)
 from llamaspec.llama.options import N_BRANCHES, ModelOptions
 from llamaspec.llama.state_cache import Snapshots, StateCache
 from llamaspec.llama.threads import governor
@@ -41,7 +48,6 @@ from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
-CELL_BLOCK = 256  # llama.cpp rounds the number of cells up to a multiple of this
 
 
 class Context:
@@ -77,7 +83,7 @@ class Context:
         self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
         n_ctx = options.n_ctx or context_size_for(weights, options)
         self.context_size = n_ctx
-        n_cells = -(-max(n_ctx, options.n_cells or 0) // CELL_BLOCK) * CELL_BLOCK
+        n_cells = -(-max(n_ctx, options.n_cells or 0) // BLOCK) * BLOCK
         self.max_scored = options.max_scored
         pointer = open_context(
             weights, options, n_cells, None if other is None else other.pointer, is_head=head is not None
@@ -105,7 +111,8 @@ class Context:
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
-            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches)
+            price = MOVE_FAR if leaves_main_memory(weights, options) else MOVE
+            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches, price)
 
     @property
     def pointer(self) -> Any:

@@ -37,7 +37,11 @@ class HeldCells:
     @property
     def n_live(self) -> int:
         """Cells that some sequence holds, without garbage."""
-        return int(np.count_nonzero(self._n_owners))
+        return int(np.count_nonzero(self._n_owners[: self.top]))
+
+    def n_alone(self, sequence: CachedSequence) -> int:
+        """Cells that only this sequence holds."""
+        return int(np.count_nonzero(self._n_owners[sequence.cells[: sequence.n]] == 1))
 
     def clear(self) -> None:
         """Empty all cells; the sequences are the caller's."""

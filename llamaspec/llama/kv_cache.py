@@ -2,7 +2,7 @@
 
 Before an evaluation a row's sequence is cut to what it shares with the request, and takes over what another
 sequence knows more of; sharing costs no memory. Cells are only ever appended: rejected tokens whose cells lie
-between those of other rows stay there, as garbage, until the cache is full and is compacted. The cells of a
+between those of other rows stay there, as garbage, until they cost too much and all is compacted. The cells of a
 sequence so always ascend with its positions, and attention adds up in the same order as for the text alone.
 tests/test_rows.py compares, bit by bit, with texts that are alone.
 """
@@ -15,8 +15,9 @@ from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Growth
-from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cached_sequence import CachedSequence, best_of
 from llamaspec.llama.cells import Bytes, Cells
+from llamaspec.llama.clutter import MOVE, Clutter
 from llamaspec.llama.compaction import Moved, copied_out
 from llamaspec.llama.held_cells import HeldCells
 from llamaspec.llama.parked import ParkedPrefixes
@@ -25,7 +26,6 @@ from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
-CLUTTER = 1024  # cells besides twice those of rows that may be full; more would slow every evaluation down
 SLACK = 0.875  # part of the cells that may be full when unused prefixes are given up
 
 
@@ -41,9 +41,13 @@ class KVCache:
         Sequences that llama.cpp can tell apart; the last one holds the garbage.
     n_branches : int
         More sequences, for branches of trees.
+    price : float
+        Of moving a cell (`Clutter`).
     """
 
-    def __init__(self, cells: Cells, size: int, n_sequences: int, n_branches: int = 0) -> None:
+    def __init__(
+        self, cells: Cells, size: int, n_sequences: int, n_branches: int = 0, price: float = MOVE
+    ) -> None:
         self._cells = cells
         self._size = size
         self._held = HeldCells(cells, size, garbage=n_sequences - 1)
@@ -54,7 +58,7 @@ class KVCache:
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self._n_compactions = 0
-        self._parked = ParkedPrefixes(self._held)
+        self._parked, self._clutter = ParkedPrefixes(self._held), Clutter(self._held, price)
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room.
@@ -69,6 +73,8 @@ class KVCache:
                     answers.append(self.prepare(*entry))
                 except ContextFullError as error:  # noqa: PERF203
                     answers.append(error)
+            if self._clutter.is_due():
+                self._tidy()
             if self._n_compactions == n_before:
                 return answers
 
@@ -86,13 +92,15 @@ class KVCache:
         n_read = 0 if sequence.tree is None else self._trees.go_on(sequence, request)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
         if is_new:
-            self._parked.fetch(sequence, request.tokens[:n_before], self._sequences)
+            room = self._size - self._held.top - self._n_reserved()
+            self._parked.fetch(sequence, request.tokens[:n_before], self._sequences, room)
         n = min(sequence.shared(request.tokens), n_before)
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             least = TAKE_OVER if n else 1  # a row that begins takes what it gets
             other = None
             if n_before >= n + least:
-                other, n_other = self._best_other(sequence, request.tokens[:n_before], n + least)
+                others = [other for other in self._sequences if other is not sequence]
+                other, n_other = best_of(others, request.tokens[:n_before], n + least)
             self._held.cut(sequence, n)
             if other is not None:
                 self._held.take_over(sequence, other, n_other)
@@ -102,8 +110,6 @@ class KVCache:
         else:
             sequence.n_reserved = 0
         sequence.last_used = next(self._clock)
-        if is_new:
-            self._park()
         try:
             self._make_room(sequence)
         except ContextFullError:
@@ -245,26 +251,22 @@ class KVCache:
         self._of_row[row] = sequence
         return sequence
 
-    def _best_other(
-        self, own: CachedSequence, tokens: TokenArray, least: int
-    ) -> tuple[CachedSequence | None, int]:
-        """The other sequence that shares most of some tokens, at least so many, and how many."""
-        others = [sequence for sequence in self._sequences if sequence is not own and sequence.n]
-        n, i = max(((other.shared(tokens), i) for i, other in enumerate(others)), default=(0, -1))
-        return (others[i], n) if n >= least else (None, 0)
+    def _n_reserved(self) -> int:
+        """Cells that rows will fill next."""
+        n = 0
+        for sequence in self._of_row.values():
+            n += sequence.n_reserved
+        return n
 
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty."""
-        n_reserved = 0
-        for sequence in self._of_row.values():
-            n_reserved += sequence.n_reserved
+        n_reserved = self._n_reserved()
         if self._held.top + n_reserved <= self._size:
             return
         for sequence in self._of_row.values():
             if not sequence.n_reserved:
                 self._trees.drop(sequence)
-        unused = (sequence for sequence in self._sequences if sequence.row is None and sequence.n)
-        for sequence in sorted(unused, key=lambda sequence: sequence.last_used):
+        for sequence in self._unused():
             if self._held.n_live + n_reserved <= SLACK * self._size:
                 break
             self._held.cut(sequence, 0)
@@ -283,16 +285,19 @@ class KVCache:
         held = [sequence for sequence in self._sequences if sequence.n]
         return sorted(held, key=lambda sequence: sequence.last_used)
 
-    def _park(self) -> None:
-        """Put prefixes that nobody uses aside, where they are so many that attention slows down.
+    def _unused(self) -> list[CachedSequence]:
+        """The prefixes that nobody uses, the last used last."""
+        return [sequence for sequence in self._prefixes() if sequence.row is None]
 
-        For llama.cpp goes over all cells up to the last full one, whoever needs them.
-        """
-        n_needed = sum(sequence.n + sequence.n_reserved for sequence in self._of_row.values())
-        unused = [sequence for sequence in self._prefixes() if sequence.row is None]
-        is_cluttered = unused and self._held.top > 2 * n_needed + CLUTTER
-        if is_cluttered and self._parked.put_aside(unused):
+    def _tidy(self) -> None:
+        """Where clutter is dear, put unused prefixes aside and close the gaps, if all can be copied."""
+        unused = self._unused()
+        is_dear = self._clutter.is_dear(self._n_reserved(), unused)
+        if is_dear and self._cells.can_copy([sequence.number for sequence in self._prefixes()]):
+            self._is_changing = True
+            self._parked.put_aside(unused)
             self._compact()
+            self._is_changing = False
 
     def _compact(self) -> None:
         """Move what is held to the beginning, in order and without the garbage.

@@ -102,10 +102,15 @@ def context_size_for(weights: Weights, options: ModelOptions) -> int:
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
 
+def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
+    """Whether layers, and their cells, are in the memory of other devices."""
+    return bool(weights.devices) or (runtime.can_offload() and options.offloads)
+
+
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
     room = runtime.available_bytes()
-    if room is None or weights.devices or (runtime.can_offload() and options.offloads):
+    if room is None or leaves_main_memory(weights, options):
         return
     per_token = weights.kv_bytes_per_token(
         CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v]

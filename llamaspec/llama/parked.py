@@ -18,6 +18,7 @@ from llamaspec.llama.held_cells import HeldCells
 from llamaspec.values import TokenArray
 
 MOST = 256  # prefixes
+COPIED = 32  # cells in the time of reading a token; many more are copied, even on GPUs
 
 
 class Parked(NamedTuple):
@@ -45,12 +46,19 @@ class ParkedPrefixes:
             self._held.cut(sequence, 0)
         return True
 
-    def fetch(self, sequence: CachedSequence, tokens: TokenArray, others: Sequence[CachedSequence]) -> None:
-        """Let a sequence hold the prefix that shares most of some tokens, if no other knows as much."""
+    def fetch(
+        self, sequence: CachedSequence, tokens: TokenArray, others: Sequence[CachedSequence], room: int
+    ) -> None:
+        """Let a sequence hold the prefix that shares most of some tokens, if no other knows as much.
+
+        `room`: empty cells that nobody has reserved.
+        """
         found = self.best(tokens)
-        if found is None or self._held.top + len(found.tokens) > self._held.size:
+        if found is None or len(found.tokens) > room:
             return
         n_shared = shared(found.tokens, tokens)
+        if COPIED * n_shared < len(found.tokens):  # it is copied as a whole
+            return
         if n_shared > max(other.shared(tokens) for other in others):
             self._held.fill(sequence, found.tokens, found.content)
             if sequence.n == n_shared:  # else the rest of it may still be wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -53,6 +54,9 @@ class NoCells:
     def remove(self, sequence: int, start: int) -> None: ...
     def share(self, source: int, sequence: int, start: int, end: int) -> None: ...
     def copy_out(self, sequence: int, start: int) -> Bytes | None: ...
+    def can_copy(self, sequences: Sequence[int]) -> bool:
+        return False
+
     def clear(self) -> None: ...
     def copy_in(self, sequence: int, content: Bytes) -> bool:
         return False

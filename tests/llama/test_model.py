@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ from forward_requests import (
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
-from llamaspec.llama import kv_cache
+from llamaspec.llama import clutter, context
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import BATCH
@@ -47,10 +49,10 @@ def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_calls", "longest", "n_rows", "clutter"),
+    ("kind", "n_calls", "longest", "n_rows", "price"),
     [
-        ("llama", 500, 60, 4, 1000),
-        ("llama", 500, 110, 3, 1000),
+        ("llama", 500, 60, 4, math.inf),
+        ("llama", 500, 110, 3, math.inf),
         ("llama", 300, 60, 4, 0),
         ("gemma3", 500, 60, 4, 0),
         ("mamba", 150, 60, 3, 0),
@@ -65,11 +67,13 @@ def test_cached_answers_are_those_of_a_fresh_model(
     n_calls: int,
     longest: int,
     n_rows: int,
-    clutter: int,
+    price: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """256 cells, so that prefixes are evicted, or put aside, and cells are moved all the time."""
-    monkeypatch.setattr(kv_cache, "CLUTTER", clutter)
+    monkeypatch.setattr(context, "MOVE", price)
+    monkeypatch.setattr(clutter, "LOOK", 1)
+    monkeypatch.setattr(clutter, "BLOCK", 1)
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
     rng = np.random.default_rng(100 * longest + n_calls)
     rows, n_answers = RandomRows(rng, longest, n_rows), 0

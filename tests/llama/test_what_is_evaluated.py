@@ -7,7 +7,7 @@ import pytest
 
 from forward_requests import MEMORIES, Count, RandomRows, evaluate, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama import cells, kv_cache, runtime
+from llamaspec.llama import cells, clutter, context, runtime
 from llamaspec.llama.state_cache import SPACING
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
@@ -52,7 +52,9 @@ def test_a_prefix_that_was_put_aside_costs_nothing(
     opened: OpenModel, evaluated: Count, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
     """Neither evaluations meanwhile, nor whoever wants it; without memory for it, it stays where it is."""
-    monkeypatch.setattr(kv_cache, "CLUTTER", 0)
+    monkeypatch.setattr(clutter, "LOOK", 1)
+    monkeypatch.setattr(clutter, "BLOCK", 1)
+    monkeypatch.setattr(context, "MOVE", 0.0)
     monkeypatch.setattr(cells, "LARGE", 0)
     model = opened()
     monkeypatch.setattr(runtime, "available_bytes", lambda: 1 << 40 if has_room else 0)
