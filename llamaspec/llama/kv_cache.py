@@ -2,7 +2,7 @@
 
 Before an evaluation a row's sequence is cut to what it shares with the request, and takes over what another
 sequence knows more of; sharing costs no memory. Cells are only ever appended: rejected tokens whose cells lie
-between those of other rows stay there, as garbage, until they cost too much and all is compacted. The cells of a
+between those of other rows stay there, as garbage, until they cost too much. The cells of a
 sequence so always ascend with its positions, and attention adds up in the same order as for the text alone.
 tests/test_rows.py compares, bit by bit, with texts that are alone.
 """
