@@ -117,6 +117,10 @@ class SpelledVocabulary(Vocabulary, Protocol):
     def specials(self) -> Mapping[int, bytes]:
         """How the special tokens are spelled: no text is ever made of these."""
 
+    @property
+    def ends(self) -> Sequence[int]:
+        """The tokens that end a text, ascending."""
+
     def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
         """Token ids of a text, with the special tokens that the model wants at its start or without."""
 

@@ -37,6 +37,10 @@ class FakeVocabulary:
     def piece(self, token: int) -> bytes:
         return b"" if token in self.specials else self.pieces[token]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (self.eos,)
+
     def is_end(self, token: int) -> bool:
         return token == self.eos
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.values import TokenArray
+from llamaspec.llama.branches import Growth
+from llamaspec.values import ForwardRequest, TokenArray
 
 
 class Places(NamedTuple):
@@ -102,6 +103,25 @@ class Batch:
                 for i, owners in enumerate(stretch.places.owners, start):
                     self._n_sequences[i], self._pointers[i] = len(owners), address
                     address += self._owners.itemsize * len(owners)
+
+
+def branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Stretch:
+    """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
+    n, n_old = len(request.tokens), growth.n_old
+    behind = [n + depth for depth in growth.depths]
+    positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
+    tip = growth.tips[number]
+    owners = [growth.numbers] * (n - start) + growth.owners
+    places = Places(positions, owners, n if tip < 0 else behind[tip] + 1)
+    new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
+    return Stretch(number, start, new, request.n_scored, places=places)
+
+
+def padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
+    """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
+    tokens = np.full(n, last.tokens[-1], dtype=np.int32)
+    end = last.start + len(last.tokens) if last.places is None else last.places.end
+    return Stretch(last.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 
 def _pointer(array: np.ndarray, kind: type) -> object:

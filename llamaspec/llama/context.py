@@ -26,8 +26,8 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
-from llamaspec.llama.batch import Batch, Places, Stretch
-from llamaspec.llama.branches import Growth, n_leaves
+from llamaspec.llama.batch import Batch, Stretch, branching, padding
+from llamaspec.llama.branches import n_leaves
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.clutter import BLOCK, MOVE, MOVE_FAR
 from llamaspec.llama.handles import Handle
@@ -144,7 +144,7 @@ class Context:
             n_positions += len(stretch.tokens)
             n_scored += stretch.n_scored
         if n_padding:
-            stretches.append(_padding(stretches[-1], n_padding, self.max_scored - n_scored))
+            stretches.append(padding(stretches[-1], n_padding, self.max_scored - n_scored))
             n_scored += stretches[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
@@ -199,7 +199,7 @@ class Context:
         if request.is_tree:
             assert isinstance(self.cache, KVCache)
             growth = self.cache.grow(row, request, [other for other, _ in batch])
-            return _branching(held.number, held.n, request, growth)
+            return branching(held.number, held.n, request, growth)
         new = request.tokens[held.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))
@@ -289,22 +289,3 @@ class Context:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
-
-
-def _branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Stretch:
-    """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
-    n, n_old = len(request.tokens), growth.n_old
-    behind = [n + depth for depth in growth.depths]
-    positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
-    tip = growth.tips[number]
-    owners = [growth.numbers] * (n - start) + growth.owners
-    places = Places(positions, owners, n if tip < 0 else behind[tip] + 1)
-    new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
-    return Stretch(number, start, new, request.n_scored, places=places)
-
-
-def _padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
-    """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
-    tokens = np.full(n, last.tokens[-1], dtype=np.int32)
-    end = last.start + len(last.tokens) if last.places is None else last.places.end
-    return Stretch(last.sequence, end, tokens, max(0, min(n, n_scorable)))

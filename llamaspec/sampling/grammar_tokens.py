@@ -26,7 +26,7 @@ class GrammarTokens:
             _SPECIAL + specials[token] if token in specials else vocabulary.piece(token) for token in tokens
         ]
         self.special_token_ids = sorted(specials)
-        self.ends: TokenArray = np.array([t for t in tokens if vocabulary.is_end(t)], dtype=np.int32)
+        self.ends: TokenArray = np.array(vocabulary.ends, dtype=np.int32)
         self.eos_token_id = int(self.ends[0]) if len(self.ends) else 0
 
     def __call__(self, text: bytes | str) -> list[int]:
