@@ -16,7 +16,8 @@ from llamaspec.llama.held_cells import HeldCells
 
 BLOCK = 256  # cells: llama.cpp's attention goes over whole ones
 LOOK = 8  # evaluations between two looks
-MOVE, MOVE_FAR = 4.0, 256.0  # evaluations that pass over a cell while it is copied out and back; on a GPU
+MOVE = 4.0  # evaluations that pass over a cell while it is copied out and back
+MOVE_FAR = 256.0  # the same where cells are in the memory of a GPU: assumed
 
 
 class Clutter:
