@@ -25,7 +25,6 @@ class Pledge:
     is_drafting: bool = False  # has not had enough yet
     is_asking: bool = False  # its round has begun
     last_evaluation: int = -1  # that it took part in
-    chance: float = 0.0  # that its next draft token is accepted
 
 
 @dataclass(slots=True)
@@ -59,35 +58,15 @@ class Allocator:
         `step_seconds`: one draft step, which all rows that are drafting share. `z`: standard deviations.
         """
         n_level, n_drafting, total = 1, 1, 1 + own.n_draft
-        present = self.present()
-        joining = self._joining(own, present, step_seconds) if len(present) > 1 and step_seconds else []
-        for other in present:
+        for other in self.present():
             if other is not own:
-                drafts = other.is_drafting or other in joining
                 total += 1 + other.n_draft
-                n_drafting += drafts
-                n_level += drafts and other.n_draft <= own.n_draft
+                n_drafting += other.is_drafting
+                n_level += other.is_drafting and other.n_draft <= own.n_draft
         n_more = max(self.longest - own.n_draft, 0)
         times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), z)
         base, step = times[0], step_seconds / n_drafting
         return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]
-
-    def _joining(self, own: Pledge, present: Sequence[Pledge], step_seconds: float) -> list[Pledge]:
-        """The rows that have not chosen yet, if a draft token of each is known to pay.
-
-        Else nobody would be the first: a draft step costs one row more than it gains, and all rows less.
-        """
-        n_drafting = sum(pledge.is_drafting for pledge in present if pledge is not own)
-        open_ = [each for each in present if each is own or not (each.is_drafting or self._has_chosen(each))]
-        n, total = len(open_), len(present) + sum(pledge.n_draft for pledge in present)
-        narrow, wide = self.costs.batch_seconds([total, total + n])
-        seconds = wide - narrow + step_seconds * n / (n + n_drafting)
-        pays = self.plain_rate(len(present)) * seconds < sum(pledge.chance for pledge in open_)
-        return open_ if pays and self.costs.knows(total + n) else []
-
-    def _has_chosen(self, pledge: Pledge) -> bool:
-        """Whether a row knows how it takes part in the coming evaluation."""
-        return pledge.is_asking and pledge.last_evaluation == self.latest
 
     def plain_rate(self, n_rows: int) -> float:
         """Tokens per second of rows that do not draft."""

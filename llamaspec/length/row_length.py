@@ -76,7 +76,6 @@ class AutoRow:
             )
             for source, usual in shared.usual.items()
         }
-        self._pledge.chance = self._views[shared.drafting].acceptance.probability()
         self._plans: dict[Source, Plan] = {}  # of the open round
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
@@ -163,7 +162,6 @@ class AutoRow:
         self._standing = ((), 1.0)
         self._pledge.is_asking, self._pledge.is_drafting = False, n_drafted > 0
         self._pledge.last_evaluation = round_.evaluation
-        self._pledge.chance = self._views[shared.drafting].acceptance.probability()
 
     def close(self) -> None:
         """The row has ended."""

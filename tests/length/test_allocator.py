@@ -45,29 +45,6 @@ def test_rows_that_are_level_share_a_step_of_the_curve_and_the_draft_steps() -> 
     assert seconds[1] == pytest.approx(0.2 / 3 + (2.4 - 1.2) / 3)
 
 
-def quiet(*chances: float) -> tuple[Pledge, Allocator]:
-    """Rows that did not draft last time, the first of which chooses now."""
-    own, *others = (Pledge(0, last_evaluation=1, chance=chance) for chance in chances)
-    own.is_asking = True
-    curve = CostCurve((1, 4, 5, 6, 7, 8), (1.0, 2.0, 2.2, 2.3, 2.4, 2.5), 0.4)
-    return own, Allocator(CostModel(LearnedPrior.of_probe(curve)), 2, [own, *others], latest=1)
-
-
-def test_nobody_has_to_be_the_first() -> None:
-    """Four tokens take 2 s. A draft token costs one row 0.6 s, that is 1.2 tokens, and four rows 0.9 s."""
-    own, among = quiet(0.6, 0.6, 0.6, 0.6)
-    assert among.level_seconds(own, 0.4)[:2] == pytest.approx([0.0, 0.9 / 4])
-    own, among = quiet(0.4, 0.4, 0.4, 0.4)
-    assert among.level_seconds(own, 0.4)[:2] == pytest.approx([0.0, 0.6])
-
-
-def test_a_row_that_has_chosen_does_not_join() -> None:
-    own, among = quiet(0.9, 0.9, 0.9, 0.9)
-    for other in among.pledges[2:]:
-        other.is_asking = True  # and it drafts nothing
-    assert among.level_seconds(own, 0.4)[1] == pytest.approx((2.3 - 2.0 + 0.4) / 2)
-
-
 def test_plain_decoding_of_as_many_rows_is_timed_first() -> None:
     """Nobody had seen width 4, which is a dip; drafts seemed to gain, and lost a tenth of the speed."""
     policy = AutoLength(CostCurve((1, 2, 3), (1.0, 1.75, 2.5), 0.06))
