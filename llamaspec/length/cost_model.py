@@ -22,6 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
 OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
+OFTEN = 8  # timings after which a width is well known: then one that is as foreseen is not worth learning
 DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
 POWER = 0.45  # of the width, where nothing is known
 SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
@@ -60,6 +61,7 @@ class CostModel:
         self.overhead_seconds = 0.0  # of a row's round, besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
         self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row
+        self._n_drifting = 0  # evaluations since the latest that was learnt
 
     def knows(self, n: int) -> bool:
         """Whether evaluations of at least `n` positions have been timed, or nearly as wide ones."""
@@ -140,10 +142,13 @@ class CostModel:
             return
         place, n_before = _place(width), self.n_timed.get(width, 0)
         surprise = log(seconds / self.seconds(width))
-        self._covariance += DRIFT**2
-        self._covariance.flat[:: len(self._mean) + 1] += OWN_DRIFT**2
-        self._learn(place, n_before, surprise, NOISE**2)
-        self._known.add(place)
+        self._n_drifting += 1
+        if n_before < OFTEN or abs(surprise) > NOISE or self._n_far:
+            self._covariance += self._n_drifting * DRIFT**2
+            self._covariance.flat[:: len(self._mean) + 1] += self._n_drifting * OWN_DRIFT**2
+            self._n_drifting = 0
+            self._learn(place, n_before, surprise, NOISE**2)
+            self._known.add(place)
         self.n_timed[width] = n_before + 1
         if self.looks_foreign(2):
             means = float(self._mean[PLAIN]), UNSEEN[1]

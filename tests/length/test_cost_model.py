@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from llamaspec.length import cost_model
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CATCH_UP, CostModel
 from llamaspec.length.prior import LearnedPrior
@@ -150,7 +151,10 @@ PRIORS = {
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("prior", list(PRIORS))
-def test_beliefs_are_those_of_a_filter_in_the_space_of_weights(prior: str, seed: int) -> None:
+def test_beliefs_are_those_of_a_filter_in_the_space_of_weights(
+    monkeypatch: pytest.MonkeyPatch, prior: str, seed: int
+) -> None:
+    monkeypatch.setattr(cost_model, "OFTEN", 1000)
     rng = np.random.default_rng(seed)
     allowed = {1, 2, 4, 5, 8, 16} if seed else None
     found, plain = CostModel(PRIORS[prior](), allowed), Weights(PRIORS[prior](), allowed)
@@ -407,3 +411,34 @@ def test_a_batch_wider_than_any_that_is_known_still_costs_more() -> None:
     costs.observe_verify(1, 0.010)
     before = costs.seconds(900)
     assert costs.seconds(9000) / before == pytest.approx(10**0.45)
+
+
+def test_a_well_known_width_is_learnt_where_it_surprises() -> None:
+    """Learning takes longer than the rest of a silent round; times that change are followed all the same."""
+    model = CostModel(LearnedPrior())
+    for _ in range(8):
+        model.observe_verify(1, 0.010)
+        model.observe_verify(4, 0.020)
+    before = model.seconds(1), model.seconds(4)
+    for seconds in (0.0101, 0.0099, 0.0106):  # less than 7 % off
+        model.observe_verify(1, seconds)
+        assert (model.seconds(1), model.seconds(4)) == before
+    model.observe_verify(1, 0.0109)
+    assert model.seconds(1) > before[0]
+    assert model.n_timed[1] == 12
+    for _ in range(30):
+        model.observe_verify(1, 0.012)
+    assert model.seconds(1) == pytest.approx(0.012, rel=0.08)
+
+
+def test_times_drift_while_nothing_surprises() -> None:
+    """After a hundred evaluations as foreseen, a surprise is believed more than after one."""
+    moved = []
+    for n in (1, 100):
+        model = CostModel(LearnedPrior())
+        for _ in range(8 + n):
+            model.observe_verify(1, 0.010)
+        before = model.seconds(1)
+        model.observe_verify(1, 0.0109)
+        moved.append(model.seconds(1) / before)
+    assert moved[1] > moved[0] > 1
