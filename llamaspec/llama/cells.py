@@ -70,9 +70,11 @@ class LlamaCells:
 
     def can_copy(self, sequences: Sequence[int]) -> bool:
         """Whether the contents of some sequences can be copied out, and the machine has room for all."""
-        n_bytes = sum(self._n_bytes(sequence) for sequence in sequences)
+        if not self._can_copy:
+            return False
+        n_bytes = sum(map(self._n_bytes, sequences))
         room = runtime.available_bytes() if n_bytes >= LARGE else None
-        return self._can_copy and (room is None or room >= 2 * n_bytes)
+        return room is None or room >= 2 * n_bytes
 
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it."""

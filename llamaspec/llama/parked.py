@@ -18,7 +18,7 @@ from llamaspec.llama.held_cells import HeldCells
 from llamaspec.values import TokenArray
 
 MOST = 256  # prefixes
-COPIED = 32  # cells in the time of reading a token; many more are copied, even on GPUs
+COPIED = 32  # cells that are copied, at most, for each token that need not be read: assumed
 
 
 class Parked(NamedTuple):
@@ -36,15 +36,13 @@ class ParkedPrefixes:
         self._n_tokens = held.size
         self._parked: list[Parked] = []  # the last used last
 
-    def put_aside(self, sequences: Sequence[CachedSequence]) -> bool:
-        """Empty some sequences and keep what they held; False where one could not be copied out."""
+    def put_aside(self, sequences: Sequence[CachedSequence]) -> None:
+        """Empty some sequences and keep what they held; one that cannot be copied out stays."""
         for sequence in sequences:
             content = self._held.cells.copy_out(sequence.number, 0)
-            if content is None:
-                return False
-            self.add(sequence.tokens[: sequence.n].copy(), content)
-            self._held.cut(sequence, 0)
-        return True
+            if content is not None:
+                self.add(sequence.tokens[: sequence.n].copy(), content)
+                self._held.cut(sequence, 0)
 
     def fetch(
         self, sequence: CachedSequence, tokens: TokenArray, others: Sequence[CachedSequence], room: int

@@ -154,7 +154,7 @@ PRIORS = {
 def test_beliefs_are_those_of_a_filter_in_the_space_of_weights(
     monkeypatch: pytest.MonkeyPatch, prior: str, seed: int
 ) -> None:
-    monkeypatch.setattr(cost_model, "OFTEN", 1000)
+    monkeypatch.setattr(cost_model, "OFTEN", 1000)  # every timing is learnt
     rng = np.random.default_rng(seed)
     allowed = {1, 2, 4, 5, 8, 16} if seed else None
     found, plain = CostModel(PRIORS[prior](), allowed), Weights(PRIORS[prior](), allowed)
@@ -414,7 +414,7 @@ def test_a_batch_wider_than_any_that_is_known_still_costs_more() -> None:
 
 
 def test_a_well_known_width_is_learnt_where_it_surprises() -> None:
-    """Learning takes longer than the rest of a silent round; times that change are followed all the same."""
+    """What was foreseen is not learnt again; times that change are followed all the same."""
     model = CostModel(LearnedPrior())
     for _ in range(8):
         model.observe_verify(1, 0.010)
