@@ -53,6 +53,10 @@ class Model(Protocol):
     def max_scored(self) -> int:
         """The most positions of one evaluation whose logits are wanted."""
 
+    @property
+    def max_mixed(self) -> int:
+        """The most positions of one evaluation that reads a prompt beside other rows' rounds; 0 = never."""
+
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
         """Make room for requests of distinct rows; what they do not contain of the rows' texts is forgotten.
 

@@ -92,6 +92,7 @@ class Forward(NamedTuple):
     n_rows: int  # that shared the evaluation
     n_cached: int  # tokens of the request that the KV cache held before
     evaluation: int  # serial number of the evaluation
+    n_beside: int = 0  # of its positions: those of a prompt of another row, whose seconds are not counted
 
 
 class Logprobs(NamedTuple):
@@ -255,6 +256,7 @@ class Round:
     overhead_seconds: float = 0.0  # everything else that this row needed
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
     n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
+    n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted
 
     @property
     def drafted(self) -> TokenArray:

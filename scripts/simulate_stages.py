@@ -67,6 +67,7 @@ class Simulated:
     context_size: int = CONTEXT
     batch_size: int = 512
     max_scored: int = 65
+    max_mixed: int = 0
     n_evaluations: int = 0
     cached: dict[int, TokenArray] = field(default_factory=dict)
 

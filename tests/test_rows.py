@@ -80,12 +80,14 @@ class Outcome:
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[int, StopReason] = field(default_factory=dict)
     most_rows: int = 0  # that shared an evaluation
+    n_mixed: int = 0  # rounds beside which a prompt was read
 
     def note(self, wanted: Wanted, stream: TextStream) -> None:
         completion = stream.completion
         self.tokens[wanted.number] = completion.tokens
         self.reasons[wanted.number] = completion.stop_reason
         self.most_rows = max([self.most_rows, *(round_.n_rows for round_ in completion.rounds)])
+        self.n_mixed += sum(round_.n_beside > 0 for round_ in completion.rounds)
 
 
 def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
@@ -205,6 +207,7 @@ def test_texts_among_others_are_the_texts_alone(store: ModelStore, compactions: 
         assert_same_texts(outcome, expected, n_short=4)
         if kind in ("llama", "gemma3"):
             assert outcome.most_rows > 2
+            assert outcome.n_mixed > 5
             assert max(compactions, default=0) > 1
             assert len(compactions) > (50 if kind == "llama" else 0)
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
@@ -226,6 +229,7 @@ def test_texts_among_others_with_prediction_heads(
         assert_same_texts(outcome, expected, n_short=4)
         if kind != "qwen35":
             assert outcome.most_rows > 2
+            assert outcome.n_mixed > 5
             assert max(compactions, default=0) > 1
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 

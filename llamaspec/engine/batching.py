@@ -22,6 +22,7 @@ class Group(NamedTuple):
     model: str
     rows: list[Row[Any]]
     width: int  # positions to evaluate, with padding
+    n_read: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
 
 
 class Batching:
@@ -53,12 +54,15 @@ class Batching:
                 prompts.append(row)
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
-            return [_reading(prompts[0])]
+            return [_reading(min(prompts, key=_is_of_target))]  # drafts read fast, and never beside a round
         groups: list[Group] = []
         for name in self._order:
             if name in others and (not groups or self._concurrent):
-                groups.append(self._together(name, others[name]))
-        self._prompts_wait = bool(prompts) and any(group.model == TARGET for group in groups)
+                group = self._together(name, others[name])
+                if name == TARGET and prompts:
+                    group = self._reading_beside(group, max(prompts, key=_is_of_target))
+                    self._prompts_wait = not group.n_read or not all(map(_is_of_target, prompts))
+                groups.append(group)
         return groups
 
     def part(self, request: ForwardRequest, n_cached: int) -> ForwardRequest:
@@ -85,6 +89,26 @@ class Batching:
         n = max(n, SPARE) if n_rows > 1 else n
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
+    def _reading_beside(self, group: Group, row: Row[Any]) -> Group:
+        """A round of others that reads a part of this row's prompt, too: one evaluation costs less than two.
+
+        As it is where the others may not be evaluated at such a width. (Agrawal et al. 2023, SARATHI.)
+        """
+        part = row.part
+        if part is None or part.model != TARGET or part.n_scored:
+            return group
+        n_new = sum(each.n_new for each in group.rows)
+        n_part, room = part.n_tokens - row.n_cached, self._models[TARGET].max_mixed - n_new
+        if 2 * room < n_part:  # a round after it is no dearer
+            return group
+        n_read = min(n_part, room)
+        width = n_new + n_read
+        if any(each.width(width) != width for each in group.rows):
+            return group
+        if n_read < n_part:
+            row.part = ForwardRequest(part.model, part.tokens[: row.n_cached + n_read], n_logits=0)
+        return Group(TARGET, [*group.rows, row], width, n_read)
+
     def _together(self, name: str, rows: list[Row[Any]]) -> Group:
         """As many rows as fit one evaluation; those that came first, first."""
         model = self._models[name]
@@ -95,6 +119,10 @@ class Batching:
             if width is not None and width <= model.batch_size:
                 return Group(name, together, width)
         return Group(name, rows[:1], _width(name, rows[:1]) or rows[0].n_new)
+
+
+def _is_of_target(row: Row[Any]) -> bool:
+    return row.part is not None and row.part.model == TARGET
 
 
 def _reading(row: Row[Any]) -> Group:

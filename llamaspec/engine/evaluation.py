@@ -23,6 +23,7 @@ class Job(NamedTuple):
     batch: Sequence[tuple[int, ForwardRequest]]  # rows and their requests
     n_padding: int  # positions
     width: int  # positions, with the padding
+    n_read: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
 
 
 class Evaluation(NamedTuple):
@@ -31,8 +32,9 @@ class Evaluation(NamedTuple):
     logits: Sequence[Logits] = ()
     seconds: float = 0.0
     width: int = 0
-    n_rows: int = 1
+    n_rows: int = 1  # without one that reads beside the others
     serial: int = 0
+    n_read: int = 0  # positions of that one
     error: Exception | None = None
 
 
@@ -84,14 +86,20 @@ class Evaluator:
             self._workers.shutdown(wait=False)
 
     def _compute(
-        self, model: Model, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int, width: int
+        self,
+        model: Model,
+        batch: Sequence[tuple[int, ForwardRequest]],
+        n_padding: int,
+        width: int,
+        n_read: int,
     ) -> Evaluation:
         begin = self._clock()
         try:
             logits = model.evaluate(batch, n_padding)
         except Exception as error:  # noqa: BLE001  # whatever it is, the rows are told
             return Evaluation(error=error)
-        return Evaluation(logits, self._clock() - begin, width, len(batch), next(self._serials))
+        seconds, n_rows = self._clock() - begin, len(batch) - bool(n_read)
+        return Evaluation(logits, seconds, width, n_rows, next(self._serials), n_read)
 
 
 def prepared(model: Model, batch: Sequence[Prepared]) -> Sequence[int | Exception]:

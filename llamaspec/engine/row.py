@@ -117,6 +117,7 @@ class Row(Generic[Event]):
             self.overhead_seconds,
             round_.logprobs,
             self.n_draft_scored,
+            round_.n_beside,
         )
         self.has_rounds = True
         self._begin_round()

@@ -66,10 +66,12 @@ class RunningRows:
             for row in rows:
                 self.resume(row, error=evaluation.error)
             return
+        reader = rows[-1] if evaluation.n_read else None
+        reading = evaluation.seconds * evaluation.n_read / max(evaluation.width, 1)
         for row, logits in zip(rows, evaluation.logits, strict=True):
             if row.request is None or row.is_cancelled:
                 continue
-            row.cost(evaluation.seconds)
+            row.cost(reading if row is reader else evaluation.seconds - reading)
             if row.part is row.request:
                 self.answer(row, logits, evaluation)
 
@@ -82,6 +84,7 @@ class RunningRows:
             evaluation.n_rows,
             row.n_cached if row.n_cached_before is None else row.n_cached_before,
             evaluation.serial,
+            evaluation.n_read,
         )
         self.resume(row, forward)
 

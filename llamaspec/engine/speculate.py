@@ -124,6 +124,7 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
         logprobs=()
         if config.n_logprobs is None
         else round_logprobs(logits, draft, verification, config.n_logprobs),
+        n_beside=forward.n_beside,
     )
     length.observe(round_)
     return Verified(round_, verification, logits)

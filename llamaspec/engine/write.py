@@ -115,7 +115,8 @@ def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
         return 0.0
     first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
     forward = yield ForwardRequest(TARGET, tokens, n_logits=width)
-    length.observe_trial(forward.n_positions, forward.seconds)
+    if not forward.n_beside:  # else they are not known
+        length.observe_trial(forward.n_positions, forward.seconds)
     return first.seconds + forward.seconds
 
 

@@ -101,8 +101,11 @@ class Shared:
     def _start_evaluation(self, round_: Round) -> None:
         """Learn what rows share; all of them begin a new round."""
         self.allocator.start_evaluation(round_.evaluation)
-        self._verify_seconds = min(round_.verify_seconds, OUTLIER * self.costs.seconds(round_.width))
-        self.costs.observe_verify(round_.width, round_.verify_seconds)
+        if round_.n_beside:  # what it would have taken without the prompt
+            self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
+        else:
+            self._verify_seconds = min(round_.verify_seconds, OUTLIER * self.costs.seconds(round_.width))
+            self.costs.observe_verify(round_.width, round_.verify_seconds)
         self.n_since_plain += 1
         self._n_seen = self._n_made = self._n_drafted = 0
         self._drafting = self._overhead = 0.0
@@ -114,6 +117,7 @@ class Shared:
             seconds = self._verify_seconds + self._drafting + self._overhead
             plain = 1.0 / self.allocator.plain_rate(1)
             self.budget.book(self._n_made, seconds * self.allocator.plain_rate(n_rows) * plain, plain)
-        if not self._n_drafted and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
+        is_plain = not self._n_drafted and not round_.n_beside
+        if is_plain and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
             self.knows_plain = not self.costs.looks_foreign(1)
             self.wants_plain, self.n_since_plain = False, 0

@@ -25,6 +25,7 @@ from llamaspec.llama.state_cache import StateCache
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
+TILE = 64  # positions
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 
 
@@ -75,6 +76,7 @@ class LlamaModel:
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self.max_scored = context.max_scored
+        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.options, context.batch_size)
 
     @property
     def vocabulary_size(self) -> int:
@@ -271,6 +273,13 @@ def _check_whole(weights: Weights) -> None:
         raise ModelFileError(
             f"{weights.path} is no whole model but a part of one ({weights.architecture}); give a whole one"
         )
+
+
+def _max_mixed(options: ModelOptions, batch_size: int) -> int:
+    """llama.cpp's flash attention over f16 adds in another order where 64 positions are evaluated at once."""
+    types = options.cache_type_k, options.cache_type_v
+    is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
+    return min(batch_size, TILE - 1) if is_tiled else batch_size
 
 
 def _cached(context: Context, tokens: TokenArray) -> int:

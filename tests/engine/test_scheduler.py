@@ -38,8 +38,11 @@ def scored(model: FakeModel) -> list[Evaluated]:
 @pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V), Branching(V)])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("n_rows", [1, 3, 9])
-def test_the_text_of_a_seed_is_the_same_beside_others(n_rows: int, k: int, drafter: object) -> None:
-    models = both(context_size=512, batch_size=512, max_scored=512)
+@pytest.mark.parametrize("max_mixed", [0, 5, 512])
+def test_the_text_of_a_seed_is_the_same_beside_others(
+    max_mixed: int, n_rows: int, k: int, drafter: object
+) -> None:
+    models = both(context_size=512, batch_size=512, max_scored=512, max_mixed=max_mixed)
     scheduler = Scheduler(models)
     streams = [
         stream(scheduler, models, (i % V, 2), seed=i, length=Length(k), drafter=drafter)  # type: ignore[arg-type]
@@ -117,6 +120,63 @@ def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
     assert tuple(piece.token for piece in talker)[-1] == alone(seed=1, max_tokens=40)[-1]
 
 
+def in_fours(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def talker_and_newcomer(
+    models: dict[str, FakeModel], clock: Clock, n_prompt: int, width: Callable[[int], int | None]
+) -> TextStream:
+    """One text goes on, then another with a long prompt comes; returns the first one."""
+    scheduler = Scheduler(models, clock=clock)
+    talker = stream(scheduler, models, seed=1, length=Length(1, width), max_tokens=40)
+    next(talker)
+    models[TARGET].evaluated.clear()
+    prompt = (np.arange(n_prompt) % V).tolist()
+    newcomer = stream(scheduler, models, prompt, seed=2, max_tokens=3)
+    assert newcomer.run().tokens == alone(prompt, seed=2, max_tokens=3)
+    assert talker.run().tokens == alone(seed=1, max_tokens=40)
+    return talker
+
+
+def test_a_prompt_is_read_beside_rounds_and_its_seconds_are_its_own() -> None:
+    clock = Clock()
+    models = both(context_size=900, max_mixed=16, seconds=1.0, clock=clock)
+    talker = talker_and_newcomer(models, clock, 28, lambda n: n)
+    mixed = [e for e in models[TARGET].evaluated if {bool(r.n_scored) for r in e.requests} == {False, True}]
+    assert [e.width for e in mixed] == [16, 15]
+    rounds = [r for r in talker.completion.rounds if r.n_beside]
+    assert [(r.width, r.n_beside, r.n_rows) for r in rounds] == [(16, 14, 1), (15, 13, 1)]
+    assert [r.verify_seconds for r in rounds] == pytest.approx([2 / 16, 2 / 15])
+    assert {r.verify_seconds for r in talker.completion.rounds if not r.n_beside} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("max_mixed", "width"),
+    [(0, lambda n: n), (16, lambda n: n if n <= 4 else None), (15, in_fours), (12, lambda n: n)],
+    ids=["never", "too wide", "padded", "little room"],
+)
+def test_where_a_prompt_is_not_read_beside_rounds(max_mixed: int, width: Callable[[int], int | None]) -> None:
+    """Nor where more than half of it would be left: a round between its parts is as good."""
+    models = both(context_size=900, max_mixed=max_mixed)
+    talker = talker_and_newcomer(models, Clock(), 25, width)
+    assert not [r for r in talker.completion.rounds if r.n_beside]
+
+
+def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:
+    """A row whose prompt the target has read begins to write before the target has read all others'."""
+    models = both(context_size=900, batch_size=900, max_mixed=64)
+    scheduler = Scheduler(models)
+    streams = [stream(scheduler, models, [i % V] * 30, seed=i, length=Length(1)) for i in range(4)]
+    for of in streams:
+        assert of.ready() == []
+    while not streams[3].completion.rounds:
+        scheduler.step()
+        for of in streams:
+            of.ready()
+    assert [len(of.completion.rounds) for of in streams] == [5, 3, 2, 1]  # the first rounds read all prompts
+
+
 @pytest.mark.parametrize(("limits", "most"), [({"batch_size": 6}, 2), ({"max_scored": 9}, 3)])
 def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
     limits: dict[str, int], most: int
@@ -134,10 +194,6 @@ def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
     for row in range(5):
         turns = [i for i, rows in enumerate(together[10:25]) if row in rows]
         assert max(b - a for a, b in itertools.pairwise(turns)) <= 3  # ceil(5 / 2) evaluations
-
-
-def in_fours(n: int) -> int:
-    return -(-n // 4) * 4
 
 
 def test_the_batch_is_padded_not_the_row() -> None:

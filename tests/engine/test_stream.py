@@ -182,6 +182,20 @@ def test_a_width_is_tried_before_the_prompt_and_leaves_nothing_behind(
     assert len(length.rounds) == 1
 
 
+def test_a_width_that_is_tried_beside_a_prompt_is_not_known() -> None:
+    model, length = alphabet(context_size=90, max_mixed=32), Curious()
+    models = {TARGET: model}
+    scheduler = Scheduler(models)
+    reading = stream(scheduler, models, [i % 5 for i in range(60)], drafter=NoDrafter(), max_tokens=1)
+    trying = stream(scheduler, models, [1, 2, 3, 4, 0, 1], drafter=NoDrafter(), max_tokens=1, length=length)
+    assert reading.ready() == trying.ready() == []
+    while scheduler.step():
+        trying.ready()
+    assert [evaluated.width for evaluated in model.evaluated[:2]] == [32, 32]
+    assert length.trials == []
+    assert len(length.rounds) == 1
+
+
 def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
     model = alphabet(context_size=900)
     scheduler, prompt = Scheduler({TARGET: model}), [0] * (PREFILL_PART + 30)

@@ -40,7 +40,10 @@ class Ledger:
         costs, first, n_rows = self.costs, rounds[0], len(rounds)
         steps = [costs.narrow_steps(first.n_priced_steps, first.n_draft_scored)]
         verifying = min(first.verify_seconds, 1.3 * costs.seconds(first.width))
-        costs.observe_verify(first.width, first.verify_seconds)
+        if first.n_beside:
+            verifying = costs.seconds(first.width - first.n_beside)
+        else:
+            costs.observe_verify(first.width, first.verify_seconds)
         drafting, overheads, judged = [0.0], list[float](), list[float]()
         for i, round_ in enumerate(rounds):
             if i:
@@ -63,16 +66,17 @@ class Ledger:
             seconds = verifying + max(drafting) + sum(overheads)
             alone = 1.0 / self.rate(1)
             self.budget.book(n_made, seconds * self.rate(n_rows) * alone, alone)
-        if is_plain and first.width <= max(n_rows, costs.cheapest_width(n_rows) or 0):
+        if is_plain and not first.n_beside and first.width <= max(n_rows, costs.cheapest_width(n_rows) or 0):
             self.knows_plain, self.n_since_plain = not costs.looks_foreign(1), 0
         return judged
 
 
 def evaluation_of(rng: np.random.Generator, number: int) -> list[Round]:
-    """Rounds of one to three rows, some of them hiccups, some padded, some plain."""
+    """Rounds of one to three rows, some of them hiccups, some padded, some plain, some beside a prompt."""
     n_rows, is_plain = int(rng.integers(1, 4)), number < 3 or bool(rng.random() < 0.2)
     lengths = [0 if is_plain else int(rng.integers(0, 4)) for _ in range(n_rows)]
-    width = sum(lengths) + n_rows + int(rng.choice([0, 0, 1]))
+    n_beside = int(rng.choice([0, 0, 0, 1, 60]))
+    width = sum(lengths) + n_rows + (n_beside or int(rng.choice([0, 0, 1])))
     verify = float(np.interp(width, CURVE.widths, CURVE.verify_seconds)) * float(rng.choice([0.9, 1.1, 4.0]))
     rounds = []
     for n in lengths:
@@ -90,6 +94,7 @@ def evaluation_of(rng: np.random.Generator, number: int) -> list[Round]:
                 verify,
                 float(rng.choice([0.0001, 0.002])),
                 n_draft_scored=n_steps and n_steps + int(rng.choice([0, 3])),
+                n_beside=n_beside,
             )
         )
     return rounds

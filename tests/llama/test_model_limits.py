@@ -231,3 +231,19 @@ def test_a_model_is_not_used_behind_a_fork(opened: OpenModel, monkeypatch: pytes
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
     with pytest.raises(ClosedError, match="opened before a fork; open it in the child"):
         model.forward(request(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("llama", {"flash_attention": "off"}, 512),
+        ("llama", {"flash_attention": "on", "cache_type_v": "bf16"}, 512),
+        ("llama", {"flash_attention": "on"}, 63),
+        ("llama", {}, 63),
+        ("mamba", {"flash_attention": "off"}, 0),
+    ],
+)
+def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
+    opened: OpenModel, kind: str, options: dict[str, Any], expected: int
+) -> None:
+    assert opened(kind, n_ctx=600, **options).max_mixed == expected
