@@ -23,7 +23,7 @@ from llamaspec.values import TARGET, ForwardRequest, TokenArray
 AMOUNTS = (0, 256, 1024, 2048)  # cells
 PIECE = 128  # tokens of each prefix that nobody uses
 N_NEEDED = 100  # tokens of the row that goes on
-WIDTHS = (1, 4)
+WIDTHS = (1, 4, 16)
 
 
 def cluttered(path: str, options: ModelOptions, n: int) -> LlamaModel:

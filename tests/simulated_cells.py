@@ -15,7 +15,7 @@ import numpy as np
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Growth
 from llamaspec.llama.cached_sequence import CachedSequence
-from llamaspec.llama.cells import Bytes
+from llamaspec.llama.cells import Bytes, Scratch
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import ForwardRequest, TokenArray
 
@@ -120,7 +120,7 @@ class SimulatedCells:
     def can_copy(self, sequences: Sequence[int]) -> bool:
         return self._can_copy
 
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+    def copy_out(self, sequence: int, start: int, scratch: Scratch | None = None) -> Bytes | None:
         if not self._can_copy:
             return None
         for cell in self.cells:

@@ -15,9 +15,29 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama import runtime
 
-LARGE = 64 << 20  # bytes of a copy for which the machine is asked whether it has room
+LARGE = 64 << 20  # bytes of copies: for more the machine is asked whether it has room, and none is kept
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Scratch:
+    """Memory for copies that are needed together, and then no more: used again, for fresh memory is slow."""
+
+    def __init__(self) -> None:
+        self._memory, self._n_taken = np.empty(0, dtype=np.uint8), 0
+
+    def take(self, n_bytes: int) -> Bytes:
+        """So many bytes, valid until `reset`."""
+        start, self._n_taken = self._n_taken, self._n_taken + n_bytes
+        if self._n_taken > len(self._memory):
+            return np.empty(n_bytes, dtype=np.uint8)
+        return self._memory[start : self._n_taken]
+
+    def reset(self) -> None:
+        """Nothing of it is needed any more; the next time there is room for as much."""
+        if len(self._memory) < self._n_taken <= LARGE:
+            self._memory = np.empty(min(2 * self._n_taken, LARGE), dtype=np.uint8)
+        self._n_taken = 0
 
 
 class Cells(Protocol):
@@ -32,10 +52,11 @@ class Cells(Protocol):
     def can_copy(self, sequences: Sequence[int]) -> bool:
         """Whether the contents of some sequences can be copied out, and the machine has room for all."""
 
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+    def copy_out(self, sequence: int, start: int, scratch: Scratch | None = None) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it.
 
-        None where the content cannot be copied, or the machine has no room for it.
+        None where the content cannot be copied, or the machine has no room for it. `scratch`: where to put
+        what is not to be kept.
         """
 
     def copy_in(self, sequence: int, content: Bytes) -> bool:
@@ -76,14 +97,14 @@ class LlamaCells:
         room = runtime.available_bytes() if n_bytes >= LARGE else None
         return room is None or room >= 2 * n_bytes
 
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+    def copy_out(self, sequence: int, start: int, scratch: Scratch | None = None) -> Bytes | None:
         """The content of a sequence's cells from a position on; it gives up the cells before it."""
         if not self._can_copy:
             return None
         lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
         if not self.can_copy([sequence]):
             return None
-        content = np.empty(self._n_bytes(sequence), dtype=np.uint8)
+        content = (scratch or Scratch()).take(self._n_bytes(sequence))
         n = lib.llama_state_seq_get_data(self._context, _bytes(content), len(content), sequence)
         return content if n == len(content) else None
 

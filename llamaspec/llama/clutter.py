@@ -16,8 +16,10 @@ from llamaspec.llama.held_cells import HeldCells
 
 BLOCK = 256  # cells: llama.cpp's attention goes over whole ones
 LOOK = 8  # evaluations between two looks
-MOVE = 4.0  # evaluations that pass over a cell while it is copied out and back
-MOVE_FAR = 256.0  # the same where cells are in the memory of a GPU: assumed
+MOVE = 16.0  # evaluations of one position that pass over a cell while it is copied out and back
+DENSE = 0.5  # times as many without flash attention: it passes over cells more slowly than it moves them
+MOVE_FAR = 1024.0  # the same where cells are in the memory of a GPU: assumed
+POSITION, WIDEST = 0.25, 16  # of a pass, what each further position adds to it; up to so many count
 
 
 class Clutter:
@@ -27,7 +29,7 @@ class Clutter:
     ----------
     held : HeldCells
     price : float
-        Of copying a cell out and back, in evaluations that pass over it.
+        Of copying a cell out and back, in evaluations of one position that pass over it.
     """
 
     def __init__(self, held: HeldCells, price: float) -> None:
@@ -45,7 +47,7 @@ class Clutter:
         held = self._held
         n_needed = held.n_live - sum(map(held.n_alone, unused))
         n_clutter = _blocks(held.top + n_reserved) - _blocks(n_needed + n_reserved)
-        self._paid += LOOK * n_clutter
+        self._paid += LOOK * n_clutter * (1.0 + POSITION * (min(max(n_reserved, 1), WIDEST) - 1))
         n_moved = n_needed + sum(sequence.n for sequence in unused) / 2  # these are only copied out
         if not n_clutter or self._paid < self._price * n_moved:
             return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llamaspec.llama.cached_sequence import CachedSequence, shared
-from llamaspec.llama.cells import Bytes, Cells
+from llamaspec.llama.cells import Bytes, Cells, Scratch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,9 @@ class Moved:
     content: Bytes | None
 
 
-def copied_out(cells: Cells, sequences: Sequence[CachedSequence]) -> Iterator[Moved]:
+def copied_out(
+    cells: Cells, sequences: Sequence[CachedSequence], scratch: Scratch | None = None
+) -> Iterator[Moved]:
     """The content of some sequences, in this order; what one shares with an earlier one, once.
 
     The sequences hold less and less of it: empty the cells afterwards.
@@ -28,7 +30,7 @@ def copied_out(cells: Cells, sequences: Sequence[CachedSequence]) -> Iterator[Mo
     moved: list[CachedSequence] = []
     for sequence in sequences:
         trunk, n_shared = _trunk(sequence, moved)
-        content = cells.copy_out(sequence.number, n_shared)
+        content = cells.copy_out(sequence.number, n_shared, scratch)
         moved.append(sequence)
         yield Moved(sequence, sequence.n, trunk, n_shared, content)
 

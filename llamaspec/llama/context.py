@@ -29,7 +29,7 @@ from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Stretch, branching, padding
 from llamaspec.llama.branches import n_leaves
 from llamaspec.llama.cells import LlamaCells
-from llamaspec.llama.clutter import BLOCK, MOVE, MOVE_FAR
+from llamaspec.llama.clutter import BLOCK, DENSE, MOVE, MOVE_FAR
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.kv_cache import KVCache, Prepared
@@ -111,7 +111,8 @@ class Context:
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
-            price = MOVE_FAR if leaves_main_memory(weights, options) else MOVE
+            price = MOVE * (DENSE if options.flash_attention == "off" else 1.0)
+            price = MOVE_FAR if leaves_main_memory(weights, options) else price
             self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches, price)
 
     @property

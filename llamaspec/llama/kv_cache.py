@@ -16,7 +16,7 @@ from typing import TypeAlias
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Growth
 from llamaspec.llama.cached_sequence import CachedSequence, best_of
-from llamaspec.llama.cells import Bytes, Cells
+from llamaspec.llama.cells import Bytes, Cells, Scratch
 from llamaspec.llama.clutter import MOVE, Clutter
 from llamaspec.llama.compaction import Moved, copied_out
 from llamaspec.llama.held_cells import HeldCells
@@ -59,6 +59,7 @@ class KVCache:
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self._n_compactions = 0
         self._parked, self._clutter = ParkedPrefixes(self._held), Clutter(self._held, price)
+        self._scratch = Scratch()
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room.
@@ -307,7 +308,8 @@ class KVCache:
         """
         for sequence in self._of_row.values():
             self._trees.drop(sequence)
-        moved = list(copied_out(self._cells, self._prefixes()))
+        self._scratch.reset()
+        moved = list(copied_out(self._cells, self._prefixes(), self._scratch))
         self._empty()
         self._is_changing = True
         self._n_compactions += 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llamaspec.llama import cached_sequence
 from llamaspec.llama.cached_sequence import shared
-from llamaspec.llama.cells import Bytes
+from llamaspec.llama.cells import Bytes, Scratch
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
@@ -53,7 +53,7 @@ class NoCells:
 
     def remove(self, sequence: int, start: int) -> None: ...
     def share(self, source: int, sequence: int, start: int, end: int) -> None: ...
-    def copy_out(self, sequence: int, start: int) -> Bytes | None: ...
+    def copy_out(self, sequence: int, start: int, scratch: Scratch | None = None) -> Bytes | None: ...
     def can_copy(self, sequences: Sequence[int]) -> bool:
         return False
 

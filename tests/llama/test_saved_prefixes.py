@@ -175,8 +175,8 @@ def test_a_damaged_file_is_none_and_written_anew(
     written, given = set[bytes](), list[bytes]()
     copy_out, copy_in = LlamaCells.copy_out, LlamaCells.copy_in
 
-    def copied_out(self: LlamaCells, sequence: int, start: int) -> Any:
-        content = copy_out(self, sequence, start)
+    def copied_out(self: LlamaCells, sequence: int, start: int, scratch: Any = None) -> Any:
+        content = copy_out(self, sequence, start, scratch)
         written.add(b"" if content is None else content.tobytes())
         return content
 
