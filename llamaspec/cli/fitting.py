@@ -23,12 +23,21 @@ class Fixed(Protocol):
 
 
 def fit_files(
-    files: PairFiles, fixed: Fixed, *, may_measure: bool = True, is_thorough: bool = False
+    files: PairFiles, fixed: Fixed, *, may_measure: bool = True, is_thorough: bool = False, n_texts: int = 1
 ) -> PairFiles:
-    """The same files, with flash attention and types of the KV cache chosen where the person did not."""
+    """The same files, with flash attention and types of the KV cache chosen where the person did not.
+
+    For `n_texts` that share the KV cache.
+    """
 
     def fit(role: str, file: ModelFile) -> ModelFile:
-        found = fitted(file, is_draft=role == "draft", may_measure=may_measure, is_thorough=is_thorough)
+        found = fitted(
+            file,
+            is_draft=role == "draft",
+            may_measure=may_measure,
+            is_thorough=is_thorough,
+            n_texts=n_texts,
+        )
         _tell(role, found)
         return found.file
 

@@ -202,6 +202,7 @@ def find_files(
     *,
     shaped: Callable[[PairFiles], PairFiles] = lambda files: files,
     is_thorough: bool = False,
+    n_texts: int = 1,
 ) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
 
@@ -214,6 +215,8 @@ def find_files(
         What else is to be known of them first, such as the size of their contexts.
     is_thorough : bool
         Whether measuring may take some seconds.
+    n_texts : int
+        That run at once.
 
     Raises
     ------
@@ -223,7 +226,7 @@ def find_files(
         There is no such model, or it cannot be fetched.
     """
     files = _placed(shaped(_find(choice, fetched_model)), choice)
-    return fit_files(files, choice, is_thorough=is_thorough)
+    return fit_files(files, choice, is_thorough=is_thorough, n_texts=n_texts)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:

@@ -145,7 +145,11 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
     from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
-        files = find_files(models, shaped=lambda found: _with_room(found, models, options))
+        files = find_files(
+            models,
+            shaped=lambda found: _with_room(found, models, options),
+            n_texts=options.settings.parallel,
+        )
     folder, opened = options.prefix_folder(), open_socket(options.settings)
     with opened, open_files(files, models) as pair, _prefixes(folder, pair):
         template = _template(pair, options.chat_template)

@@ -233,9 +233,9 @@ class Scheduler:
             row.n_padding = self._batching.padding(row, request, len(asking))
             batch.append((row.number, request, row.n_padding))
         answers = prepared(model, batch)
-        elapsed, n_prepared = self._clock() - begin, 0
+        share, n_prepared = (self._clock() - begin) / len(asking), 0
         for (row, request), n_cached in zip(asking, answers, strict=True):
-            row.overhead_seconds += elapsed
+            row.overhead_seconds += share
             if isinstance(n_cached, Exception):
                 self._rows.resume(row, error=n_cached)
                 continue

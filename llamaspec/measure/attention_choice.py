@@ -49,7 +49,13 @@ class Choice:
 
 
 def choose(
-    probe: AttentionProbe, size: ModelSize, n_ctx: int, *, room: int | None = None, is_draft: bool = False
+    probe: AttentionProbe,
+    size: ModelSize,
+    n_ctx: int,
+    *,
+    room: int | None = None,
+    is_draft: bool = False,
+    n_texts: int = 1,
 ) -> Choice:
     """The configuration for a model.
 
@@ -64,12 +70,17 @@ def choose(
         Bytes of memory of the machine; without flash attention a long context takes some of them.
     is_draft : bool
         It writes single positions, and the text does not depend on it.
+    n_texts : int
+        That share the KV cache.
     """
     measured = [one for one in probe.measured if _fits(one.configuration, size.shape, n_ctx, room)]
     depths = [depth for depth in DEPTHS if depth <= n_ctx] or [n_ctx]
     by_turn = {  # configuration -> log of the seconds in each turn, mean over depths
         one.configuration: [
-            statistics.mean(math.log(_seconds(probe, turn, size, depth, is_draft)) for depth in depths)
+            statistics.mean(
+                math.log(_seconds(probe, turn, size, _passed(one.configuration, depth, n_texts), is_draft))
+                for depth in depths
+            )
             for turn in one.turns
         ]
         for one in measured
@@ -101,8 +112,16 @@ def _by_turns(
     return zip(by_turn[chosen], *others, strict=True)
 
 
-def _seconds(probe: AttentionProbe, turn: Turn, size: ModelSize, depth: int, is_draft: bool) -> float:
-    """Of a text of this length, for each token of it."""
+def _passed(configuration: Configuration, depth: int, n_texts: int) -> float:
+    """Cells that attention goes over for a text, where half of the others are running.
+
+    Flash attention hardly looks at those of others; without it they cost as much as its own.
+    """
+    return depth * (1 + n_texts) / 2 if configuration.flash_attention == "off" else depth
+
+
+def _seconds(probe: AttentionProbe, turn: Turn, size: ModelSize, depth: float, is_draft: bool) -> float:
+    """For each token of a text of which attention goes over so many cells."""
     n_layers, n_bytes = size.shape.n_layers, size.n_read_bytes
     single = n_bytes * probe.weights_single + n_layers * turn.single * depth
     several = n_bytes * probe.weights_several + n_layers * turn.several * depth

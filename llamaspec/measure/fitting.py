@@ -47,6 +47,7 @@ def fitted(
     is_draft: bool = False,
     may_measure: bool = True,
     is_thorough: bool = False,
+    n_texts: int = 1,
     measure: Measure = _measure,
 ) -> Fitted:
     """Choose flash attention and the types of keys and values for a model.
@@ -59,6 +60,8 @@ def fitted(
         Else only what is known counts.
     is_thorough : bool
         Whether measuring may take some seconds.
+    n_texts : int
+        That share the KV cache.
     measure : callable
     """
     size = None if computes_on_gpu(file.options) else model_size(file.path)
@@ -72,7 +75,7 @@ def fitted(
     n_threads = file.options.threads or runtime.default_threads()
     probe = stored_attention(size.shape, n_threads).value
     if probe is not None:
-        return _loaded_so(file, _chosen(probe, size, n_ctx, is_draft=is_draft))
+        return _loaded_so(file, _chosen(probe, size, n_ctx, is_draft=is_draft, n_texts=n_texts))
     if not may_measure:
         return Fitted(file)
     seconds = THOROUGH_SECONDS if is_thorough else max(LEAST_SECONDS, size.n_bytes / BYTES_PER_SECOND)
@@ -80,7 +83,7 @@ def fitted(
         probe = measure(size, n_threads, seconds)
     except (LlamaspecError, OSError) as error:  # a busy machine too
         return Fitted(file, fault=str(error))
-    choice = _chosen(probe, size, n_ctx, is_draft=is_draft)
+    choice = _chosen(probe, size, n_ctx, is_draft=is_draft, n_texts=n_texts)
     if choice.is_steady:
         store_attention(size.shape, n_threads, probe)
     return replace(_loaded_so(file, choice), is_new=True)
@@ -92,9 +95,9 @@ def forget_attention(file: ModelFile) -> bool:
     return size is not None and drop_attention(size.shape, file.options.threads or runtime.default_threads())
 
 
-def _chosen(probe: AttentionProbe, size: ModelSize, n_ctx: int, *, is_draft: bool) -> Choice:
+def _chosen(probe: AttentionProbe, size: ModelSize, n_ctx: int, *, is_draft: bool, n_texts: int) -> Choice:
     room = psutil.virtual_memory().total
-    return choose(probe, size, n_ctx, room=room, is_draft=is_draft)
+    return choose(probe, size, n_ctx, room=room, is_draft=is_draft, n_texts=n_texts)
 
 
 def _loaded_so(file: ModelFile, choice: Choice) -> Fitted:

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from rich.console import Console
@@ -21,6 +21,7 @@ from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.plot import draw_probe
 from llamaspec.cli.report import completion_json, full_statistics, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
+from llamaspec.errors import ModelFileError
 from llamaspec.measure.attention import Configuration
 from llamaspec.measure.attention_choice import Choice
 from llamaspec.measure.compare import Arm, Comparison
@@ -273,7 +274,8 @@ def test_what_was_measured_of_attention_is_told_once(
 ) -> None:  # fmt: skip
     chosen = ModelOptions(flash_attention="off")
 
-    def fitted(file: ModelFile, **_: object) -> Fitted:
+    def fitted(file: ModelFile, **settings: object) -> Fitted:
+        assert settings["n_texts"] == 5
         choice = Choice(Configuration("off", "f16", "f16"), False, is_steady, 1.25, 1.5)
         return Fitted(replace(file, options=chosen), choice, is_new=is_new)
 
@@ -281,13 +283,26 @@ def test_what_was_measured_of_attention_is_told_once(
     one = ModelFile(Path("x.gguf"), ModelOptions())
     for fixes_target, fixes_draft in ((False, True), (True, False)):
         fixed: Any = SimpleNamespace(fixes_target=fixes_target, fixes_draft=fixes_draft)
-        found = fit_files(PairFiles(one, one), fixed)
+        found = fit_files(PairFiles(one, one), fixed, n_texts=5)
         assert found.draft is not None
         changed = (found.target.options == chosen, found.draft.options == chosen)
         assert changed == (not fixes_target, not fixes_draft)
         said = capsys.readouterr().err
         assert said.startswith(says.format("draft" if fixes_target else "target")) if says else not said
         assert ("--draft-cache-type-k" in said) == (fixes_target and says is not None)
+
+
+def test_attention_is_chosen_for_as_many_texts_as_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def find(choice: object, **settings: object) -> NoReturn:
+        told.append(settings["n_texts"])
+        raise ModelFileError("enough")
+
+    monkeypatch.setattr("llamaspec.cli.serve.share_one_arena", lambda: None)
+    monkeypatch.setattr("llamaspec.cli.serve.find_files", find)
+    assert "enough" in invoke("serve", "--target", "x.gguf", "--parallel", "3").stderr
+    assert told == [3]
 
 
 # Whether a text is the target's own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.scheduler import AHEAD, Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.write import write
+from llamaspec.errors import ContextFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from texts import Letters, V, alone, draft, stream, target
@@ -161,6 +162,28 @@ def test_where_a_prompt_is_not_read_beside_rounds(max_mixed: int, width: Callabl
     models = both(context_size=900, max_mixed=max_mixed)
     talker = talker_and_newcomer(models, Clock(), 25, width)
     assert not [r for r in talker.completion.rounds if r.n_beside]
+
+
+def test_what_rows_prepare_together_is_shared_by_them() -> None:
+    """The automatic length adds the overhead of all rows up."""
+    clock = Clock()
+
+    class Slow(FakeModel):
+        def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> list[int | ContextFullError]:
+            clock.passes(0.3)
+            return super().prepare(batch)
+
+    models: dict[str, FakeModel] = {TARGET: Slow(1, vocabulary_size=V, seconds=1.0, clock=clock)}
+    scheduler = Scheduler(models, clock=clock)
+    streams = [stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(3)]
+    for of in streams:
+        assert of.ready() == []
+    while scheduler.step():
+        for of in streams:
+            of.ready()
+    rounds = [r for of in streams for r in of.completion.rounds[1:] if r.n_rows == 3]
+    assert len(rounds) > 6
+    assert [r.overhead_seconds for r in rounds] == pytest.approx([0.1] * len(rounds))
 
 
 def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:

@@ -141,6 +141,15 @@ def test_scores_of_a_long_context_need_room() -> None:
     assert choose(found, SIZE, 16_385, room=8 << 30).configuration == PLAIN
 
 
+def test_texts_that_share_the_cache_pass_over_each_others_cells() -> None:
+    """Without flash attention; of four, half of the other three."""
+    found = probe((SAFE,), *[(1.0, 1.9, 1.4, 0.4)] * 5)
+    shared = choose(found, SIZE, 8192, n_texts=2)
+    assert shared.configuration == OFF
+    assert shared.gain == pytest.approx(choose(probe((SAFE,), *[(1.0, 1.9, 1.4, 0.6)] * 5), SIZE, 8192).gain)
+    assert choose(found, SIZE, 8192, n_texts=4).configuration == PLAIN
+
+
 @pytest.mark.parametrize(
     "turns",
     [
@@ -303,6 +312,13 @@ def test_measured_once(file: ModelFile) -> None:
     assert forget_attention(file)
     assert not forget_attention(file)
     assert fitted(file, measure=measure).is_new
+
+
+def test_what_is_best_for_several_texts_follows_from_what_was_measured_for_one(file: ModelFile) -> None:
+    calls: list[float] = []
+    measure = measuring(probe((SAFE,), *[(1.0, 1.9, 1.4, 0.01)] * 5), calls)
+    found = [fitted(file, measure=measure, n_texts=n).file.options.flash_attention for n in (1, 400)]
+    assert (found, calls) == (["off", "auto"], [1.0])
 
 
 def test_noise_is_not_kept(file: ModelFile) -> None:
