@@ -253,9 +253,7 @@ class Round:
     n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
     draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
     verify_seconds: float = 0.0  # the target's evaluation
-    overhead_seconds: float = (
-        0.0  # everything else that this row needed; its share of what rows prepare together
-    )
+    overhead_seconds: float = 0.0  # everything else that this row needed; its share of what rows prepare
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
     n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
     n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted

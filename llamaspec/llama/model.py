@@ -20,6 +20,7 @@ from llamaspec.llama.cached_sequence import CachedSequence
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.new_context import leaves_main_memory
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.state_cache import StateCache
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -76,7 +77,7 @@ class LlamaModel:
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self.max_scored = context.max_scored
-        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.options, context.batch_size)
+        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.weights, self.options, context)
 
     @property
     def vocabulary_size(self) -> int:
@@ -275,11 +276,13 @@ def _check_whole(weights: Weights) -> None:
         )
 
 
-def _max_mixed(options: ModelOptions, batch_size: int) -> int:
-    """llama.cpp's flash attention over f16 adds in another order where 64 positions are evaluated at once."""
+def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int:
+    """On CPUs flash attention over f16 adds in another order where 64 positions are evaluated at once."""
     types = options.cache_type_k, options.cache_type_v
     is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
-    return min(batch_size, TILE - 1) if is_tiled else batch_size
+    if not is_tiled or leaves_main_memory(weights, options):
+        return context.batch_size
+    return min(context.batch_size, TILE - 1)
 
 
 def _cached(context: Context, tokens: TokenArray) -> int:

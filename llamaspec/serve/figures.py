@@ -75,7 +75,11 @@ def timings(end: End) -> dict[str, Any]:
 
 
 def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
-    """How many times as fast as plain decoding a text was, by what plain rounds are believed to take."""
+    """How many times as fast as plain decoding a text was, by what plain rounds are believed to take.
+
+    Rounds beside which a prompt was read do not count: what they alone would have taken is not known.
+    """
+    rounds = [round_ for round_ in rounds if not round_.n_beside]
     if not isinstance(policy, AutoLength) or not rounds:
         return None
     believed = [policy.plain_seconds(round_.n_rows) for round_ in rounds]

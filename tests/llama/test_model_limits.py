@@ -247,3 +247,11 @@ def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
     opened: OpenModel, kind: str, options: dict[str, Any], expected: int
 ) -> None:
     assert opened(kind, n_ctx=600, **options).max_mixed == expected
+
+
+def test_a_long_prompt_is_read_beside_rounds_on_gpus(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is exact there, and narrow evaluations waste them."""
+    monkeypatch.setattr("llamaspec.llama.model.leaves_main_memory", lambda weights, options: True)
+    assert opened(n_ctx=600).max_mixed == 512
