@@ -28,7 +28,7 @@ POWER = 0.45  # of the width, where nothing is known
 SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
 DENSE, APART, WIDEST = 17, 1.15, 1024  # known: each width up to the first, then so far apart, to the last
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
-PAD = 0.96  # padding must save this much; a single position is never padded: it would not be timed again
+PAD = 0.96  # padding must save this much; one position, or a width timed once, is not: it would stay so
 CERTAIN = 1e-9  # variance of what is taken for granted
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
 
@@ -193,17 +193,22 @@ class CostModel:
         doubt = surprise**2 / ((float(covariance[place, place]) + noise) * OUTLIER**2)
         self._n_far = self._n_far + 1 if doubt > 1 else 0
         if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
-            wrong = self._wrong_with(place)
+            wrong = self._wrong_with(place, n_before)
             covariance += surprise**2 * np.outer(wrong, wrong)
         elif doubt > 1:
             noise *= doubt
         self._correct(covariance[place].copy(), surprise, float(covariance[place, place]) + noise)
 
-    def _wrong_with(self, place: int) -> FloatArray:
-        """[n] what was wrong where a timing was: the scale, but no wider width that was timed itself."""
+    def _wrong_with(self, place: int, n_before: int) -> FloatArray:
+        """[n] what was wrong where a timing was: the scale, but no wider width that is known by itself.
+
+        That may be one that was timed once: not if this one never was, and so was believed on its account.
+        """
         wrong: FloatArray = np.eye(len(self._mean))[STEP] if place == STEP else np.ones(len(self._mean))
         if place != STEP and self._n_far < LASTING:
-            wrong[[_place(width) for width in self.n_timed if width > 1]] = 0.0
+            enough = 1 if n_before else LASTING
+            known = [width for width, n in self.n_timed.items() if width > 1 and n >= enough]
+            wrong[[_place(width) for width in known]] = 0.0
         return wrong
 
     def _correct(self, column: FloatArray, surprise: float, variance: float) -> None:
@@ -241,7 +246,8 @@ class CostModel:
         seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP]) + beyond).tolist()]
         self._width, best = [0] * len(seconds), 0
         for width in range(len(seconds) - 1, 0, -1):
-            is_allowed, least = self._allowed is None or width in self._allowed, PAD if width > 1 else 0.0
+            is_doubtful = width == 1 or 0 < self.n_timed.get(width, 0) < LASTING
+            is_allowed, least = self._allowed is None or width in self._allowed, 0.0 if is_doubtful else PAD
             if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best

@@ -129,7 +129,9 @@ class Weights:
                 wrong = np.zeros(len(w))
                 wrong[part] = 1.0
                 if part == 0 and self.n_far < 3:  # a hiccup of width 1 moves no width that was timed
-                    wrong[[2 + N + self.place(width) for width in self.n_timed if width > 1]] = -1.0
+                    enough = 1 if n_before else 3  # but a first timing may show that another's was one
+                    known = [width for width, n in self.n_timed.items() if width > 1 and n >= enough]
+                    wrong[[2 + N + self.place(width) for width in known]] = -1.0
                 self.covariance += surprise**2 * np.outer(wrong, wrong)
             else:
                 noise *= float(doubt)
@@ -272,6 +274,29 @@ def test_a_hiccup_of_width_1_moves_no_width_that_was_timed() -> None:
     model.observe_verify(1, 0.0492)
     model.observe_verify(1, 0.0164)
     assert [model.seconds(1), model.seconds(4)] == pytest.approx([0.0164, 0.0292], rel=0.15)
+
+
+def test_a_hiccup_of_the_first_width_is_shown_by_the_first_timing_of_another() -> None:
+    """It once stood for ever: four rows were padded to five positions, and four were never timed again."""
+    model = CostModel(LearnedPrior())
+    model.observe_verify(4, 3 * 0.0292)
+    assert model.cheapest_width(4) == 4
+    model.observe_verify(5, 0.0423)
+    assert believed(model)[3] < 45.0
+    for _ in range(4):
+        model.observe_verify(5, 0.0423)
+    assert model.cheapest_width(4) == 4
+
+
+def test_a_width_is_padded_once_it_was_timed_often_enough() -> None:
+    """Or never."""
+    model = CostModel(probed(Q4_0))
+    assert model.cheapest_width(3) == 4
+    padded = []
+    for _ in range(4):
+        model.observe_verify(3, 0.0365)
+        padded.append(model.cheapest_width(3))
+    assert padded == [3, 3, 4, 4]
 
 
 def test_a_model_is_blank_until_something_is_known_or_forbidden() -> None:
