@@ -100,14 +100,17 @@ def play_rows(
     passages: Sequence[Passage],
     seed: int = 0,
     copies: Passage | None = None,
+    n_rows: int | None = None,
 ) -> Run:
-    """The same for several texts that share every evaluation, and draft in lock-step."""
+    """The same for several texts that share every evaluation, and draft in lock-step; the others wait."""
     rng = np.random.default_rng(seed)
-    rows = [Row(policy.start_row(), passage, copies) for passage in passages]
-    _try_widths(rows, machine, rng)
+    rows, waiting = list[Row](), list(passages)
     seconds, plain, evaluation = 0.0, 0.0, 0
     run: list[tuple[int, float, float, int]] = []
-    while rows:
+    while rows or waiting:
+        while waiting and len(rows) < (n_rows or len(passages)):
+            rows.append(Row(policy.start_row(), waiting.pop(0), copies))
+        _try_widths(rows, machine, rng)
         evaluation += 1
         n_steps = 0
         while sum(row.step() for row in rows):

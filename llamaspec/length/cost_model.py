@@ -209,6 +209,7 @@ class CostModel:
             enough = 1 if n_before else LASTING
             known = [width for width, n in self.n_timed.items() if width > 1 and n >= enough]
             wrong[[_place(width) for width in known]] = 0.0
+            wrong[place] = 1.0
         return wrong
 
     def _correct(self, column: FloatArray, surprise: float, variance: float) -> None:

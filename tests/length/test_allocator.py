@@ -12,8 +12,23 @@ from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Round
 from simulated import machine, text
-from simulator import play, play_rows
+from simulator import Machine, passage, play, play_rows, table
 
+DIPS = {
+    1: 13.3,
+    2: 23,
+    3: 33,
+    4: 31.5,
+    5: 42,
+    6: 48,
+    7: 60,
+    8: 61,
+    9: 66,
+    12: 74,
+    15: 95,
+    16: 86,
+    20: 110,
+}  # ms
 STEPS = CostCurve((1, 2, 3, 4, 5, 6, 7, 8), (1.0, 1.1, 1.2, 1.3, 2.3, 2.4, 2.5, 2.6), 0.2)
 
 
@@ -224,3 +239,11 @@ def test_rows_that_no_allowed_width_holds_do_not_draft() -> None:
             assert not row.wants_more(Draft())
         for row in rows:
             row.observe(Round(Draft(), (), 0, width=2, n_rows=2, evaluation=evaluation, verify_seconds=0.02))
+
+
+@pytest.mark.parametrize("seed", [25, 56, 72, 80])
+def test_texts_that_come_and_go_where_something_holds_evaluations_up(seed: int) -> None:
+    """32 of 48 tokens, four at once: width 4 is held up when it is timed for the first time."""
+    on = Machine(table(DIPS) / 1e3, 0.0016, rest_seconds=0.0006, jitter=0.07, spikes=0.02)
+    passages = [passage(np.full(48, 0.3), np.full(48, 0.5), 1000 * seed + i) for i in range(32)]
+    assert play_rows(AutoLength(), on, passages, seed, n_rows=4).to_plain <= 1.03

@@ -132,6 +132,7 @@ class Weights:
                     enough = 1 if n_before else 3  # but a first timing may show that another's was one
                     known = [width for width, n in self.n_timed.items() if width > 1 and n >= enough]
                     wrong[[2 + N + self.place(width) for width in known]] = -1.0
+                    wrong[2 + N + place] = 0.0
                 self.covariance += surprise**2 * np.outer(wrong, wrong)
             else:
                 noise *= float(doubt)
@@ -286,6 +287,14 @@ def test_a_hiccup_of_the_first_width_is_shown_by_the_first_timing_of_another() -
     for _ in range(4):
         model.observe_verify(5, 0.0423)
     assert model.cheapest_width(4) == 4
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_hiccup_of_a_width_is_shown_by_its_next_timing(width: int) -> None:
+    model = CostModel(LearnedPrior())
+    model.observe_verify(width, 3 * 0.0292)
+    model.observe_verify(width, 0.0292)
+    assert model.seconds(width) == pytest.approx(0.0292, rel=0.1)
 
 
 def test_a_width_is_padded_once_it_was_timed_often_enough() -> None:
