@@ -22,7 +22,7 @@ class Group(NamedTuple):
     model: str
     rows: list[Row[Any]]
     width: int  # positions to evaluate, with padding
-    n_read: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
+    n_beside: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
 
 
 class Batching:
@@ -61,7 +61,7 @@ class Batching:
                 group = self._together(name, others[name])
                 if name == TARGET and prompts:
                     group = self._reading_beside(group, max(prompts, key=_is_of_target))
-                    self._prompts_wait = not group.n_read or not all(map(_is_of_target, prompts))
+                    self._prompts_wait = not group.n_beside or not all(map(_is_of_target, prompts))
                 groups.append(group)
         return groups
 
@@ -101,13 +101,13 @@ class Batching:
         n_part, room = part.n_tokens - row.n_cached, self._models[TARGET].max_mixed - n_new
         if 2 * room < n_part:  # a round after it is no dearer
             return group
-        n_read = min(n_part, room)
-        width = n_new + n_read
+        n_beside = min(n_part, room)
+        width = n_new + n_beside
         if any(each.width(width) != width for each in group.rows):
             return group
-        if n_read < n_part:
-            row.part = ForwardRequest(part.model, part.tokens[: row.n_cached + n_read], n_logits=0)
-        return Group(TARGET, [*group.rows, row], width, n_read)
+        if n_beside < n_part:
+            row.part = ForwardRequest(part.model, part.tokens[: row.n_cached + n_beside], n_logits=0)
+        return Group(TARGET, [*group.rows, row], width, n_beside)
 
     def _together(self, name: str, rows: list[Row[Any]]) -> Group:
         """As many rows as fit one evaluation; those that came first, first."""

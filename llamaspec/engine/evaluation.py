@@ -23,7 +23,7 @@ class Job(NamedTuple):
     batch: Sequence[tuple[int, ForwardRequest]]  # rows and their requests
     n_padding: int  # positions
     width: int  # positions, with the padding
-    n_read: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
+    n_beside: int = 0  # of these, the last row's: of a prompt, beside the rounds of the others
 
 
 class Evaluation(NamedTuple):
@@ -34,7 +34,7 @@ class Evaluation(NamedTuple):
     width: int = 0
     n_rows: int = 1  # without one that reads beside the others
     serial: int = 0
-    n_read: int = 0  # positions of that one
+    n_beside: int = 0  # positions of that one
     error: Exception | None = None
 
 
@@ -91,15 +91,15 @@ class Evaluator:
         batch: Sequence[tuple[int, ForwardRequest]],
         n_padding: int,
         width: int,
-        n_read: int,
+        n_beside: int,
     ) -> Evaluation:
         begin = self._clock()
         try:
             logits = model.evaluate(batch, n_padding)
         except Exception as error:  # noqa: BLE001  # whatever it is, the rows are told
             return Evaluation(error=error)
-        seconds, n_rows = self._clock() - begin, len(batch) - bool(n_read)
-        return Evaluation(logits, seconds, width, n_rows, next(self._serials), n_read)
+        seconds, n_rows = self._clock() - begin, len(batch) - bool(n_beside)
+        return Evaluation(logits, seconds, width, n_rows, next(self._serials), n_beside)
 
 
 def prepared(model: Model, batch: Sequence[Prepared]) -> Sequence[int | Exception]:

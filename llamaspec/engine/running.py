@@ -66,8 +66,8 @@ class RunningRows:
             for row in rows:
                 self.resume(row, error=evaluation.error)
             return
-        reader = rows[-1] if evaluation.n_read else None
-        reading = evaluation.seconds * evaluation.n_read / max(evaluation.width, 1)
+        reader = rows[-1] if evaluation.n_beside else None
+        reading = evaluation.seconds * evaluation.n_beside / evaluation.width
         for row, logits in zip(rows, evaluation.logits, strict=True):
             if row.request is None or row.is_cancelled:
                 continue
@@ -84,7 +84,7 @@ class RunningRows:
             evaluation.n_rows,
             row.n_cached if row.n_cached_before is None else row.n_cached_before,
             evaluation.serial,
-            evaluation.n_read,
+            evaluation.n_beside,
         )
         self.resume(row, forward)
 

@@ -284,7 +284,7 @@ class Scheduler:
             assert row.part is not None
             batch.append((row.number, row.part))
             n_padding -= row.part.n_tokens - row.n_cached
-        return Job(self._models[group.model], batch, n_padding, group.width, group.n_read)
+        return Job(self._models[group.model], batch, n_padding, group.width, group.n_beside)
 
 
 @dataclass(frozen=True, slots=True)

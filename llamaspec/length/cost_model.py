@@ -28,7 +28,7 @@ POWER = 0.45  # of the width, where nothing is known
 SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
 DENSE, APART, WIDEST = 17, 1.15, 1024  # known: each width up to the first, then so far apart, to the last
 FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
-PAD = 0.96  # padding must save this much; one position, or a width timed once, is not: it would stay so
+PAD = 0.96  # padding must save this much; widths that are doubted are not padded: they would stay untimed
 CERTAIN = 1e-9  # variance of what is taken for granted
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
 
@@ -246,9 +246,9 @@ class CostModel:
         beyond = POWER * np.maximum(logs - LOGS[-1], 0.0)
         seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP]) + beyond).tolist()]
         self._width, best = [0] * len(seconds), 0
+        doubted = {1, *(width for width, n in self.n_timed.items() if n < LASTING)}
         for width in range(len(seconds) - 1, 0, -1):
-            is_doubtful = width == 1 or 0 < self.n_timed.get(width, 0) < LASTING
-            is_allowed, least = self._allowed is None or width in self._allowed, 0.0 if is_doubtful else PAD
+            is_allowed, least = self._allowed is None or width in self._allowed, PAD * (width not in doubted)
             if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best
