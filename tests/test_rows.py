@@ -337,4 +337,5 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
         assert outcome.most_rows > 1
         if kind == "llama" and threads == 1:
             assert max(compactions, default=0) > 1
+            assert outcome.n_mixed > 5
         assert recorder.differing == []
