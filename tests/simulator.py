@@ -29,9 +29,11 @@ class Machine:
     draft_seconds: float  # one step of the draft
     catch_up: float = 0.15  # each token that the draft has not read, as a part of a step
     rest_seconds: float = 0.0003
+    draft_rest_seconds: float = 0.0  # more than that, in a row's round with drafts
     growth: float = 1.0  # how much dearer the target is at token 512 than at token 0
     jitter: float = 0.0  # standard deviation of the logarithm of a time
     spikes: float = 0.0  # share of times that take three times as long
+    after_draft: float = 1.0  # how much dearer an evaluation without drafts is directly behind one with some
 
     def scale(self, position: int) -> float:
         """How much dearer an evaluation is at this position of the text."""
@@ -105,7 +107,7 @@ def play_rows(
     """The same for several texts that share every evaluation, and draft in lock-step; the others wait."""
     rng = np.random.default_rng(seed)
     rows, waiting = list[Row](), list(passages)
-    seconds, plain, evaluation = 0.0, 0.0, 0
+    seconds, plain, evaluation, n_drafted = 0.0, 0.0, 0, 0
     run: list[tuple[int, float, float, int]] = []
     while rows or waiting:
         while waiting and len(rows) < (n_rows or len(passages)):
@@ -115,29 +117,31 @@ def play_rows(
         n_steps = 0
         while sum(row.step() for row in rows):
             n_steps += 1
-        n_drafted = sum(len(row.draft) for row in rows)
+        n_before, n_drafted = n_drafted, sum(len(row.draft) for row in rows)
         width = rows[0].length.width(n_drafted + len(rows))
         assert width is not None
         scale = machine.scale(max(row.position for row in rows))
         lag = max((row.lag for row in rows if row.n_steps), default=0)
         drafting = machine.draft_seconds * (n_steps + machine.catch_up * lag) if n_steps else 0.0
         verifying = float(machine.verify_seconds[width - 1]) * scale
+        verifying *= machine.after_draft if n_before and not n_drafted else 1.0
         drafting_noise, verifying_noise, overhead_noise = (machine.noise(rng) for _ in range(3))
-        for row in rows:
+        rests = [machine.rest_seconds + machine.draft_rest_seconds * (len(row.draft) > 0) for row in rows]
+        for row, rest in zip(rows, rests, strict=True):
             n_made = row.verify(
                 width=width,
                 n_rows=len(rows),
                 evaluation=evaluation,
                 draft_seconds=drafting * drafting_noise * row.n_steps / max(n_steps, 1) + 1e-6,
                 verify_seconds=verifying * verifying_noise,
-                overhead_seconds=machine.rest_seconds * overhead_noise,
+                overhead_seconds=rest * overhead_noise,
             )
             plain += sum(
                 float(machine.verify_seconds[len(rows) - 1]) / len(rows) * machine.scale(row.position - i - 1)
                 + machine.rest_seconds
                 for i in range(n_made)
             )
-        seconds += drafting + verifying + len(rows) * machine.rest_seconds
+        seconds += drafting + verifying + sum(rests)
         run.append((sum(row.position for row in rows), seconds, plain, n_drafted))
         for row in rows:
             if row.is_over:

@@ -58,9 +58,9 @@ class CostModel:
         self._n_widths = max([DENSE, *(allowed or ())])  # with a price; grows on demand
         self._believe(prior)
         self._prior_plain = float(self._mean[PLAIN])
-        self.overhead_seconds = 0.0  # of a row's round, besides the models
+        self._overheads = [0.0, 0.0]  # of a row's round without drafts, and with: besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row
+        self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row, those below as negative
         self._n_drifting = 0  # evaluations since the latest that was learnt
 
     def knows(self, n: int) -> bool:
@@ -77,6 +77,22 @@ class CostModel:
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
         return self._step_variance() < UNSEEN_VARIANCES[1]
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What a row's round without drafts takes besides the models."""
+        return self._overheads[False]
+
+    @property
+    def draft_overhead_seconds(self) -> float:
+        """What one with drafts takes more than that; 0 before both were seen."""
+        plain, drafting = self._overheads
+        return max(drafting - plain, 0.0) if plain else 0.0
+
+    @property
+    def is_surprised(self) -> bool:
+        """Whether the latest timing was an outlier: a hiccup, or the first sign of a change."""
+        return self._n_far != 0
 
     def looks_foreign(self, n_timed: int) -> bool:
         """Whether after as many evaluations the prior looks like that of another machine."""
@@ -163,10 +179,11 @@ class CostModel:
             self._learn(STEP, self._n_steps_timed, surprise, noise**2)
             self._n_steps_timed += 1
 
-    def observe_overhead(self, seconds: float) -> float:
+    def observe_overhead(self, seconds: float, *, drafted: bool) -> float:
         """Learn what a round costs besides the models; returns it, less what looks like a hiccup."""
-        seconds = min(seconds, 3 * self.overhead_seconds or seconds)
-        self.overhead_seconds += (0.1 if self.overhead_seconds else 1.0) * (seconds - self.overhead_seconds)
+        usual = self._overheads[drafted]
+        seconds = min(seconds, 3 * usual or seconds)
+        self._overheads[drafted] += (0.1 if usual else 1.0) * (seconds - usual)
         return seconds
 
     def _believe(self, prior: LearnedPrior) -> None:
@@ -190,25 +207,30 @@ class CostModel:
     def _learn(self, place: int, n_before: int, surprise: float, noise: float) -> None:
         """Learn a logarithm. An outlier is hardly believed, unless few were longer: these were hiccups."""
         covariance = self._covariance
-        doubt = surprise**2 / ((float(covariance[place, place]) + noise) * OUTLIER**2)
-        self._n_far = self._n_far + 1 if doubt > 1 else 0
-        if doubt > 1 and (self._n_far >= LASTING or (surprise < 0 and n_before < LASTING)):
-            wrong = self._wrong_with(place, n_before)
-            covariance += surprise**2 * np.outer(wrong, wrong)
-        elif doubt > 1:
-            noise *= doubt
-        self._correct(covariance[place].copy(), surprise, float(covariance[place, place]) + noise)
+        variance = float(covariance[place, place]) + noise
+        doubt = surprise**2 / (variance * OUTLIER**2)
+        if doubt <= 1:
+            self._n_far = 0
+        else:
+            self._n_far = max(self._n_far, 0) + 1 if surprise > 0 else min(self._n_far, 0) - 1
+            if abs(self._n_far) >= LASTING or (surprise < 0 and n_before < LASTING):
+                wrong = self._wrong_with(place, n_before)
+                covariance += surprise**2 * np.outer(wrong, wrong)
+                variance = float(covariance[place, place]) + noise
+            else:
+                variance *= doubt
+        self._correct(covariance[place].copy(), surprise, variance)
 
     def _wrong_with(self, place: int, n_before: int) -> FloatArray:
-        """[n] what was wrong where a timing was: the scale, but no wider width that is known by itself.
+        """[n] what was wrong where a timing was: of a well-known width the scale, if that lasts.
 
-        That may be one that was timed once: not if this one never was, and so was believed on its account.
+        Of another, what no other timing tells. That may be a single one: not if this width was never timed,
+        and so was believed on its account.
         """
         wrong: FloatArray = np.eye(len(self._mean))[STEP] if place == STEP else np.ones(len(self._mean))
-        if place != STEP and self._n_far < LASTING:
+        if place != STEP and (n_before < LASTING or abs(self._n_far) < LASTING):
             enough = 1 if n_before else LASTING
-            known = [width for width, n in self.n_timed.items() if width > 1 and n >= enough]
-            wrong[[_place(width) for width in known]] = 0.0
+            wrong[[_place(width) for width, n in self.n_timed.items() if n >= enough]] = 0.0
             wrong[place] = 1.0
         return wrong
 

@@ -227,7 +227,7 @@ def opened(curve: CostCurve) -> tuple[AutoLength, AutoRow]:
     policy = AutoLength(curve)
     row = policy.start_row()
     for i in range(60):
-        n = 0 if i < 2 else 1
+        n = 0 if i < 12 else 1
         while n and n < 3 and row.wants_more(Draft(np.zeros(n, np.int32), (), (0.6,) * n)):
             n += 1
         draft = Draft(np.zeros(n, np.int32), (), (0.6,) * n)
