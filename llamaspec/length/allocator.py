@@ -55,8 +55,7 @@ class Allocator:
         """[m] a row's share of what 0, 1, ... more tokens for it, and for those level with it, cost.
 
         Where the curve has steps, one position alone never pays for the step that all would share.
-        `step_seconds`: one draft step, which all rows that are drafting share. `z`: standard deviations. The
-        first token also costs what a round with drafts takes besides the models.
+        `step_seconds`: one draft step, which all rows that are drafting share. `z`: standard deviations.
         """
         n_level, n_drafting, total = 1, 1, 1 + own.n_draft
         for other in self.present():
@@ -67,8 +66,7 @@ class Allocator:
         n_more = max(self.longest - own.n_draft, 0)
         times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), z)
         base, step = times[0], step_seconds / n_drafting
-        first = 0.0 if own.n_draft else self.costs.draft_overhead_seconds
-        return [0.0, *(first + m * step + (times[m] - base) / n_level for m in range(1, len(times)))]
+        return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]
 
     def plain_rate(self, n_rows: int) -> float:
         """Tokens per second of rows that do not draft."""

@@ -58,7 +58,7 @@ class CostModel:
         self._n_widths = max([DENSE, *(allowed or ())])  # with a price; grows on demand
         self._believe(prior)
         self._prior_plain = float(self._mean[PLAIN])
-        self._overheads = [0.0, 0.0]  # of a row's round without drafts, and with: besides the models
+        self.overhead_seconds = 0.0  # of a row's round without drafts, besides the models
         self.n_timed: dict[int, int] = {}  # width -> evaluations
         self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row, those below as negative
         self._n_drifting = 0  # evaluations since the latest that was learnt
@@ -77,17 +77,6 @@ class CostModel:
     def knows_step(self) -> bool:
         """Whether more is known of a draft step than its order of magnitude."""
         return self._step_variance() < UNSEEN_VARIANCES[1]
-
-    @property
-    def overhead_seconds(self) -> float:
-        """What a row's round without drafts takes besides the models."""
-        return self._overheads[False]
-
-    @property
-    def draft_overhead_seconds(self) -> float:
-        """What one with drafts takes more than that; 0 before both were seen."""
-        plain, drafting = self._overheads
-        return max(drafting - plain, 0.0) if plain else 0.0
 
     @property
     def is_surprised(self) -> bool:
@@ -180,10 +169,11 @@ class CostModel:
             self._n_steps_timed += 1
 
     def observe_overhead(self, seconds: float, *, drafted: bool) -> float:
-        """Learn what a round costs besides the models; returns it, less what looks like a hiccup."""
-        usual = self._overheads[drafted]
+        """Learn what a plain round costs besides the models; returns it, less what looks like a hiccup."""
+        usual = self.overhead_seconds
         seconds = min(seconds, 3 * usual or seconds)
-        self._overheads[drafted] += (0.1 if usual else 1.0) * (seconds - usual)
+        if not drafted:
+            self.overhead_seconds += (0.1 if usual else 1.0) * (seconds - usual)
         return seconds
 
     def _believe(self, prior: LearnedPrior) -> None:

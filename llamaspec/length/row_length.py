@@ -25,7 +25,6 @@ from llamaspec.values import Draft, Round, Source
 LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
 CHECK_AFTER = 6  # evaluations until plain decoding is timed again, for each time that it was timed
 CHECK_SHARE = 0.01  # once it was timed often: of the time, what timing it may cost
-CLOSE = 1.15  # times as fast as plain decoding: below, it matters what that takes exactly
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 COPYING = 1.3  # so many times as fast as plain decoding a text is that is copied, more or less
@@ -189,7 +188,6 @@ class AutoRow:
             plan = self._plan_model(plain_rate, left)
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
             faster = self._rate / plain_rate if plan.limit else COPYING
-        shared.is_close = faster < CLOSE
         n_timed = shared.costs.n_timed.get(shared.costs.cheapest_width(n_rows) or n_rows, 1)
         if shared.n_since_plain >= min(CHECK_AFTER * n_timed, CHECK_AFTER + (faster - 1.0) / CHECK_SHARE):
             shared.wants_plain, self._plans, self._rate = True, {}, 0.0

@@ -42,10 +42,8 @@ class Shared:
         self.trial: tuple[int, float] | None = None  # a width that was timed before any text, and its seconds
         self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be one, of all rows
-        self.is_close = False  # drafting gains little, if anything: plain decoding must be timed well
         self.n_tokens = self.n_since_plain = 0
         # Of the latest evaluation:
-        self._is_disturbed = False  # by the draft before it
         self._n_seen = self._n_made = self._n_drafted = 0  # rounds that have come, and their tokens
         self._verify_seconds = self._drafting = self._overhead = 0.0  # as booked
 
@@ -101,36 +99,26 @@ class Shared:
         return self._verify_seconds + drafting + n_rows * overhead
 
     def _start_evaluation(self, round_: Round) -> None:
-        """Learn what rows share; all of them begin a new round.
-
-        Behind a draft an evaluation without one is slower than among its own: by 4 to 9 % on a CPU. That is
-        not what plain decoding takes, and matters where the two are close.
-        """
+        """Learn what rows share; all of them begin a new round."""
         self.allocator.start_evaluation(round_.evaluation)
-        was_drafted = self._n_drafted > 0
-        self._is_disturbed = was_drafted and self.is_close and self.knows_plain and self._is_narrow(round_)
         if round_.n_beside:  # what it would have taken without the prompt
             self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
         else:
             self._verify_seconds = min(round_.verify_seconds, OUTLIER * self.costs.seconds(round_.width))
-            if not self._is_disturbed:
-                self.costs.observe_verify(round_.width, round_.verify_seconds)
+            self.costs.observe_verify(round_.width, round_.verify_seconds)
         self.n_since_plain += 1
         self._n_seen = self._n_made = self._n_drafted = 0
         self._drafting = self._overhead = 0.0
 
     def _end_evaluation(self, round_: Round) -> None:
-        """Book an evaluation that drafted, or suffered from it; remember one that was plain decoding."""
+        """Book an evaluation that drafted; remember one that did not, and was too narrow for a prompt."""
         n_rows = round_.n_rows
-        if (self._n_drafted or self._is_disturbed) and self.knows_plain:
+        if self._n_drafted and self.knows_plain:
             seconds = self._verify_seconds + self._drafting + self._overhead
             plain = 1.0 / self.allocator.plain_rate(1)
             self.budget.book(self._n_made, seconds * self.allocator.plain_rate(n_rows) * plain, plain)
-        if not (self._n_drafted or round_.n_beside or self._is_disturbed) and self._is_narrow(round_):
+        is_plain = not self._n_drafted and not round_.n_beside
+        if is_plain and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
             is_sure = not self.costs.is_surprised  # else it is timed again at once
             self.knows_plain = not self.costs.looks_foreign(1) and (self.knows_plain or is_sure)
             self.wants_plain, self.n_since_plain = not is_sure, 0
-
-    def _is_narrow(self, round_: Round) -> bool:
-        """Whether its evaluation had room for no draft."""
-        return round_.width <= max(round_.n_rows, self.costs.cheapest_width(round_.n_rows) or 0)

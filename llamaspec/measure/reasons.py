@@ -107,7 +107,6 @@ class _Tally:
         self.n_tokens += round_.n_accepted + 1
         self.measured_seconds += round_.seconds
         self.predicted_seconds += costs.seconds(round_.width) + costs.overhead_seconds
-        self.predicted_seconds += costs.draft_overhead_seconds if len(round_.draft) else 0.0
         if round_.n_draft_steps:
             n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
             self.predicted_seconds += costs.drafting_seconds(n_steps, n_unread)
@@ -183,6 +182,5 @@ def _round_seconds(shared: Shared, z: float) -> list[float]:
     """[K] of one row with K draft tokens, `z` standard deviations dearer than believed."""
     costs = shared.costs
     batch = costs.batch_seconds(range(1, shared.allocator.longest + 2), z)
-    step, plain = costs.draft_step_seconds(z), costs.overhead_seconds
-    more = [0.0, *[costs.draft_overhead_seconds] * shared.allocator.longest]
-    return [seconds + n * step + plain + more[n] for n, seconds in enumerate(batch)]
+    step = costs.draft_step_seconds(z)
+    return [seconds + n * step + costs.overhead_seconds for n, seconds in enumerate(batch)]

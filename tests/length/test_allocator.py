@@ -133,18 +133,6 @@ def test_what_rows_need_besides_the_models_counts() -> None:
     assert among.plain_rate(2) == pytest.approx(2 / (1.1 + 2 * 0.05))
 
 
-def test_the_first_draft_token_costs_what_a_round_with_drafts_needs_besides() -> None:
-    own, going = pledge(0), pledge(1)
-    without = allocator(own).level_seconds(own, 0.2)
-    for each, more in ((own, 0.04), (going, 0.0)):
-        among = allocator(each)
-        plain = among.level_seconds(each, 0.2)
-        among.costs.observe_overhead(0.05, drafted=False)
-        among.costs.observe_overhead(0.09, drafted=True)
-        assert among.level_seconds(each, 0.2) == pytest.approx([0.0, *(price + more for price in plain[1:])])
-    assert without[0] == 0.0
-
-
 def test_the_best_number_of_draft_tokens() -> None:
     costs, gains = [0.0, 1.0, 1.5, 9.0], [0.0, 0.5, 0.75, 0.9]
     assert speed_up(costs, gains, 0.2) == 1.75 / 1.3

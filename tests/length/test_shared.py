@@ -30,7 +30,7 @@ class Ledger:
     def __init__(self) -> None:
         self.costs, self.budget = CostModel(LearnedPrior.of_probe(CURVE)), RegretBudget()
         self.knows_plain, self.n_tokens, self.n_since_plain = False, 0, 0
-        self.is_close, self.was_drafted, self.is_sure = False, False, False
+        self.is_sure = False  # of the latest evaluation
 
     def rate(self, n_rows: int) -> float:
         """Plain tokens per second."""
@@ -40,14 +40,12 @@ class Ledger:
         """All rounds of one evaluation; the seconds that each is judged by."""
         costs, first, n_rows = self.costs, rounds[0], len(rounds)
         is_drafted = any(len(round_.draft) for round_ in rounds)
-        is_narrow = first.width <= max(n_rows, costs.cheapest_width(n_rows) or 0)
-        is_disturbed = self.was_drafted and self.is_close and self.knows_plain and is_narrow
-        self.was_drafted, self.is_sure = is_drafted, False
+        self.is_sure = False
         steps = [costs.narrow_steps(first.n_priced_steps, first.n_draft_scored)]
         verifying = min(first.verify_seconds, 1.3 * costs.seconds(first.width))
         if first.n_beside:
             verifying = costs.seconds(first.width - first.n_beside)
-        elif not is_disturbed:
+        else:
             costs.observe_verify(first.width, first.verify_seconds)
         drafting, overheads, judged = [0.0], list[float](), list[float]()
         for i, round_ in enumerate(rounds):
@@ -66,12 +64,12 @@ class Ledger:
         n_made = sum(round_.n_accepted + 1 for round_ in rounds)
         self.n_tokens += n_made
         self.n_since_plain += 1
-        if self.knows_plain and (is_drafted or is_disturbed):
+        if self.knows_plain and is_drafted:
             seconds = verifying + max(drafting) + sum(overheads)
             alone = 1.0 / self.rate(1)
             self.budget.book(n_made, seconds * self.rate(n_rows) * alone, alone)
         is_narrow = first.width <= max(n_rows, costs.cheapest_width(n_rows) or 0)
-        if is_narrow and not (is_drafted or is_disturbed or first.n_beside):
+        if is_narrow and not (is_drafted or first.n_beside):
             self.is_sure = not costs.is_surprised
             self.knows_plain = not costs.looks_foreign(1) and (self.knows_plain or self.is_sure)
             self.n_since_plain = 0
@@ -114,7 +112,6 @@ def test_evaluations_are_learnt_and_booked_once(seed: int) -> None:
         rounds, n_unread = evaluation_of(rng, number), int(rng.choice([0, 0, 5]))
         if number % 9 == 0:
             found.wants_plain = True
-        found.is_close = ledger.is_close = number % 4 > 0
         wanted = found.wants_plain
         said = [found.observe(round_, n_unread) for round_ in rounds]
         assert said == pytest.approx(ledger.enter(rounds, n_unread))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -91,8 +90,7 @@ def test_reasons_add_up() -> None:
     assert sum(b.n_judged for b in why.bins) <= sum(played.lengths)
     assert all(0 <= b.n_accepted <= b.n_judged and 0 <= b.believed <= 1 for b in why.bins)
     assert [cost.width for cost in why.widths] == list(range(1, 18))
-    n_disturbed = sum(a > 0 and b == 0 for a, b in pairwise(played.lengths))  # plain, behind a draft
-    assert 0 <= 1 + len(played.lengths) - sum(cost.n_timed for cost in why.widths) <= n_disturbed < 15
+    assert sum(cost.n_timed for cost in why.widths) == 1 + len(played.lengths)
 
 
 def test_reasons_predict_the_time_that_was_measured() -> None:
