@@ -212,7 +212,7 @@ class Checked:
         if self.cache._is_evaluating or self.cache._is_changing:
             return
         n_holders = [0] * self.size
-        for sequence in self.cache._sequences:
+        for sequence in self.cache._rows.all:
             text = tuple(sequence.tokens[: sequence.n].tolist())
             cells = sequence.cells[: sequence.n].tolist()
             for i in cells:
@@ -239,7 +239,7 @@ class Checked:
         full = [i for i, cell in enumerate(self.cells.cells) if cell.owners]
         assert full == list(range(self.cache.n_used))  # new cells follow behind all others
         assert n_holders == self.cache._held._n_owners.tolist()
-        branches = [*self.cache._trees._free, *(b for s in self.cache._sequences for b in s.branches)]
+        branches = [*self.cache._trees._free, *(b for s in self.cache._rows.all for b in s.branches)]
         assert sorted(b.number for b in branches) == [b.number for b in self.cache._trees._branches]
-        n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
+        n_reserved = sum(held.n_reserved for held in self.cache._rows.of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

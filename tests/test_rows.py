@@ -188,7 +188,7 @@ def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, name, value)
 
     def counted(self: KVCache) -> None:
-        rows.append(len(self._of_row))
+        rows.append(len(self._rows.of_row))
         compact(self)
 
     monkeypatch.setattr(KVCache, "_compact", counted)

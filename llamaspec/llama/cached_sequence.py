@@ -1,4 +1,4 @@
-"""Which tokens a sequence of llama.cpp holds, in which cells, and for whom."""
+"""Which tokens the sequences of llama.cpp hold, in which cells, and for whom."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Branch, CachedTree, Growth
 from llamaspec.llama.hidden_rows import HiddenRows
 from llamaspec.values import NO_TOKENS, TokenArray
@@ -43,6 +44,62 @@ class CachedSequence:
     def shared(self, tokens: TokenArray) -> int:
         """Length of the common beginning with other tokens."""
         return shared(self.tokens[: self.n], tokens)
+
+
+class RowSequences:
+    """The sequences of a KV cache, and the rows that use them.
+
+    Parameters
+    ----------
+    n : int
+        Number of sequences.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.all = [CachedSequence(i) for i in range(n)]
+        self.of_row: dict[int, CachedSequence] = {}
+
+    @property
+    def n_reserved(self) -> int:
+        """Cells that rows will fill next."""
+        n = 0
+        for sequence in self.of_row.values():
+            n += sequence.n_reserved
+        return n
+
+    def assign(self, row: int) -> CachedSequence:
+        """A sequence for a new row: an empty one, or the prefix that was used least recently.
+
+        Raises
+        ------
+        ContextFullError
+            Rows use all of them.
+        """
+        unused = [sequence for sequence in self.all if sequence.row is None]
+        if not unused:
+            raise ContextFullError(f"{len(self.all)} texts are running already; wait for one to end")
+        sequence = min(unused, key=lambda sequence: (sequence.n > 0, sequence.last_used))
+        sequence.row = row
+        self.of_row[row] = sequence
+        return sequence
+
+    def release_all(self) -> None:
+        """No row uses any."""
+        self.of_row.clear()
+        for sequence in self.all:
+            sequence.row, sequence.n_reserved = None, 0
+
+    def empty(self) -> CachedSequence | None:
+        """One that holds nothing and that nobody uses."""
+        return next((sequence for sequence in self.all if sequence.row is None and not sequence.n), None)
+
+    def prefixes(self) -> list[CachedSequence]:
+        """Those that hold something, the last used last."""
+        return sorted([sequence for sequence in self.all if sequence.n], key=lambda each: each.last_used)
+
+    def unused(self) -> list[CachedSequence]:
+        """Those that hold something and that nobody uses, the last used last."""
+        return [sequence for sequence in self.prefixes() if sequence.row is None]
 
 
 def best_of(

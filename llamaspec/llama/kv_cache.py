@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.branches import Growth
-from llamaspec.llama.cached_sequence import CachedSequence, best_of
+from llamaspec.llama.cached_sequence import CachedSequence, RowSequences, best_of
 from llamaspec.llama.cells import Bytes, Cells, Scratch
 from llamaspec.llama.clutter import MOVE, Clutter
 from llamaspec.llama.compaction import Moved, copied_out
@@ -52,8 +52,7 @@ class KVCache:
         self._size = size
         self._held = HeldCells(cells, size, garbage=n_sequences - 1)
         self._trees = TreeCells(self._held, range(n_sequences, n_sequences + n_branches))
-        self._sequences = [CachedSequence(i) for i in range(n_sequences - 1)]
-        self._of_row: dict[int, CachedSequence] = {}
+        self._rows = RowSequences(n_sequences - 1)
         self._clock = itertools.count(1)
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
@@ -87,20 +86,22 @@ class KVCache:
         if self._is_changing or self._is_evaluating:
             self._settle()
         self._is_changing = True
-        sequence = self._of_row.get(row)
+        sequence = self._rows.of_row.get(row)
         is_new = sequence is None
-        sequence = sequence or self._assign(row)
+        if sequence is None:
+            sequence = self._rows.assign(row)
+            self._held.cut(sequence, 0)
         n_read = 0 if sequence.tree is None else self._trees.go_on(sequence, request)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
         if is_new:
-            room = self._size - self._held.top - self._n_reserved()
-            self._parked.fetch(sequence, request.tokens[:n_before], self._sequences, room)
+            room = self._size - self._held.top - self._rows.n_reserved
+            self._parked.fetch(sequence, request.tokens[:n_before], self._rows.all, room)
         n = min(sequence.shared(request.tokens), n_before)
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             least = TAKE_OVER if n else 1  # a row that begins takes what it gets
             other = None
             if n_before >= n + least:
-                others = [other for other in self._sequences if other is not sequence]
+                others = [other for other in self._rows.all if other is not sequence]
                 other, n_other = best_of(others, request.tokens[:n_before], n + least)
             self._held.cut(sequence, n)
             if other is not None:
@@ -121,16 +122,16 @@ class KVCache:
 
     def sequence(self, row: int) -> CachedSequence:
         """What is held of a prepared row."""
-        return self._of_row[row]
+        return self._rows.of_row[row]
 
     def find(self, row: int) -> CachedSequence | None:
         """What is held of a row that may not have asked yet."""
-        return self._of_row.get(row)
+        return self._rows.of_row.get(row)
 
     def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Growth:
         """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
         self._is_evaluating = True
-        return self._trees.grow(self._of_row[row], request, self._of_row, rows)
+        return self._trees.grow(self._rows.of_row[row], request, self._rows.of_row, rows)
 
     def begin(self) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
@@ -143,7 +144,7 @@ class KVCache:
         """
         self._is_changing = True
         for row, tokens in evaluated:
-            sequence = self._of_row[row]
+            sequence = self._rows.of_row[row]
             cells = self._held.take(len(tokens))
             if sequence.growth is None:
                 sequence.append(tokens, cells)
@@ -153,7 +154,7 @@ class KVCache:
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
         if n_padding:
-            last = self._of_row[evaluated[-1][0]]
+            last = self._rows.of_row[evaluated[-1][0]]
             n = last.n if last.tree is None else last.n + len(last.tree.path(last.tree.tips[last.number]))
             self._cells.remove(last.number, n)
         self._is_evaluating = self._is_changing = False
@@ -161,7 +162,7 @@ class KVCache:
     def release(self, row: int) -> None:
         """The row has ended; its sequence stays as a prefix that others may use."""
         was_changing, self._is_changing = self._is_changing, True
-        sequence = self._of_row.pop(row, None)
+        sequence = self._rows.of_row.pop(row, None)
         if sequence is not None:
             if (sequence.branches or sequence.tree is not None) and not was_changing:
                 self._trees.end(sequence)
@@ -177,7 +178,7 @@ class KVCache:
     def _empty(self) -> None:
         self._is_changing = True
         self._held.clear()
-        for sequence in self._sequences:
+        for sequence in self._rows.all:
             sequence.n, sequence.tree, sequence.growth, sequence.branches = 0, None, None, []
         self._trees.clear()
         self._is_evaluating = self._is_changing = False
@@ -187,7 +188,7 @@ class KVCache:
         self._settle()
         self._is_changing = True
         try:
-            yield from copied_out(self._cells, self._prefixes()[::-1])
+            yield from copied_out(self._cells, self._rows.prefixes()[::-1])
             yield from self._parked.moved()
         finally:
             self.forget()
@@ -203,9 +204,7 @@ class KVCache:
         content : Bytes
             Of the cells behind the first `n_shared`, which `trunk` holds.
         """
-        free = next(
-            (sequence for sequence in self._sequences if sequence.row is None and not sequence.n), None
-        )
+        free = self._rows.empty()
         if free is None or self._held.top + len(tokens) - n_shared > SLACK * self._size:
             return None
         self._is_changing = True
@@ -228,12 +227,10 @@ class KVCache:
         """Take out what an interrupted evaluation left behind."""
         if self._is_changing:
             self.forget()
-            self._of_row.clear()
-            for sequence in self._sequences:
-                sequence.row, sequence.n_reserved = None, 0
+            self._rows.release_all()
         elif self._is_evaluating:
             self._is_changing = True
-            for sequence in self._sequences:
+            for sequence in self._rows.all:
                 self._trees.drop(sequence)
                 sequence.growth = None
                 self._cells.remove(sequence.number, sequence.n)
@@ -241,33 +238,15 @@ class KVCache:
                     self._cells.remove(branch.number, branch.n)
             self._is_evaluating = self._is_changing = False
 
-    def _assign(self, row: int) -> CachedSequence:
-        """A sequence for a new row: an empty one, or the prefix that was used least recently."""
-        unused = [sequence for sequence in self._sequences if sequence.row is None]
-        if not unused:
-            raise ContextFullError(f"{len(self._sequences)} texts are running already; wait for one to end")
-        sequence = min(unused, key=lambda sequence: (sequence.n > 0, sequence.last_used))
-        self._held.cut(sequence, 0)
-        sequence.row = row
-        self._of_row[row] = sequence
-        return sequence
-
-    def _n_reserved(self) -> int:
-        """Cells that rows will fill next."""
-        n = 0
-        for sequence in self._of_row.values():
-            n += sequence.n_reserved
-        return n
-
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty."""
-        n_reserved = self._n_reserved()
+        n_reserved = self._rows.n_reserved
         if self._held.top + n_reserved <= self._size:
             return
-        for sequence in self._of_row.values():
+        for sequence in self._rows.of_row.values():
             if not sequence.n_reserved:
                 self._trees.drop(sequence)
-        for sequence in self._unused():
+        for sequence in self._rows.unused():
             if self._held.n_live + n_reserved <= SLACK * self._size:
                 break
             self._held.cut(sequence, 0)
@@ -281,20 +260,11 @@ class KVCache:
         if self._held.top + n_reserved > self._size:
             self._compact()
 
-    def _prefixes(self) -> list[CachedSequence]:
-        """The sequences that hold something, the last used last."""
-        held = [sequence for sequence in self._sequences if sequence.n]
-        return sorted(held, key=lambda sequence: sequence.last_used)
-
-    def _unused(self) -> list[CachedSequence]:
-        """The prefixes that nobody uses, the last used last."""
-        return [sequence for sequence in self._prefixes() if sequence.row is None]
-
     def _tidy(self) -> None:
         """Where clutter is dear, put unused prefixes aside and close the gaps, if all can be copied."""
-        unused = self._unused()
-        is_dear = self._clutter.is_dear(self._n_reserved(), unused)
-        if is_dear and self._cells.can_copy([sequence.number for sequence in self._prefixes()]):
+        unused = self._rows.unused()
+        is_dear = self._clutter.is_dear(self._rows.n_reserved, unused)
+        if is_dear and self._cells.can_copy([sequence.number for sequence in self._rows.prefixes()]):
             self._is_changing = True
             self._parked.put_aside(unused)
             self._compact()
@@ -306,10 +276,10 @@ class KVCache:
         What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
         reads its text again.
         """
-        for sequence in self._of_row.values():
+        for sequence in self._rows.of_row.values():
             self._trees.drop(sequence)
         self._scratch.reset()
-        moved = list(copied_out(self._cells, self._prefixes(), self._scratch))
+        moved = list(copied_out(self._cells, self._rows.prefixes(), self._scratch))
         self._empty()
         self._is_changing = True
         self._n_compactions += 1

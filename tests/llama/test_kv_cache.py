@@ -63,9 +63,9 @@ def test_eviction_takes_the_prefix_that_was_used_least_recently() -> None:
         checked.run(row, request(18, row))
         checked.cache.release(row)
     checked.run(3, request(12, 3))
-    assert [sequence.n for sequence in checked.cache._sequences[:4]] == [0, 18, 18, 12]
+    assert [sequence.n for sequence in checked.cache._rows.all[:4]] == [0, 18, 18, 12]
     checked.run(3, request(13, 3))
-    assert shared(checked.cache._sequences[1].tokens, text(18, 1)) == 18
+    assert shared(checked.cache._rows.all[1].tokens, text(18, 1)) == 18
 
 
 def test_compaction_keeps_rows_and_what_they_share() -> None:

@@ -41,7 +41,7 @@ def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     compact = KVCache._compact
 
     def counted(self: KVCache) -> None:
-        rows.append(sum(sequence.n > 0 for sequence in self._sequences))
+        rows.append(sum(sequence.n > 0 for sequence in self._rows.all))
         compact(self)
 
     monkeypatch.setattr(KVCache, "_compact", counted)

@@ -45,7 +45,7 @@ def test_the_last_used_comes_first_and_is_given_up_last() -> None:
         source.cache.release(row)
     assert moved(source, goal) == [20, 30]  # no room for the oldest
     goal.run(5, request(20, 5))
-    assert [sequence.n for sequence in goal.cache._sequences if sequence.row is None and sequence.n] == [20]
+    assert [sequence.n for sequence in goal.cache._rows.all if sequence.row is None and sequence.n] == [20]
     assert goal.run(6, request(20, 2)) == 19
 
 
