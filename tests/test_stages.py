@@ -130,4 +130,5 @@ def test_the_targets_policy_prices_tokens_not_evaluations(store: ModelStore) -> 
     with opened(store, TARGET, TARGET) as pair:
         made = pair.stream("the end", policy=FixedLength(6), seed=1, max_tokens=50).run().rounds
         drafting = [round_ for round_ in made if len(round_.draft)]
-        assert [round_.n_draft_steps for round_ in drafting] == [len(round_.draft) for round_ in drafting]
+        for round_ in drafting:
+            assert (round_.n_draft_steps, round_.n_draft_scored) == (len(round_.draft),) * 2

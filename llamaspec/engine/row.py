@@ -101,9 +101,9 @@ class Row(Generic[Event]):
 
     def _stamped(self, round_: Round) -> Round:
         """A round with its seconds."""
-        n_steps = self.n_draft_steps
+        n_steps, n_scored = self.n_draft_steps, self.n_draft_scored
         if n_steps and round_.source is Source.STAGE:  # of which one makes several
-            n_steps = len(round_.draft)
+            n_steps = n_scored = len(round_.draft)
         stamped = Round(
             round_.draft,
             round_.path,
@@ -116,7 +116,7 @@ class Row(Generic[Event]):
             self.verify_seconds,
             self.overhead_seconds,
             round_.logprobs,
-            self.n_draft_scored,
+            n_scored,
             round_.n_beside,
         )
         self.has_rounds = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import prod, sqrt
 from operator import mul
 
 import numpy as np
@@ -22,7 +22,10 @@ from llamaspec.length.shared import COPIES, FREE, Shared
 from llamaspec.length.tree_growth import EDGE, WIDEST, TreeGrowth, tree_speed_up
 from llamaspec.values import Draft, Round, Source
 
-LUCK = 1.5  # standard deviations: of bad luck that a round must survive, of good luck worth exploring for
+BAD_LUCK, LUCK = 0.5, 1.2  # standard deviations: that a round must survive; worth exploring for
+WORST = 1.0  # plain tokens that a round may lose at worst, besides what may be lost anyway
+FIRST = 1  # tokens of a text that no model drafts: behind a prompt they are the hardest to foresee
+SETTLED = 8.0  # tokens of a text before a draft is tried that does not seem to pay
 CHECK_AFTER = 6  # evaluations until plain decoding is timed again, for each time that it was timed
 CHECK_SHARE = 0.01  # once it was timed often: of the time, what timing it may cost
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
@@ -73,7 +76,7 @@ class AutoRow:
             source: View(
                 usual.of_text(FREE_DRIFT if source in FREE else TEXT_DRIFT),
                 source in FREE,
-                FREE_WAIT if source in FREE else 0.0,
+                FREE_WAIT if source in FREE else SETTLED,
             )
             for source, usual in shared.usual.items()
         }
@@ -82,6 +85,7 @@ class AutoRow:
         self._standing: tuple[tuple[float, ...], float] = ((), 1.0)  # confidences; that all are accepted
         self._left = 0.0  # plain tokens that it may lose
         self._branches = False  # whoever drafts asks for trees
+        self._n_made = 0  # tokens
         self.n_unread = 0  # tokens that the draft has not read, besides the last
 
     def wants_more(self, draft: Draft) -> bool:
@@ -158,6 +162,7 @@ class AutoRow:
         if n_drafted:
             rate = max(self._rate, shared.allocator.plain_rate(round_.n_rows)) / round_.n_rows
             view.learn(explores, n_made - seconds * rate)
+        self._n_made += n_made
         has_read = round_.n_draft_steps > 0
         self.n_unread = int(n_made > n_drafted) if has_read else self.n_unread + n_made
         self._standing = ((), 1.0)
@@ -194,6 +199,8 @@ class AutoRow:
 
     def _plan_model(self, rate: float, left: float) -> Plan:
         shared, costs, view = self._shared, self._shared.costs, self._views[self._shared.drafting]
+        if self._n_made < FIRST:
+            return NOTHING
         if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
             return Plan(1, explores=True)  # nothing is known but what one token shows
         gains, prices = self._outlook(shared.drafting)
@@ -202,7 +209,7 @@ class AutoRow:
         is_due = view.n_since >= view.wait and rate * prices[1] - gains[1] <= left / 2
         if not could_pay and not is_due:  # nearly always, where drafting does not pay
             return NOTHING
-        limit = self._limit(shared.drafting, rate, left)
+        limit = self._affordable(shared.drafting, rate, left)
         faster = speed_up(prices, gains[: limit + 1], rate)
         if faster > 1.0:
             return Plan(limit, rate=rate * faster)
@@ -223,7 +230,7 @@ class AutoRow:
         growth = self._tree() if self._branches else None
         rate = growth.rate if growth else self._rate
         plain_rate = shared.allocator.plain_rate(shared.allocator.n_rows)
-        limit = self._limit(source, plain_rate, self._left)
+        limit = self._affordable(source, plain_rate, self._left)
         worth, n = _most_valuable(*self._copies(source, ahead), limit, rate)
         draft_worth = rate / plain_rate - 1.0  # of the best draft of others, at this rate
         if worth > draft_worth:
@@ -247,11 +254,14 @@ class AutoRow:
         gains = [*accumulate(accumulate(chances, mul), initial=0.0)]
         return gains, self._shared.allocator.level_seconds(self._pledge, 0.0, -luck)[: len(gains)]
 
-    def _limit(self, source: Source, rate: float, left: float) -> int:
-        """The most draft tokens that, with bad luck, lose no more than `left` plain tokens."""
-        limit = 0
-        for n, (gain, price) in enumerate(zip(*self._outlook(source, -LUCK), strict=True)):
-            if rate * price - gain <= left:
+    def _affordable(self, source: Source, rate: float, left: float) -> int:
+        """The most draft tokens that, with bad luck, lose no more than `left` plain tokens.
+
+        Where all are rejected, `WORST` more; of several rows in all only as luck adds up.
+        """
+        limit, worst = 0, WORST / sqrt(self._shared.allocator.n_rows)
+        for n, (gain, price) in enumerate(zip(*self._outlook(source, -BAD_LUCK), strict=True)):
+            if rate * price - min(gain, worst) <= left:
                 limit = n
         return limit
 
