@@ -39,15 +39,15 @@ def read_{name}(path, encoding=None):
 '''
 
 
-def texts() -> dict[str, list[tuple[str, float]]]:
-    """Prompts by what they are like, and the temperature of each."""
+def texts(turns: int = 1) -> dict[str, list[tuple[str, float]]]:
+    """Prompts by what they are like, and the temperature of each; so often with another seed."""
     usual = [entry["text"] for entry in yaml.safe_load(PROMPTS.read_text())]
     edited = "".join(FUNCTION.format(name=name) for name in NAMES[:3])
     return {
-        "repeats": [(PREDICTABLE_PROMPT, 0.0), (PREDICTABLE_PROMPT, 0.8)],
-        "does not": [("class Stack:", 0.8), ("class Stack:", 0.0)],
-        "repeats with changes": [(f"{edited}\ndef read_{name}(", 0.8) for name in NAMES[3:6]],
-        "usual": [(text, 0.8 * (i % 2)) for i, text in enumerate(usual[:12])],
+        "repeats": [(PREDICTABLE_PROMPT, 0.0), (PREDICTABLE_PROMPT, 0.8)] * turns,
+        "does not": [("class Stack:", 0.8), ("class Stack:", 0.0)] * turns,
+        "repeats with changes": [(f"{edited}\ndef read_{name}(", 0.8) for name in NAMES[3:6]] * turns,
+        "usual": [(text, 0.8 * ((i + turn) % 2)) for turn in range(turns) for i, text in enumerate(usual)],
     }
 
 
@@ -59,6 +59,7 @@ def texts() -> dict[str, list[tuple[str, float]]]:
 @click.option("--step", "steps", type=float, multiple=True, default=(0.06, 0.2), show_default=True,
               help="Seconds of a draft step, next to width 1.")  # fmt: skip
 @click.option("--max-tokens", "-n", default=96, show_default=True)
+@click.option("--turns", "-r", default=1, show_default=True, help="Each text, with other seeds.")
 def main(
     target: Path,
     draft: Path,
@@ -66,6 +67,7 @@ def main(
     kinds: tuple[str, ...],
     steps: tuple[float, ...],
     max_tokens: int,
+    turns: int,
 ) -> None:
     """Simulate sources alone and together."""
     found: list[dict[str, Any]] = []
@@ -74,10 +76,10 @@ def main(
             machine = Machine(CURVES[curve], step)
             with machine.models(target, draft) as (big, small):
                 for kind in kinds:
-                    found.append(_compare(big, small, machine, texts()[kind], max_tokens))
+                    found.append(_compare(big, small, machine, texts(turns)[kind], max_tokens))
                     found[-1] |= {"curve": curve, "step": step, "text": kind}
                     _show(found[-1])
-    print(json.dumps({"max_tokens": max_tokens, "found": found}))
+    print(json.dumps({"max_tokens": max_tokens, "turns": turns, "found": found}))
 
 
 def _compare(
