@@ -11,7 +11,7 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Round
-from simulated import machine, text
+from simulated import machine, mean, text
 from simulator import Machine, passage, play, play_rows, table
 
 DIPS = {
@@ -185,9 +185,13 @@ def test_the_threshold_looks_past_a_step() -> None:
 @pytest.mark.parametrize("name", ["useless", "constant 0.3", "constant 0.7", "informed"])
 @pytest.mark.parametrize("curve", ["q4_0", "f16", "flat", "m4"])
 def test_never_slower_than_plain_decoding_at_any_load(curve: str, name: str, n_rows: int) -> None:
-    on, passages = machine(curve, 0.6), [text(name, seed) for seed in range(n_rows)]
-    for prior in (None, on.curve()):
-        assert play_rows(AutoLength(prior), on, passages).worst_to_plain(96 * n_rows) <= 1 / 0.96
+    on, ran = machine(curve, 0.6), list[float]()
+    for seed in range(2):
+        passages = [text(name, 100 * seed + row) for row in range(n_rows)]
+        for prior in (None, on.curve()):
+            ran.append(play_rows(AutoLength(prior), on, passages, seed).worst_to_plain(96 * n_rows))
+    assert mean(ran) <= 1 / 0.97
+    assert max(ran) <= 1 / 0.95
 
 
 def test_one_row_of_a_batch_is_a_single_text() -> None:
