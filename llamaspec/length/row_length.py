@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod, sqrt
+from math import prod
 from operator import mul
 
 import numpy as np
@@ -255,13 +255,10 @@ class AutoRow:
         return gains, self._shared.allocator.level_seconds(self._pledge, 0.0, -luck)[: len(gains)]
 
     def _affordable(self, source: Source, rate: float, left: float) -> int:
-        """The most draft tokens that, with bad luck, lose no more than `left` plain tokens.
-
-        Where all are rejected, `WORST` more; of several rows in all only as luck adds up.
-        """
-        limit, worst = 0, WORST / sqrt(self._shared.allocator.n_rows)
+        """The most draft tokens that, with bad luck, lose at most `left` plain tokens; at worst `WORST` more."""
+        limit = 0
         for n, (gain, price) in enumerate(zip(*self._outlook(source, -BAD_LUCK), strict=True)):
-            if rate * price - min(gain, worst) <= left:
+            if rate * price - min(gain, WORST) <= left:
                 limit = n
         return limit
 
