@@ -255,7 +255,7 @@ class AutoRow:
         return gains, self._shared.allocator.level_seconds(self._pledge, 0.0, -luck)[: len(gains)]
 
     def _affordable(self, source: Source, rate: float, left: float) -> int:
-        """The most draft tokens that, with bad luck, lose at most `left` plain tokens; at worst `WORST` more."""
+        """The most draft tokens that lose `left` plain tokens with bad luck, and `WORST` more at worst."""
         limit = 0
         for n, (gain, price) in enumerate(zip(*self._outlook(source, -BAD_LUCK), strict=True)):
             if rate * price - min(gain, WORST) <= left:
