@@ -31,6 +31,7 @@ from rich.table import Table
 
 from checkout_arms import Checkout
 from foresight import bound_seconds
+from help_text import help_text
 from llama_cpp_arms import LlamaCpp
 from llamaspec import (
     Completion,
@@ -96,7 +97,7 @@ class Score:
     per_prompt: dict[int, float] = field(default_factory=dict)
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option(
     "--draft",

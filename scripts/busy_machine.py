@@ -23,6 +23,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from help_text import help_text
 from llamaspec import ModelOptions, NoDrafter, Sampling, open_pair
 from llamaspec.llama import runtime
 
@@ -68,7 +69,7 @@ class Arm:
         self._process.wait()
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=click.Path(exists=True, path_type=Path))
 @click.option("--draft", type=click.Path(exists=True, path_type=Path), help="Default: plain decoding.")
 @click.option(

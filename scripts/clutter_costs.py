@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from help_text import help_text
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.llama import clutter
 from llamaspec.llama.cells import LlamaCells
@@ -59,7 +60,7 @@ def moving_seconds(model: LlamaModel) -> float:
     return (time.perf_counter() - start) / context.cache.sequence(1000).n
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__)
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=help_text(__doc__))
 @click.argument("target")
 @click.option("--threads", type=int)
 @click.option("-r", "--turns", default=40, show_default=True)

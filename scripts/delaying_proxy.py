@@ -15,8 +15,10 @@ from contextlib import suppress
 
 import click
 
+from help_text import help_text
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("server", metavar="HOST:PORT")
 @click.option("--delay", type=float, default=10.0, show_default=True, help="Milliseconds, each way.")
 def main(server: str, delay: float) -> None:

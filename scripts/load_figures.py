@@ -21,6 +21,8 @@ from typing import Any
 import click
 from rich.table import Table
 
+from help_text import help_text
+
 AUTO, BASE = "llamaspec", "llamaspec, no draft"  # all ratios are to the latter
 PEER = "llama-server"  # what its arms begin with
 
@@ -187,7 +189,7 @@ def read(file: Path) -> list[Load]:
     return loads
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def main(file: Path, picture: Path) -> None:

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import PROMPTS
+from help_text import help_text
 from llamaspec import Completion, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED
@@ -148,7 +149,7 @@ def _written(target: LlamaModel, text: str, completion: Completion) -> WrittenTe
     return WrittenText(tokens, len(prompt), completion.summary.decode_seconds)
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, required=True)
 @click.option("--draft", "drafts", type=Path, multiple=True, required=True, help="Two or more, in order.")
 @click.option("--max-prompts", type=int, help="Only the first of scripts/prompts.yaml.")

@@ -21,6 +21,8 @@ from typing import Any
 import click
 import numpy as np
 
+from help_text import help_text
+
 ARMS = ("plain", "K = 4", "automatic")
 TOUCHED_BYTES = 64 << 20
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -104,7 +106,7 @@ class _Apart:
         self.n_calls += event == "call"
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout.")
 @click.option("-n", "--turns", default=5, show_default=True)
 @click.option("--tokens", default=150, show_default=True, help="Of each text.")

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import PROMPTS
+from help_text import help_text
 from llamaspec import ModelOptions, NoDrafter, Pair, Sampling, demo_draft, demo_target, open_pair
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.probe import QUICK, measure
@@ -51,7 +52,7 @@ class Distance:
     same_text: bool
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
 @click.option(

@@ -33,6 +33,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from help_text import help_text
 from load_figures import AUTO, BASE, PEER, Load, check_picture, conclusion, draw, figures, table
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
@@ -73,7 +74,7 @@ class Case:
         ]
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--target",
     "targets",

@@ -34,6 +34,7 @@ import click
 import httpx
 import psutil
 
+from help_text import help_text
 from mixed_commands import Commands
 
 TEMPLATE = """\
@@ -344,7 +345,7 @@ def server(environment: Mapping[str, str]) -> Iterator[tuple[str, psutil.Process
             started.wait(60)
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
 @click.option("--clients", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--commands", "n_commands", type=click.IntRange(0, 64), default=0, show_default=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from help_text import help_text
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
 from llamaspec.drafters.past import PastTexts
 
@@ -37,7 +38,7 @@ class Reader:
 '''
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded target")
 @click.option("--max-tokens", "-n", type=int, default=128, show_default=True)
 def main(target: Path, max_tokens: int) -> None:

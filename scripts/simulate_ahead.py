@@ -26,6 +26,7 @@ import click
 import numpy as np
 import yaml
 
+from help_text import help_text
 from llamaspec import ModelOptions, Sampling, demo_draft, demo_target, open_pair
 from llamaspec.measure.read_along import Agreed, read_along, write_texts
 from llamaspec.measure.task import Task
@@ -104,7 +105,7 @@ def compare(agreed: Sequence[Agreed], curve: str, step: float) -> Found:
     return Found(float(np.mean(np.concatenate(agreed))), curve, step, *best[0], *best[1])
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
 @click.option(

@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 import yaml
 
+from help_text import help_text
 from llamaspec import (
     FixedLength,
     ModelOptions,
@@ -72,7 +73,7 @@ class Run:
         return self.n_tokens / self.seconds
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
 @click.option("--curve", "curves", type=click.Choice(list(CURVES)), multiple=True, default=tuple(CURVES))

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import yaml
 
+from help_text import help_text
 from llamaspec import FixedLength, LlamaModel, Pair, Sampling, demo_draft, demo_target
 from llamaspec.cli.compare import PREDICTABLE_PROMPT
 from llamaspec.length.auto_length import AutoLength
@@ -51,7 +52,7 @@ def texts(turns: int = 1) -> dict[str, list[tuple[str, float]]]:
     }
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
 @click.option("--curve", "curves", type=click.Choice(list(CURVES)), multiple=True, default=tuple(CURVES))

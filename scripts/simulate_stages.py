@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import click
 import numpy as np
 
+from help_text import help_text
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
@@ -169,7 +170,7 @@ def rate(
     return (texts - 1) * n / (clock.now - begin)
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--costs",
     type=(float, float),

@@ -24,6 +24,7 @@ import click
 import numpy as np
 import yaml
 
+from help_text import help_text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
@@ -111,7 +112,7 @@ def _policies(machine: Machine) -> dict[str, Callable[[], LengthPolicy]]:
     return arms
 
 
-@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded pair")
 @click.option("--curve", "curves", type=click.Choice(list(CURVES)), multiple=True, default=tuple(CURVES))
