@@ -1,5 +1,7 @@
 """What each way to compute attention costs behind so many tokens of text, and which one llamaspec chooses.
 
+The choice is that for a context that such a text fills; in a longer one it is a compromise.
+
     python scripts/widen_gguf.py --kv-factor 4 --layers 10 --quantize Q4_0
     python scripts/attention_depths.py --target build/models/target-x8-kv4-L10-Q4_0.gguf
 
@@ -24,7 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from help_text import help_text
-from llamaspec import Completion, FixedLength, ModelOptions, NoDrafter, Pair, Sampling, demo_draft, open_pair
+from llamaspec import (
+    Completion,
+    FixedLength,
+    LlamaModel,
+    ModelOptions,
+    NoDrafter,
+    Pair,
+    Sampling,
+    demo_draft,
+    open_pair,
+)
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.measure.attention import CONFIGURATIONS, Configuration
@@ -54,6 +66,7 @@ class Behind:
     """Seconds of the chosen configuration divided by those of the fastest one at this depth."""
 
     depth: int
+    chosen: str  # for a context of this depth
     reading: float
     plain: float
     drafted: float
@@ -63,7 +76,7 @@ class Behind:
 @click.option("--target", type=Path, required=True)
 @click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded one")
 @click.option("--depth", "depths", type=int, multiple=True, default=(64, 450, 1800, 3600, 7200))
-@click.option("--max-tokens", "-n", type=int, default=32, show_default=True)
+@click.option("--max-tokens", "-n", type=int, default=24, show_default=True)
 @click.option("--turns", "-r", type=int, default=3, show_default=True)
 @click.option("--threads", type=int)
 def main(
@@ -72,33 +85,35 @@ def main(
     """Time every configuration at every depth."""
     options = ModelOptions(threads=threads, n_ctx=max(depths) + max_tokens + ROOM)
     small = replace(options, max_scored=DRAFT_SCORED)
-    ways = {str(one): (_computed(options, one), _computed(small, one)) for one in CONFIGURATIONS}
+    costs: list[Cost] = []
+    read = 0
     with SlowProgress("measuring") as progress, ExitStack() as stack:
-        chosen = (
-            fitted(ModelFile(target, options), is_thorough=True).file.options,
-            fitted(ModelFile(draft, small), is_draft=True, is_thorough=True).file.options,
-        )
-        known = [name for name, (of_target, _) in ways.items() if _same(of_target, chosen[0])]
-        choice = f"chosen: {known[0]}"
-        ways = {choice: chosen} | {name: way for name, way in ways.items() if name not in known}
         pairs = {
-            name: stack.enter_context(open_pair(target, draft, target_options=own, draft_options=its))
-            for name, (own, its) in ways.items()
+            str(one): stack.enter_context(
+                open_pair(
+                    target,
+                    draft,
+                    target_options=_computed(options, one),
+                    draft_options=_computed(small, one),
+                )
+            )
+            for one in CONFIGURATIONS
         }
-        text = _long_text(next(iter(pairs.values())), max(depths))
-        description = next(iter(pairs.values())).target.description
-        costs: list[Cost] = []
-        read = 0
+        model = next(iter(pairs.values())).target
+        description, text = model.description, _long_text(model, max(depths))
         for done, depth in enumerate(sorted(depths)):
             costs += _costs(pairs, text, (read, depth), max_tokens, turns)
             progress.part(done + 1, len(depths))
             read = depth
-    behind = [_behind([cost for cost in costs if cost.depth == depth], choice) for depth in sorted(depths)]
+    behind = [
+        _behind([cost for cost in costs if cost.depth == depth], _chosen(target, options, depth))
+        for depth in sorted(depths)
+    ]
     _show(costs, behind, description)
     print(json.dumps({
-        "target": str(target), "description": description, "chosen": choice, "draft": asdict(chosen[1]),
+        "target": str(target), "description": description,
         "costs": [asdict(cost) for cost in costs], "behind": [asdict(one) for one in behind],
-    }, default=str))  # fmt: skip
+    }))  # fmt: skip
 
 
 def _computed(options: ModelOptions, one: Configuration) -> ModelOptions:
@@ -110,18 +125,17 @@ def _computed(options: ModelOptions, one: Configuration) -> ModelOptions:
     )
 
 
-def _same(one: ModelOptions, other: ModelOptions) -> bool:
-    return (one.flash_attention, one.cache_type_k, one.cache_type_v) == (
-        other.flash_attention,
-        other.cache_type_k,
-        other.cache_type_v,
-    )
+def _chosen(target: Path, options: ModelOptions, depth: int) -> str:
+    """What llamaspec would take for a context that a text of this depth fills; measured once."""
+    small = replace(options, n_ctx=depth + N_DRAFT + 1)
+    taken = fitted(ModelFile(target, small), is_thorough=True).file.options
+    return next(str(one) for one in CONFIGURATIONS if _computed(small, one) == taken)
 
 
-def _long_text(pair: Pair, n: int) -> TokenArray:
+def _long_text(model: LlamaModel, n: int) -> TokenArray:
     texts = itertools.cycle(entry["text"] for entry in yaml.safe_load(PROMPTS.read_text()))
     text = ""
-    while len(tokens := pair.target.vocabulary.tokenize(text.encode())) < n:
+    while len(tokens := model.vocabulary.tokenize(text.encode())) < n:
         text += f"{next(texts)}\n\n"
     return tokens[:n]
 
@@ -162,10 +176,11 @@ def _run(pair: Pair, text: TokenArray, n_draft: int, n: int) -> Completion:
     ).run()
 
 
-def _behind(costs: list[Cost], choice: str) -> Behind:
-    own = next(cost for cost in costs if cost.configuration == choice)
+def _behind(costs: list[Cost], chosen: str) -> Behind:
+    own = next(cost for cost in costs if cost.configuration == chosen)
     return Behind(
         own.depth,
+        chosen,
         own.reading / min(cost.reading for cost in costs),
         own.plain / min(cost.plain for cost in costs),
         own.drafted / min(cost.drafted for cost in costs),
@@ -184,7 +199,7 @@ def _show(costs: list[Cost], behind: list[Behind], description: str) -> None:
                 times = (cost.reading, cost.plain, cost.drafted)
                 table.add_row(str(cost.depth), cost.configuration, *(f"{1e3 * time:.2f}" for time in times))
         ratios = (f"{ratio:.2f}" for ratio in (one.reading, one.plain, one.drafted))
-        table.add_row("", "chosen / fastest", *ratios, end_section=True)
+        table.add_row("", f"chosen: {one.chosen}", *ratios, end_section=True)
     Console(file=sys.stderr, width=120).print(table)
 
 
