@@ -12,7 +12,8 @@ from dataclasses import dataclass
 ALLOWED = 1.6  # plain tokens of each row that may be lost at first: 1.7 % of 96 tokens
 ALLOWED_RATE = 0.02  # and more for every token after the first 96
 FREE_TOKENS = 96
-SHARE, MOST = 0.1, 1.0  # of what earlier texts have won, that a text may lose besides
+FORGIVEN = 0.04  # of what a text has lost, for each of its tokens: the rest is owed by the next
+SHARE, MOST = 0.1, 2.0  # of what earlier texts have won, that a text may lose besides
 FOLD = 32  # evaluations booked at today's price of a plain token; older ones keep the price of their day
 
 
@@ -42,7 +43,7 @@ class RegretBudget:
 
         It owes their debts, and may lose a little of their gain.
         """
-        debt = min(self.gain - self._base + ALLOWED_RATE * (n_tokens - self._n_start), 0.0)
+        debt = min(self.gain - self._base + FORGIVEN * (n_tokens - self._n_start), 0.0)
         won = min(max(SHARE * self.gain, 0.0), MOST)
         self._fold()
         self._base, self._n_start = self.gain - debt - won, n_tokens
