@@ -45,9 +45,11 @@ from llamaspec.measure.pair_files import ModelFile
 from llamaspec.values import TokenArray
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 N_DRAFT = 3
 ROOM = 64  # tokens of context behind the written ones
 PIECE = 512  # tokens of the prompt that are read at once
+NEVER = -1e9  # added to the score of what ends a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +75,32 @@ class Behind:
 
 
 @click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--target", type=Path, required=True)
-@click.option("--draft", type=Path, default=demo_draft(), show_default="the embedded one")
-@click.option("--depth", "depths", type=int, multiple=True, default=(64, 450, 1800, 3600, 7200))
-@click.option("--max-tokens", "-n", type=int, default=24, show_default=True)
-@click.option("--turns", "-r", type=int, default=3, show_default=True)
-@click.option("--threads", type=int)
+@click.option("--target", type=FILE, required=True)
+@click.option("--draft", type=FILE, default=demo_draft(), show_default="the embedded one")
+@click.option(
+    "--depth",
+    "depths",
+    type=click.IntRange(min=2),
+    multiple=True,
+    default=(64, 450, 1800, 3600, 7200),
+    show_default=True,
+    help="Tokens; may be repeated.",
+)
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(min=8), default=24, show_default=True, help="Of each text."
+)
+@click.option(
+    "--turns", "-r", type=click.IntRange(min=1), default=3, show_default=True, help="Of each configuration."
+)
+@click.option("--threads", type=click.IntRange(min=1))
 def main(
     target: Path, draft: Path, depths: tuple[int, ...], max_tokens: int, turns: int, threads: int | None
 ) -> None:
     """Time every configuration at every depth."""
-    options = ModelOptions(threads=threads, n_ctx=max(depths) + max_tokens + ROOM)
+    depths = tuple(sorted(set(depths)))
+    options = ModelOptions(threads=threads, n_ctx=depths[-1] + max_tokens + ROOM)
     small = replace(options, max_scored=DRAFT_SCORED)
+    chosen = {depth: _chosen(target, options, depth) for depth in depths}
     costs: list[Cost] = []
     read = 0
     with SlowProgress("measuring") as progress, ExitStack() as stack:
@@ -100,15 +116,12 @@ def main(
             for one in CONFIGURATIONS
         }
         model = next(iter(pairs.values())).target
-        description, text = model.description, _long_text(model, max(depths))
-        for done, depth in enumerate(sorted(depths)):
+        description, text = model.description, _long_text(model, depths[-1])
+        for done, depth in enumerate(depths):
             costs += _costs(pairs, text, (read, depth), max_tokens, turns)
             progress.part(done + 1, len(depths))
             read = depth
-    behind = [
-        _behind([cost for cost in costs if cost.depth == depth], _chosen(target, options, depth))
-        for depth in sorted(depths)
-    ]
+    behind = [_behind([cost for cost in costs if cost.depth == depth], one) for depth, one in chosen.items()]
     _show(costs, behind, description)
     print(json.dumps({
         "target": str(target), "description": description,
@@ -126,10 +139,12 @@ def _computed(options: ModelOptions, one: Configuration) -> ModelOptions:
 
 
 def _chosen(target: Path, options: ModelOptions, depth: int) -> str:
-    """What llamaspec would take for a context that a text of this depth fills; measured once."""
-    small = replace(options, n_ctx=depth + N_DRAFT + 1)
-    taken = fitted(ModelFile(target, small), is_thorough=True).file.options
-    return next(str(one) for one in CONFIGURATIONS if _computed(small, one) == taken)
+    """What llamaspec takes for a context that a text of this depth fills; measured once."""
+    filled = replace(options, n_ctx=depth)
+    found = fitted(ModelFile(target, filled), is_thorough=True)
+    if found.fault is not None:
+        raise click.ClickException(found.fault)
+    return next(str(one) for one in CONFIGURATIONS if _computed(filled, one) == found.file.options)
 
 
 def _long_text(model: LlamaModel, n: int) -> TokenArray:
@@ -169,7 +184,7 @@ def _rotated(pairs: dict[str, Pair], turn: int) -> list[str]:
 def _run(pair: Pair, text: TokenArray, n_draft: int, n: int) -> Completion:
     return pair.stream(
         text,
-        sampling=Sampling(temperature=0.0),
+        sampling=Sampling(temperature=0.0, logit_bias=dict.fromkeys(pair.target.vocabulary.ends, NEVER)),
         max_tokens=n,
         policy=FixedLength(n_draft),
         drafter=None if n_draft else NoDrafter(),

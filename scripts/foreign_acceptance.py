@@ -17,6 +17,7 @@ import click
 import gguf
 import numpy as np
 
+from help_text import help_text
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Sampling, demo_draft, demo_target, open_pair
 
 PROMPTS = (
@@ -94,7 +95,7 @@ def measure(draft: Path, label: str, temperatures: tuple[float, ...], n: int) ->
                 print(f"{label:10} {share:>5} {way:12} t={temperature:<4g} {rate:.3f} {text}", flush=True)
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--draft", type=Path, help="This one, in place of the embedded draft's vocabularies.")
 @click.option(
     "--tokens",

@@ -1,4 +1,4 @@
-"""What a script says of itself, as the end of its `-h`."""
+"""What a script says of itself, in its `-h`."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import click
 import gguf
 
 from demo_pair.chat_template import CHAT_TEMPLATE
+from help_text import help_text
 from llamaspec import demo_target
 
 
@@ -42,7 +43,7 @@ def relabel(path: Path, template: str) -> None:
     partial.replace(path)
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--folder", type=Path, default=demo_target().parent, help="Where the two files are.")
 def main(folder: Path) -> None:
     """Label both files."""

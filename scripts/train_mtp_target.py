@@ -23,6 +23,7 @@ import yaml
 from numpy.typing import NDArray
 
 from demo_pair import corpus, distil
+from help_text import help_text
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
 from llamaspec.distil.model import Llama
 from llamaspec.distil.train import Plan, windows
@@ -37,7 +38,7 @@ GREEDY, N_CHECKED = Sampling(temperature=0.0), 4  # draft tokens of a round
 N_OWN_ROWS, N_OWN_TOKENS = 64, 512  # texts that the target writes for the head
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=Path, default=demo_target())
 @click.option("--out", type=Path, default=ROOT / "build" / "models" / "mtp-target.gguf", show_default=True)
 @click.option(
