@@ -1,6 +1,6 @@
 """What each way to compute attention costs behind so many tokens of text, and which one llamaspec chooses.
 
-The choice is that for a context that such a text fills; in a longer one it is a compromise.
+The choice is that of `llamaspec generate` for a prompt of as many tokens, of which it writes 256 more.
 
     python scripts/widen_gguf.py --kv-factor 4 --layers 10 --quantize Q4_0
     python scripts/attention_depths.py --target build/models/target-x8-kv4-L10-Q4_0.gguf
@@ -40,6 +40,7 @@ from llamaspec import (
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.llama.options import DRAFT_SCORED
 from llamaspec.measure.attention import CONFIGURATIONS, Configuration
+from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.fitting import fitted
 from llamaspec.measure.pair_files import ModelFile
 from llamaspec.values import TokenArray
@@ -47,6 +48,7 @@ from llamaspec.values import TokenArray
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 N_DRAFT = 3
+WRITTEN = 256  # tokens, unless `llamaspec generate` is told otherwise
 ROOM = 64  # tokens of context behind the written ones
 PIECE = 512  # tokens of the prompt that are read at once
 NEVER = -1e9  # added to the score of what ends a text
@@ -68,7 +70,7 @@ class Behind:
     """Seconds of the chosen configuration divided by those of the fastest one at this depth."""
 
     depth: int
-    chosen: str  # for a context of this depth
+    chosen: str  # for a prompt of this depth
     reading: float
     plain: float
     drafted: float
@@ -139,12 +141,11 @@ def _computed(options: ModelOptions, one: Configuration) -> ModelOptions:
 
 
 def _chosen(target: Path, options: ModelOptions, depth: int) -> str:
-    """What llamaspec takes for a context that a text of this depth fills; measured once."""
-    filled = replace(options, n_ctx=depth)
-    found = fitted(ModelFile(target, filled), is_thorough=True)
+    """What llamaspec takes behind a prompt of this depth; measured once."""
+    found = fitted(ModelFile(target, options), is_thorough=True, text=TextSize(depth, WRITTEN))
     if found.fault is not None:
         raise click.ClickException(found.fault)
-    return next(str(one) for one in CONFIGURATIONS if _computed(filled, one) == found.file.options)
+    return next(str(one) for one in CONFIGURATIONS if _computed(options, one) == found.file.options)
 
 
 def _long_text(model: LlamaModel, n: int) -> TokenArray:

@@ -49,6 +49,7 @@ from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
+from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.reasons import explain
@@ -154,7 +155,10 @@ def main(
     """Measure the arms and print how they compare."""
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
     fixed = Fixed(flash_attn, cache_type_k, cache_type_v)
-    options, draft_options = _fitted(target, drafts, threads, fixed, depth, max_tokens)
+    longest = TextSize.expected(max(texts, key=len).encode(), max_tokens)
+    size = TextSize(depth, max_tokens) if depth else longest
+    n_ctx = size.n_tokens + 64 if depth else None
+    options, draft_options = _fitted(target, drafts, fixed, ModelOptions(threads=threads, n_ctx=n_ctx), size)
     runs: list[Run] = []
     rounds: list[Round] = []  # of all texts, as they happened
     with (
@@ -222,20 +226,13 @@ class Fixed:
 
 
 def _fitted(
-    target: Path,
-    drafts: tuple[str, ...],
-    threads: int | None,
-    fixed: Fixed,
-    depth: int | None,
-    max_tokens: int,
+    target: Path, drafts: tuple[str, ...], fixed: Fixed, options: ModelOptions, size: TextSize
 ) -> tuple[ModelOptions, ModelOptions]:
-    """The models as the commands load them."""
-    given = {name: value for name, value in asdict(fixed).items() if value is not None}
-    room = depth + max_tokens + 64 if depth else None
-    options = ModelOptions(threads=threads, n_ctx=room, **given)
+    """The models as the commands load them for such a text."""
+    options = replace(options, **{name: value for name, value in asdict(fixed).items() if value is not None})
     small = replace(options, max_scored=DRAFT_SCORED)
     draft = ModelFile(Path(drafts[0]), small) if Path(drafts[0]).is_file() else None
-    files = fit_files(PairFiles(ModelFile(target, options), draft), fixed, is_thorough=True)
+    files = fit_files(PairFiles(ModelFile(target, options), draft), fixed, is_thorough=True, text=size)
     return files.target.options, small if files.draft is None else files.draft.options
 
 

@@ -86,12 +86,10 @@ def stored(
             lambda: _raised(lambda: load_conversation(session)),
         )
     if request.param == "probe":
-        store_probe(pair, PROBE)
-    else:
-        store_prior(pair, AutoLength().experience())
-    (path,) = (tmp_path / "cache").rglob("*.json")
-    if request.param == "probe":
+        path = store_probe(pair, PROBE)
         return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_probe(pair).fault)
+    store_prior(pair, AutoLength().experience())
+    (path,) = (tmp_path / "cache").rglob("*.json")
     return Stored(
         path, lambda: store_prior(pair, AutoLength().experience()), lambda: stored_prior(pair).fault
     )

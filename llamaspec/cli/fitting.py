@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from llamaspec.cli.terminal import say
+from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.fitting import Fitted, fitted
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 
@@ -23,11 +24,17 @@ class Fixed(Protocol):
 
 
 def fit_files(
-    files: PairFiles, fixed: Fixed, *, may_measure: bool = True, is_thorough: bool = False, n_texts: int = 1
+    files: PairFiles,
+    fixed: Fixed,
+    *,
+    may_measure: bool = True,
+    is_thorough: bool = False,
+    text: TextSize | None = None,
+    n_texts: int = 1,
 ) -> PairFiles:
     """The same files, with flash attention and types of the KV cache chosen where the person did not.
 
-    For `n_texts` that share the KV cache.
+    For one text, if that is all there will be, or for `n_texts` that share the KV cache.
     """
 
     def fit(role: str, file: ModelFile) -> ModelFile:
@@ -36,6 +43,7 @@ def fit_files(
             is_draft=role == "draft",
             may_measure=may_measure,
             is_thorough=is_thorough,
+            text=text,
             n_texts=n_texts,
         )
         _tell(role, found)
@@ -54,7 +62,9 @@ def _tell(role: str, found: Fitted) -> None:
     if choice is None:
         return  # of a draft it costs time only
     if found.is_new and choice.is_steady:
-        say(f"{role}: measured once for this machine: {choice.summary}; fix it with {OPTIONS[role]}")
+        say(
+            f"{role}: measured once for this machine; this time {choice.summary}; fix it with {OPTIONS[role]}"
+        )
     elif found.is_new:
         say(
             f"{role}: the machine is too busy to find out how attention is best computed; for now "

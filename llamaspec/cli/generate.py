@@ -35,6 +35,7 @@ from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import WorkerError
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
@@ -121,7 +122,9 @@ def generate(
         check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
-    with open_files(find_files(models), models, keeps_texts=True) as pair:
+    with open_files(
+        find_files(models, text=TextSize.expected(text, decoding.max_tokens)), models, keeps_texts=True
+    ) as pair:
         policy = make_policy(pair, decoding)
         before = copy.deepcopy(policy) if output.explain else None
         constraint = make_constraint(pair, output.json_schema, output.grammar)

@@ -19,6 +19,7 @@ from llamaspec.hub.names import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
+from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.pair_files import ModelFile, PairFiles, place_files
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
@@ -202,6 +203,7 @@ def find_files(
     *,
     shaped: Callable[[PairFiles], PairFiles] = lambda files: files,
     is_thorough: bool = False,
+    text: TextSize | None = None,
     n_texts: int = 1,
 ) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
@@ -215,6 +217,8 @@ def find_files(
         What else is to be known of them first, such as the size of their contexts.
     is_thorough : bool
         Whether measuring may take some seconds.
+    text : TextSize, optional
+        The only one that is to be written.
     n_texts : int
         That run at once.
 
@@ -226,7 +230,7 @@ def find_files(
         There is no such model, or it cannot be fetched.
     """
     files = _placed(shaped(_find(choice, fetched_model)), choice)
-    return fit_files(files, choice, is_thorough=is_thorough, n_texts=n_texts)
+    return fit_files(files, choice, is_thorough=is_thorough, text=text, n_texts=n_texts)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:

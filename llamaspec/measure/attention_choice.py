@@ -1,7 +1,8 @@
 """How attention is best computed for a model, from what was measured of its shape.
 
-On CPUs the fastest way in long contexts is another on every machine. It is chosen, or one that is
-bit-identical at every width where that costs less than EXACT_WORTH. Times nothing: `attention.py` does.
+On CPUs the fastest way in long texts is another on every machine. It is chosen for the text at hand, or for
+those that a context has room for; or one that is bit-identical at every width where that costs less than
+EXACT_WORTH. Times nothing: `attention.py` does.
 """
 
 from __future__ import annotations
@@ -17,22 +18,47 @@ from llamaspec.llama.attention import AttentionShape, ModelSize
 from llamaspec.llama.options import BATCH
 from llamaspec.measure.attention import FEWEST_TURNS, PLAIN, AttentionProbe, Configuration, Turn
 
-WORTH = 1.1  # times as fast as PLAIN another must be, which is exact in short texts, the usual ones
+WORTH = 1.1  # times as fast as PLAIN another must be, which is exact until a text has MATTERS tokens
 EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
-DEPTHS = (450, 1800, 3600, 7200)  # tokens of a text
-READ_SHARE = 0.75  # of a text that was read, not written
 MATTERS = 256  # tokens: up to there all configurations cost and say the same
+BYTES_PER_TOKEN = 4  # of a prompt, roughly
 STEADY = 1.05  # in three of four turns the chosen one must be within this of the turn's fastest
 
 
 @dataclass(frozen=True, slots=True)
+class TextSize:
+    """How many tokens of a text are read, and then written."""
+
+    n_read: int
+    n_written: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Both."""
+        return self.n_read + self.n_written
+
+    @classmethod
+    def expected(cls, prompt: bytes, max_tokens: int) -> TextSize:
+        """Of a text that begins with a prompt, which no model has read yet."""
+        return cls(-(-len(prompt) // BYTES_PER_TOKEN), max_tokens)
+
+    def within(self, n_ctx: int) -> TextSize:
+        """What a context has room for."""
+        n_read = min(self.n_read, n_ctx)
+        return TextSize(n_read, min(self.n_written, n_ctx - n_read))
+
+
+USUAL = tuple(TextSize(n - n // 4, n // 4) for n in (450, 1800, 3600, 7200))  # where no text is known yet
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a model and a length of context."""
+    """What was chosen for a model and a text, or a length of context."""
 
     configuration: Configuration
     is_exact: bool
     is_steady: bool  # whether the machine was quiet enough to believe it
-    gain: float  # speed over the depths divided by that of PLAIN
+    gain: float  # speed divided by that of PLAIN
     exact_cost: float | None  # time of the best exact one divided by that of the fastest; None: none is exact
 
     @property
@@ -40,7 +66,7 @@ class Choice:
         """For people, in a few words."""
         text = str(self.configuration)
         if self.configuration != PLAIN:
-            text += f", {self.gain:.2f} times as fast in long contexts as llama.cpp's default"
+            text += f", {self.gain:.2f} times as fast as llama.cpp's default"
         if self.is_exact:
             return f"{text}; the same numbers at every batch width"
         if self.exact_cost is None:
@@ -53,6 +79,7 @@ def choose(
     size: ModelSize,
     n_ctx: int,
     *,
+    text: TextSize | None = None,
     room: int | None = None,
     is_draft: bool = False,
     n_texts: int = 1,
@@ -65,7 +92,9 @@ def choose(
         Of its shape.
     size : ModelSize
     n_ctx : int
-        Tokens of the longest text.
+        Tokens that a text can have.
+    text : TextSize, optional
+        The one that is to be written; else of many lengths, as far as the context allows.
     room : int, optional
         Bytes of memory of the machine; without flash attention a long context takes some of them.
     is_draft : bool
@@ -74,12 +103,13 @@ def choose(
         That share the KV cache.
     """
     measured = [one for one in probe.measured if _fits(one.configuration, size.shape, n_ctx, room)]
-    depths = [depth for depth in DEPTHS if depth <= n_ctx] or [n_ctx]
-    by_turn = {  # configuration -> log of the seconds in each turn, mean over depths
+    usual = [one for one in USUAL if one.n_tokens <= n_ctx] or [TextSize(n_ctx - n_ctx // 4, n_ctx // 4)]
+    texts = usual if text is None else [text.within(n_ctx)]
+    by_turn = {  # configuration -> log of the seconds in each turn, mean over texts
         one.configuration: [
             statistics.mean(
-                math.log(_seconds(probe, turn, size, _passed(one.configuration, depth, n_texts), is_draft))
-                for depth in depths
+                math.log(_seconds(probe, turn, size, each, _passed(one.configuration, n_texts), is_draft))
+                for each in texts
             )
             for turn in one.turns
         ]
@@ -87,7 +117,8 @@ def choose(
     }
     typical = {configuration: statistics.median(logs) for configuration, logs in by_turn.items()}
     fastest = min(typical, key=lambda configuration: typical[configuration])
-    if typical[PLAIN] - typical[fastest] < math.log(WORTH):
+    may_be_exact = text is None or text.n_read < MATTERS
+    if may_be_exact and typical[PLAIN] - typical[fastest] < math.log(WORTH):
         fastest = PLAIN
     exact = [one.configuration for one in measured if one.is_exact]
     best_exact = min(exact, key=lambda configuration: typical[configuration], default=None)
@@ -96,8 +127,8 @@ def choose(
     if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
         chosen = best_exact
     behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
-    usual = math.exp(typical[chosen] - min(typical.values()))
-    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * usual
+    typically = math.exp(typical[chosen] - min(typical.values()))
+    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * typically
     if not is_steady:
         chosen = PLAIN
     gain = math.exp(typical[PLAIN] - typical[chosen])
@@ -112,22 +143,25 @@ def _by_turns(
     return zip(by_turn[chosen], *others, strict=True)
 
 
-def _passed(configuration: Configuration, depth: int, n_texts: int) -> float:
-    """Cells that attention goes over for a text, where half of the others are running.
+def _passed(configuration: Configuration, n_texts: int) -> float:
+    """Cells that attention goes over for each of a text, where half of the others are running.
 
     Flash attention hardly looks at those of others; without it they cost as much as its own.
     """
-    return depth * (1 + n_texts) / 2 if configuration.flash_attention == "off" else depth
+    return (1 + n_texts) / 2 if configuration.flash_attention == "off" else 1.0
 
 
-def _seconds(probe: AttentionProbe, turn: Turn, size: ModelSize, depth: float, is_draft: bool) -> float:
-    """For each token of a text of which attention goes over so many cells."""
+def _seconds(
+    probe: AttentionProbe, turn: Turn, size: ModelSize, text: TextSize, passed: float, is_draft: bool
+) -> float:
+    """All of a text, where attention goes over `passed` cells for each of its own."""
     n_layers, n_bytes = size.shape.n_layers, size.n_read_bytes
-    single = n_bytes * probe.weights_single + n_layers * turn.single * depth
-    several = n_bytes * probe.weights_several + n_layers * turn.several * depth
+    behind = passed * (text.n_read + text.n_written / 2)
+    single = n_bytes * probe.weights_single + n_layers * turn.single * behind
+    several = n_bytes * probe.weights_several + n_layers * turn.several * behind
     writing = single if is_draft else (single + several / 2) / 2  # rounds without a draft, and with
-    reading = size.n_parameters * probe.weights_reading + n_layers * turn.reading * depth / 2
-    return READ_SHARE * reading + (1 - READ_SHARE) * writing
+    reading = size.n_parameters * probe.weights_reading + n_layers * turn.reading * passed * text.n_read / 2
+    return text.n_read * reading + text.n_written * writing
 
 
 def _fits(configuration: Configuration, shape: AttentionShape, n_ctx: int, room: int | None) -> bool:

@@ -82,7 +82,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
                 continue
             models[role] = model
             yield from model_findings(machine, examined[role])
-            yield from attention_findings(role, file)
+            yield from attention_findings(role, file, model.context_size)
         if examined:
             yield room_finding(machine, list(examined.values()), files.placement)
         yield from heads_findings(files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 
@@ -17,7 +18,7 @@ from llamaspec.llama.attention import ModelSize, model_size
 from llamaspec.llama.context_size import default_context_size
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.attention import AttentionProbe, measure_attention
-from llamaspec.measure.attention_choice import MATTERS, Choice, choose
+from llamaspec.measure.attention_choice import MATTERS, Choice, TextSize, choose
 from llamaspec.measure.pair_files import ModelFile
 from llamaspec.measure.store import drop_attention, store_attention, stored_attention
 
@@ -47,6 +48,7 @@ def fitted(
     is_draft: bool = False,
     may_measure: bool = True,
     is_thorough: bool = False,
+    text: TextSize | None = None,
     n_texts: int = 1,
     measure: Measure = _measure,
 ) -> Fitted:
@@ -60,6 +62,8 @@ def fitted(
         Else only what is known counts.
     is_thorough : bool
         Whether measuring may take some seconds.
+    text : TextSize, optional
+        The only one that is to be written.
     n_texts : int
         That share the KV cache.
     measure : callable
@@ -70,12 +74,14 @@ def fitted(
     n_ctx = file.options.n_ctx or default_context_size(
         size.trained_context_size, size.kv_bytes_per_token, size.n_bytes, runtime.available_bytes()
     )
-    if n_ctx <= MATTERS:
+    if min(n_ctx, n_ctx if text is None else text.n_tokens) <= MATTERS:
         return Fitted(file)
     n_threads = file.options.threads or runtime.default_threads()
+    room = psutil.virtual_memory().total
+    chosen = partial(choose, size=size, n_ctx=n_ctx, room=room, is_draft=is_draft, n_texts=n_texts)
     probe = stored_attention(size.shape, n_threads).value
     if probe is not None:
-        return _loaded_so(file, _chosen(probe, size, n_ctx, is_draft=is_draft, n_texts=n_texts))
+        return _loaded_so(file, chosen(probe, text=text))
     if not may_measure:
         return Fitted(file)
     seconds = THOROUGH_SECONDS if is_thorough else max(LEAST_SECONDS, size.n_bytes / BYTES_PER_SECOND)
@@ -83,9 +89,10 @@ def fitted(
         probe = measure(size, n_threads, seconds)
     except (LlamaspecError, OSError) as error:  # a busy machine too
         return Fitted(file, fault=str(error))
-    choice = _chosen(probe, size, n_ctx, is_draft=is_draft, n_texts=n_texts)
+    choice = chosen(probe)  # what is kept must do for texts of all lengths
     if choice.is_steady:
         store_attention(size.shape, n_threads, probe)
+        choice = chosen(probe, text=text)
     return replace(_loaded_so(file, choice), is_new=True)
 
 
@@ -93,11 +100,6 @@ def forget_attention(file: ModelFile) -> bool:
     """Drop what was measured for a model; answers whether there was anything."""
     size = model_size(file.path)
     return size is not None and drop_attention(size.shape, file.options.threads or runtime.default_threads())
-
-
-def _chosen(probe: AttentionProbe, size: ModelSize, n_ctx: int, *, is_draft: bool, n_texts: int) -> Choice:
-    room = psutil.virtual_memory().total
-    return choose(probe, size, n_ctx, room=room, is_draft=is_draft, n_texts=n_texts)
 
 
 def _loaded_so(file: ModelFile, choice: Choice) -> Fitted:

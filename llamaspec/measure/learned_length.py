@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.bit_exactness import exact_widths
-from llamaspec.measure.store import Kept, T, store_prior, stored_prior, stored_probe
+from llamaspec.measure.store import store_prior, stored_prior, stored_probe
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.stages import Stage
@@ -27,11 +27,10 @@ def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | N
 
 
 def _begun(pair: Pair | Stage, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
-    prior = _told(stored_prior(pair), tell)
-    if prior is None:
-        probe = _told(stored_probe(pair), tell)
-        return AutoLength(probe.curve if probe is not None else None, widths, sources=pair.sources)
-    return AutoLength(prior, widths, sources=pair.sources)
+    kept = stored_prior(pair)
+    if kept.fault is not None and tell is not None:
+        tell(kept.fault)
+    return AutoLength(kept.value, widths, sources=pair.sources)
 
 
 def known_exact_widths(pair: Pair) -> frozenset[int]:
@@ -47,9 +46,3 @@ def keep_prior(pair: Pair | Stage, policy: LengthPolicy) -> None:
     if isinstance(pair, Pair):
         for stage in pair.stages:
             keep_prior(stage, stage.length)
-
-
-def _told(kept: Kept[T], tell: Tell | None) -> T | None:
-    if kept.fault is not None and tell is not None:
-        tell(kept.fault)
-    return kept.value

@@ -111,7 +111,7 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
     path = _probe_path(pair)
     try:
         _write(path, _ProbeFile(FORMAT, probe))
-        _prior_path(pair).unlink(missing_ok=True)  # it is older
+        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, LearnedPrior.of_probe(probe.curve)))
     except OSError as error:
         raise LlamaspecError(
             f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
@@ -120,7 +120,7 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
 
 
 def stored_prior(pair: PairOnDisk) -> Kept[LearnedPrior]:
-    """What earlier runs have learnt since the last probe."""
+    """What a probe has found and earlier runs have learnt since, however attention is computed."""
     found = _read(_prior_path(pair), _PriorFile, PRIOR_FORMAT)
     return Kept(found.value.experience if found.value is not None else None, found.fault)
 
@@ -180,13 +180,19 @@ def _write(path: Path, content: _ProbeFile | _PriorFile | _AttentionFile) -> Non
 
 
 def _prior_path(pair: PairOnDisk) -> Path:
-    return _probe_path(pair).with_suffix(".runs.json")
+    return _curve_path(pair, with_memory=False).with_suffix(".runs.json")
 
 
 def _probe_path(pair: PairOnDisk) -> Path:
+    return _curve_path(pair, with_memory=True)
+
+
+def _curve_path(pair: PairOnDisk, *, with_memory: bool) -> Path:
+    """Of what belongs to a pair, and perhaps to the way in which attention is computed."""
     models = [_model_key(model) for model in (pair.target, *pair.draft_models)]
+    memory = [_memory_key(model.options) for model in (pair.target, *pair.draft_models) if with_memory]
     heads = ["heads"] if pair.heads else []
-    key = json.dumps([*models, *heads, runtime.backend_description(), platform.node()])
+    key = json.dumps([*models, *memory, *heads, runtime.backend_description(), platform.node()])
     return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -196,10 +202,14 @@ def _attention_path(shape: AttentionShape, n_threads: int) -> Path:
 
 
 def _model_key(model: ModelOnDisk) -> list[object]:
-    """What tells a model file and the way it is loaded from others."""
+    """What tells a model file and where it computes from others."""
     beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
     threads = options.threads or runtime.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]
-    memory = [options.flash_attention, options.cache_type_k, options.cache_type_v]
-    return [model.path.stat().st_size, beginning, *placement, *memory]
+    return [model.path.stat().st_size, beginning, *placement]
+
+
+def _memory_key(options: ModelOptions) -> list[str]:
+    """How attention is computed, on which the bits of an evaluation depend."""
+    return [options.flash_attention, options.cache_type_k, options.cache_type_v]

@@ -57,8 +57,11 @@ def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path, conte
 @pytest.mark.parametrize("option", ["--quick", "--forget"])
 def test_a_probe_makes_it_old(models: list[Path], tmp_path: Path, option: str) -> None:
     text(models)
+    before = kept(tmp_path)[0].read_text()
     assert invoke("probe", *naming(models), option).code == 0
-    assert kept(tmp_path) == []
+    found = [path.read_text() for path in kept(tmp_path)]
+    assert before not in found
+    assert len(found) == (option == "--quick")
 
 
 def test_a_policy_begins_with_it(models: list[Path]) -> None:

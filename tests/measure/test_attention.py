@@ -38,7 +38,7 @@ from llamaspec.measure.attention import (
     Turn,
     time_configurations,
 )
-from llamaspec.measure.attention_choice import choose
+from llamaspec.measure.attention_choice import TextSize, choose
 from llamaspec.measure.fitting import fitted, forget_attention
 from llamaspec.measure.pair_files import ModelFile
 from llamaspec.measure.store import store_attention, stored_attention
@@ -100,15 +100,15 @@ def test_the_fastest_or_an_exact_one_that_costs_little(
 
 
 def test_what_a_choice_says_of_itself() -> None:
-    """At depth d a token of the context costs one layer 1.6276e-06/2 s when written alone, and so on."""
+    """Of 450 tokens 338 are read, 112 written: a token of the context costs 1.6276e-06/2 s a layer, ..."""
     choice = choose(probe((SAFE,), *[(4.0, 9.0, 6.0, 0.5)] * 3), SIZE, 450)
-    single = (2.5e-3 / 1536 / 2 * 16 * 450, 8e8 / 22e9)
-    several = (7.0e-3 / 1536 / 2 * 16 * 450, 1.3 * 8e8 / 22e9)
-    reading = (8.7e-3 / 384 / 64 / 2 * 16 * 225, 1.2e9 / 45e9)
+    single = (2.5e-3 / 1536 / 2 * 16 * 394, 8e8 / 22e9)
+    several = (7.0e-3 / 1536 / 2 * 16 * 394, 1.3 * 8e8 / 22e9)
+    reading = (8.7e-3 / 384 / 64 / 2 * 16 * 169, 1.2e9 / 45e9)
 
     def seconds(factor: float) -> float:
         one, some, read = (factor * deep + fixed for deep, fixed in (single, several, reading))
-        return 0.75 * read + 0.25 * (one + some / 2) / 2
+        return 338 * read + 112 * (one + some / 2) / 2
 
     assert choice.gain == pytest.approx(seconds(4.0) / seconds(0.5))
     assert choice.exact_cost == pytest.approx(seconds(9.0) / seconds(0.5))
@@ -121,7 +121,7 @@ def test_a_draft_is_not_exact_at_any_cost() -> None:
 
 
 def test_weights_that_cost_more_make_attention_matter_less() -> None:
-    apart = probe((BF16,), *[(1.5, 1.9, 1.1, 1.0)] * 5)
+    apart = probe((BF16,), *[(1.5, 1.9, 1.12, 1.0)] * 5)
     assert choose(apart, SIZE, 8192).configuration == OFF
     large = replace(SIZE, n_read_bytes=40_000_000_000, n_parameters=70_000_000_000)
     assert choose(apart, large, 8192).configuration == BF16
@@ -132,6 +132,32 @@ def test_depth_decides() -> None:
     apart = probe((BF16,), *[(1.5, 1.9, 1.15, 1.0)] * 5)
     assert choose(apart, SIZE, 512).configuration == BF16
     assert choose(apart, SIZE, 8192).configuration == OFF
+
+
+def test_the_text_at_hand_decides_whatever_the_context_has_room_for() -> None:
+    """Behind a prompt that is too long for exact bits the fastest has the word; before, the exact default."""
+    apart = probe((), *[(1.0, 1.9, 1.4, 0.9)] * 5)
+
+    def chosen(text: TextSize | None, n_ctx: int = 8192) -> Configuration:
+        return choose(apart, SIZE, n_ctx, text=text).configuration
+
+    assert (chosen(None), chosen(TextSize(255, 99)), chosen(TextSize(256, 99))) == (PLAIN, PLAIN, OFF)
+    slow = probe((), *[(1.0, 1.9, 1.4, 0.3)] * 5)
+    assert choose(slow, SIZE, 8192).configuration == OFF
+    assert choose(slow, SIZE, 8192, text=TextSize(99, 300)).configuration == PLAIN
+
+
+def test_a_text_ends_with_its_context() -> None:
+    found = probe((), *[(1.0, 1.9, 1.4, 0.4)] * 5)
+    full, longer = TextSize(300, 600), TextSize(300, 5000)
+    assert choose(found, SIZE, 900, text=longer) == choose(found, SIZE, 900, text=full)
+    assert choose(found, SIZE, 900, text=TextSize(2000, 5)) == choose(found, SIZE, 900, text=TextSize(900, 0))
+    assert choose(found, SIZE, 8192, text=longer).gain > choose(found, SIZE, 8192, text=full).gain > 1
+
+
+def test_a_prompt_counts_as_a_token_for_each_four_bytes() -> None:
+    assert TextSize.expected(b"", 7) == TextSize(0, 7)
+    assert TextSize.expected(9 * b"x", 7) == TextSize(3, 7)
 
 
 def test_scores_of_a_long_context_need_room() -> None:
@@ -321,6 +347,24 @@ def test_what_is_best_for_several_texts_follows_from_what_was_measured_for_one(f
     assert (found, calls) == (["off", "auto"], [1.0])
 
 
+def test_what_was_measured_once_does_for_every_text(file: ModelFile) -> None:
+    """Up to 256 tokens nothing is measured; what is kept must not be noise in longer texts either."""
+    calls: list[float] = []
+    measure = measuring(probe((), *[(1.0, 1.9, 1.4, 0.93)] * 5), calls)
+    assert fitted(file, measure=measure, text=TextSize(6, 250)) == fitting.Fitted(file)
+    assert not calls
+    sizes = (TextSize(400, 400), TextSize(10, 247))
+    found = [fitted(file, measure=measure, text=text).file.options.flash_attention for text in sizes]
+    assert (found, calls) == (["off", "auto"], [1.0])
+    forget_attention(file)
+    noisy = probe((), (1.0, 2.0, 1.4, 0.5), (1.0, 2.0, 1.4, 3.5), (1.0, 2.0, 1.4, 0.5))
+    for _ in range(2):
+        again = fitted(file, measure=measuring(noisy, calls), text=TextSize(10, 247))
+        assert again.is_new
+        assert again.choice is not None
+        assert not again.choice.is_steady
+
+
 def test_noise_is_not_kept(file: ModelFile) -> None:
     noisy = probe((SAFE,), (1.0, 2.0, 1.4, 0.5), (1.0, 2.0, 1.4, 3.5), (1.0, 2.0, 1.4, 0.5))
     found = fitted(file, measure=measuring(noisy, []))
@@ -383,6 +427,13 @@ def test_commands_use_what_is_known(file: ModelFile, monkeypatch: pytest.MonkeyP
     said = finding()
     assert said.startswith("measured on this machine: flash attention on, keys bf16, values bf16")
     assert finding(topic="target KV types") == "keys bf16, values bf16"
+    assert "where one text is all" not in said  # it is best for all lengths
+    store_attention(size.shape, 1, probe((), *[(1.0, 1.9, 1.4, 0.93)] * 5))
+    assert finding().endswith(
+        "; where one text is all that is written, by its length: 450 tokens: flash attention off, keys f16, "
+        "values f16"
+    )
+    store_attention(size.shape, 1, STEADY)
     fixed = finding("--cache-type-v", "f16")
     assert fixed.startswith("measured to be best: ")
     assert "--cache-type-v" in fixed
@@ -391,9 +442,9 @@ def test_commands_use_what_is_known(file: ModelFile, monkeypatch: pytest.MonkeyP
 def test_a_command_measures_once_and_says_so(file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLAMASPEC_FLASH_ATTN")
     monkeypatch.setattr(fitting, "measure_attention", lambda *arguments: STEADY)
-    arguments = ["generate", *naming([file.path]), "-p", "abc", "-n", "1"]
+    arguments = ["generate", *naming([file.path]), "-p", "abc", "-n", "300"]
     first, second = (invoke(*arguments).stderr for _ in range(2))
-    assert "measured once for this machine: flash attention on, keys bf16" in first
+    assert "measured once for this machine; this time flash attention on, keys bf16" in first
     assert "--cache-type-v" in first
     assert "measured" not in second
 

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
     Kept,
@@ -62,9 +63,7 @@ def pair(target_file: Path, own_cache: None) -> Models:
 
 def place_of_probe(pair: Models, tmp_path: Path) -> Path:
     """Where a probe lies."""
-    store_probe(pair, PROBE)
-    (path,) = tmp_path.rglob("*.json")
-    return path
+    return store_probe(pair, PROBE)
 
 
 def place_of_prior(pair: Models, tmp_path: Path) -> Path:
@@ -84,7 +83,7 @@ def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
     assert stored_prior(pair) == Kept(AutoLength().experience())
     store_probe(pair, PROBE)
     assert stored_probe(pair) == Kept(PROBE)
-    assert stored_prior(pair) == Kept()  # it was older
+    assert stored_prior(pair) == Kept(LearnedPrior.of_probe(PROBE.curve))  # the other was older
     assert forget(pair)
     assert not forget(pair)
     assert stored_probe(pair) == Kept()
@@ -100,6 +99,20 @@ def test_what_was_measured_belongs_to_the_workers(pair: Models) -> None:
         assert stored_probe(other) == Kept()
         store_probe(other, PROBE)
         assert stored_probe(other) == Kept(PROBE)
+
+
+def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: Models) -> None:
+    """Which kind is best depends on the text; near its beginning all cost the same."""
+    store_probe(pair, PROBE)
+    usual = pair.target.options
+    for options in (
+        replace(usual, flash_attention="off"),
+        replace(usual, cache_type_k="bf16"),
+        replace(usual, cache_type_v="bf16"),
+    ):
+        other = Models(OnDisk(pair.target.path, options))
+        assert stored_probe(other) == Kept()
+        assert stored_prior(other) == stored_prior(pair) != Kept()
 
 
 @PLACES
@@ -167,7 +180,7 @@ def test_no_change_of_a_file_is_a_traceback(pair: Models, tmp_path: Path, place:
 def test_another_version_counts_as_none_silently(pair: Models, tmp_path: Path, place: Place) -> None:
     path = place(pair, tmp_path)
     path.write_text('{"format": 99, "anything": 1}')
-    assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
+    assert (stored_probe(pair) if place is place_of_probe else stored_prior(pair)) == Kept()
 
 
 @PLACES
@@ -225,7 +238,7 @@ def test_a_prior_of_another_policy_counts_as_none(
 
 def test_a_damaged_probe_is_not_shown(models: list[Path], tmp_path: Path, own_cache: None) -> None:
     assert invoke("probe", *naming(models), "--quick").code == 0
-    (path,) = tmp_path.rglob("*.json")
+    (path,) = set(tmp_path.rglob("*.json")) - set(tmp_path.rglob("*.runs.json"))
     path.write_text("{")
     answer = invoke("probe", *naming(models), "--show")
     assert answer.code == 1
