@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llamaspec.llama.attention import AttentionShape, ModelSize
 from llamaspec.llama.options import BATCH
-from llamaspec.measure.attention import FEWEST_TURNS, PLAIN, AttentionProbe, Configuration, Turn
+from llamaspec.measure.attention import FEWEST_TURNS, PLAIN, AttentionProbe, Configuration, Measured, Turn
 
 WORTH = 1.1  # times as fast as PLAIN another must be, which is exact until a text has MATTERS tokens
 EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
-MATTERS = 256  # tokens: up to there all configurations cost and say the same
+MATTERS = 256  # tokens: up to there PLAIN is exact, and hardly slower than any
 BYTES_PER_TOKEN = 4  # of a prompt, roughly
-STEADY = 1.05  # in three of four turns the chosen one must be within this of the turn's fastest
+STEADY = 1.05  # in three of four turns the fastest must be within this of the turn's fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,21 @@ def choose(
     measured = [one for one in probe.measured if _fits(one.configuration, size.shape, n_ctx, room)]
     usual = [one for one in USUAL if one.n_tokens <= n_ctx] or [TextSize(n_ctx - n_ctx // 4, n_ctx // 4)]
     texts = usual if text is None else [text.within(n_ctx)]
-    by_turn = {  # configuration -> log of the seconds in each turn, mean over texts
-        one.configuration: [
-            statistics.mean(
-                math.log(_seconds(probe, turn, size, each, _passed(one.configuration, n_texts), is_draft))
-                for each in texts
-            )
-            for turn in one.turns
-        ]
-        for one in measured
-    }
-    typical = {configuration: statistics.median(logs) for configuration, logs in by_turn.items()}
+
+    def times(
+        texts: Sequence[TextSize], turns: Callable[[Measured], Sequence[Turn]]
+    ) -> dict[Configuration, list[float]]:
+        """Logarithm of the seconds in each turn, mean over texts."""
+        found: dict[Configuration, list[float]] = {}
+        for one in measured:
+            passed = _passed(one.configuration, n_texts)
+            found[one.configuration] = [
+                statistics.mean(math.log(_seconds(probe, both, size, t, passed, is_draft)) for t in texts)
+                for both in zip(turns(one), turns(probe.measured[0]), strict=True)
+            ]
+        return found
+
+    typical = {configuration: logs[0] for configuration, logs in times(texts, lambda one: [one.best]).items()}
     fastest = min(typical, key=lambda configuration: typical[configuration])
     may_be_exact = text is None or text.n_read < MATTERS
     if may_be_exact and typical[PLAIN] - typical[fastest] < math.log(WORTH):
@@ -126,21 +130,19 @@ def choose(
     chosen = fastest
     if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
         chosen = best_exact
-    behind = [math.exp(logs[0] - min(logs)) for logs in _by_turns(by_turn, chosen)]
-    typically = math.exp(typical[chosen] - min(typical.values()))
-    is_steady = len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY * typically
+    is_steady = _is_steady(times(USUAL, lambda one: one.turns))
     if not is_steady:
         chosen = PLAIN
     gain = math.exp(typical[PLAIN] - typical[chosen])
     return Choice(chosen, chosen in exact, is_steady, gain, cost)
 
 
-def _by_turns(
-    by_turn: Mapping[Configuration, list[float]], chosen: Configuration
-) -> Iterator[tuple[float, ...]]:
-    """The chosen configuration first."""
-    others = [logs for configuration, logs in by_turn.items() if configuration != chosen]
-    return zip(by_turn[chosen], *others, strict=True)
+def _is_steady(by_turn: Mapping[Configuration, list[float]]) -> bool:
+    """Whether what is the fastest in most turns is nearly so in the others."""
+    fastest = min(by_turn.values(), key=statistics.median)
+    least = np.min(list(by_turn.values()), axis=0)
+    behind = np.exp(np.array(fastest) - least)
+    return len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY
 
 
 def _passed(configuration: Configuration, n_texts: int) -> float:
@@ -152,15 +154,29 @@ def _passed(configuration: Configuration, n_texts: int) -> float:
 
 
 def _seconds(
-    probe: AttentionProbe, turn: Turn, size: ModelSize, text: TextSize, passed: float, is_draft: bool
+    probe: AttentionProbe,
+    turns: tuple[Turn, Turn],
+    size: ModelSize,
+    text: TextSize,
+    passed: float,
+    is_draft: bool,
 ) -> float:
-    """All of a text, where attention goes over `passed` cells for each of its own."""
+    """All of a text, where attention goes over `passed` cells for each of its own; `turns`: this, PLAIN's."""
     n_layers, n_bytes = size.shape.n_layers, size.n_read_bytes
-    behind = passed * (text.n_read + text.n_written / 2)
-    single = n_bytes * probe.weights_single + n_layers * turn.single * behind
-    several = n_bytes * probe.weights_several + n_layers * turn.several * behind
+
+    def attention(own: float, plain: float, depth: float) -> float:
+        """Up to MATTERS tokens nothing is faster than PLAIN."""
+        near, far = min(depth, MATTERS), max(depth - MATTERS, 0.0)
+        return n_layers * (max(passed * own, plain) * near + passed * own * far)
+
+    own, plain = turns
+    behind = text.n_read + text.n_written / 2
+    single = n_bytes * probe.weights_single + attention(own.single, plain.single, behind)
+    several = n_bytes * probe.weights_several + attention(own.several, plain.several, behind)
     writing = single if is_draft else (single + several / 2) / 2  # rounds without a draft, and with
-    reading = size.n_parameters * probe.weights_reading + n_layers * turn.reading * passed * text.n_read / 2
+    reading = size.n_parameters * probe.weights_reading + attention(
+        own.reading, plain.reading, text.n_read / 2
+    )
     return text.n_read * reading + text.n_written * writing
 
 

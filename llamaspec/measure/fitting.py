@@ -78,10 +78,10 @@ def fitted(
         return Fitted(file)
     n_threads = file.options.threads or runtime.default_threads()
     room = psutil.virtual_memory().total
-    chosen = partial(choose, size=size, n_ctx=n_ctx, room=room, is_draft=is_draft, n_texts=n_texts)
+    chosen = partial(choose, size=size, n_ctx=n_ctx, text=text, room=room, is_draft=is_draft, n_texts=n_texts)
     probe = stored_attention(size.shape, n_threads).value
     if probe is not None:
-        return _loaded_so(file, chosen(probe, text=text))
+        return _loaded_so(file, chosen(probe))
     if not may_measure:
         return Fitted(file)
     seconds = THOROUGH_SECONDS if is_thorough else max(LEAST_SECONDS, size.n_bytes / BYTES_PER_SECOND)
@@ -89,10 +89,9 @@ def fitted(
         probe = measure(size, n_threads, seconds)
     except (LlamaspecError, OSError) as error:  # a busy machine too
         return Fitted(file, fault=str(error))
-    choice = chosen(probe)  # what is kept must do for texts of all lengths
+    choice = chosen(probe)
     if choice.is_steady:
         store_attention(size.shape, n_threads, probe)
-        choice = chosen(probe, text=text)
     return replace(_loaded_so(file, choice), is_new=True)
 
 
