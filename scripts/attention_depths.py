@@ -100,7 +100,7 @@ def main(
 ) -> None:
     """Time every configuration at every depth."""
     depths = tuple(sorted(set(depths)))
-    options = ModelOptions(threads=threads, n_ctx=depths[-1] + max_tokens + ROOM)
+    options = ModelOptions(threads=threads, n_ctx=depths[-1] + max(max_tokens, WRITTEN) + ROOM)
     small = replace(options, max_scored=DRAFT_SCORED)
     chosen = {depth: _chosen(target, options, depth) for depth in depths}
     costs: list[Cost] = []
