@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from llamaspec.cli.terminal import say
+from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.fitting import Fitted, fitted
 from llamaspec.measure.pair_files import ModelFile, PairFiles
@@ -38,14 +38,15 @@ def fit_files(
     """
 
     def fit(role: str, file: ModelFile) -> ModelFile:
-        found = fitted(
-            file,
-            is_draft=role == "draft",
-            may_measure=may_measure,
-            is_thorough=is_thorough,
-            text=text,
-            n_texts=n_texts,
-        )
+        with SlowProgress(f"measuring attention for the {role}, once for this machine"):
+            found = fitted(
+                file,
+                is_draft=role == "draft",
+                may_measure=may_measure,
+                is_thorough=is_thorough,
+                text=text,
+                n_texts=n_texts,
+            )
         _tell(role, found)
         return found.file
 
