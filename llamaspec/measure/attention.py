@@ -36,7 +36,6 @@ SHALLOW, DEEP = 512, 2048  # tokens of context; kernels change below
 SEVERAL = 4  # positions of a round with three draft tokens, of which one is accepted, say
 JOBS = {READ: (WIDEST,), SHALLOW: (WIDEST, SEVERAL, 1), DEEP: (SEVERAL, 1)}  # widths timed at each depth
 BATCHES = {  # compared with single positions at each depth
-    READ: (),
     SHALLOW: ([2, 2, 2, 2], [3, 3, 2], [4, 4], [8]),
     DEEP: ([3, 3, 2],),
 }
@@ -230,7 +229,8 @@ def time_configurations(
     for done, (depth, widths) in enumerate(JOBS.items()):
         for name in names:
             trials[name].deepen(depth)
-            exact[name] = exact[name] and _is_exact(trials[name], BATCHES[depth], check)
+            if exact[name] and depth in BATCHES:
+                exact[name] = _is_exact(trials[name], BATCHES[depth], check)
         for turn in range(MOST_TURNS + 1):  # the first one warms up
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 for width in widths:
@@ -263,7 +263,7 @@ def _turns(times: Times, name: Configuration) -> tuple[Turn, ...]:
 
 def _is_exact(trial: Trial, batches: Sequence[Sequence[int]], check: Callable[[], float]) -> bool:
     """Whether positions behind the context have the same bits alone and in batches."""
-    alone = trial.logits([1] * sum(batches[0])) if batches else None
+    alone = trial.logits([1] * sum(batches[0]))
     for widths in batches:
         check()
         if not np.array_equal(trial.logits(widths), alone):
