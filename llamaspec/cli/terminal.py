@@ -73,7 +73,7 @@ def stderr_console() -> Console:
 
 
 class SlowProgress:
-    """A progress bar that appears only when the work takes longer than two seconds.
+    """A progress bar that appears, on a terminal, when the work takes longer than two seconds.
 
     Use as a context manager; call it with the finished fraction, 0 to 1. Work whose first part alone takes
     long says nothing for a while, so a timer shows the bar, too.
@@ -119,9 +119,10 @@ class SlowProgress:
                 self._progress.stop()
                 self._progress = None
             return
-        if self._progress is None and time.monotonic() - self._start >= PATIENCE_SECONDS:
+        is_slow = time.monotonic() - self._start >= PATIENCE_SECONDS
+        if self._progress is None and is_slow and (console := stderr_console()).is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=stderr_console(), transient=True)
+            self._progress = Progress(*columns, console=console, transient=True)
             self._task = self._progress.add_task(self._label, total=1.0)
             self._progress.start()
         if self._progress is not None:

@@ -203,6 +203,14 @@ def test_work_that_says_nothing_for_long_has_a_bar(monkeypatch: pytest.MonkeyPat
     assert len(shown.getvalue()) == ended
 
 
+def test_a_pipe_has_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even an empty line."""
+    monkeypatch.setattr(terminal, "PATIENCE_SECONDS", 0.0)
+    with terminal.SlowProgress("probing") as progress:
+        progress(0.5)
+    assert capsys.readouterr().err == ""
+
+
 def test_quick_work_has_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.SlowProgress("probing") as progress:
         progress(0.5)
