@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from llamaspec.llama.attention import AttentionShape, ModelSize
 from llamaspec.llama.options import BATCH
-from llamaspec.measure.attention import FEWEST_TURNS, PLAIN, AttentionProbe, Configuration, Measured, Turn
+from llamaspec.measure.attention import FEWEST_TURNS, PLAIN, AttentionProbe, Configuration, Turn
 
 WORTH = 1.1  # times as fast as PLAIN another must be, which is exact until a text has MATTERS tokens
 EXACT_WORTH = 1.03  # times the fastest: so much may bit-identical widths cost
 MATTERS = 256  # tokens: up to there PLAIN is exact, and hardly slower than any
 BYTES_PER_TOKEN = 4  # of a prompt, roughly
-STEADY = 1.05  # in three of four turns the fastest must be within this of the turn's fastest
+STEADY = 1.05  # what is the fastest by half of the turns must be within this of it by the others
+EVERY, ODD, EVEN = slice(None), slice(None, None, 2), slice(1, None, 2)  # turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +105,17 @@ def choose(
     usual = [one for one in USUAL if one.n_tokens <= n_ctx] or [TextSize(n_ctx - n_ctx // 4, n_ctx // 4)]
     texts = usual if text is None else [text.within(n_ctx)]
 
-    def times(
-        texts: Sequence[TextSize], turns: Callable[[Measured], Sequence[Turn]]
-    ) -> dict[Configuration, list[float]]:
-        """Logarithm of the seconds in each turn, mean over texts."""
-        found: dict[Configuration, list[float]] = {}
+    def times(texts: Sequence[TextSize], some: slice = EVERY) -> dict[Configuration, float]:
+        """Logarithm of the seconds, mean over texts, from some of the turns."""
+        plain, found = probe.measured[0].best(some), dict[Configuration, float]()
         for one in measured:
-            passed = _passed(one.configuration, n_texts)
-            found[one.configuration] = [
-                statistics.mean(math.log(_seconds(probe, both, size, t, passed, is_draft)) for t in texts)
-                for both in zip(turns(one), turns(probe.measured[0]), strict=True)
-            ]
+            both, passed = (one.best(some), plain), _passed(one.configuration, n_texts)
+            found[one.configuration] = statistics.mean(
+                math.log(_seconds(probe, both, size, each, passed, is_draft)) for each in texts
+            )
         return found
 
-    typical = {configuration: logs[0] for configuration, logs in times(texts, lambda one: [one.best]).items()}
+    typical = times(texts)
     fastest = min(typical, key=lambda configuration: typical[configuration])
     may_be_exact = text is None or text.n_read < MATTERS
     if may_be_exact and typical[PLAIN] - typical[fastest] < math.log(WORTH):
@@ -130,19 +126,17 @@ def choose(
     chosen = fastest
     if best_exact is not None and cost is not None and cost < EXACT_WORTH and not is_draft:
         chosen = best_exact
-    is_steady = _is_steady(times(USUAL, lambda one: one.turns))
+    is_steady = len(measured[0].turns) >= FEWEST_TURNS and _agree(times(USUAL, ODD), times(USUAL, EVEN))
     if not is_steady:
         chosen = PLAIN
     gain = math.exp(typical[PLAIN] - typical[chosen])
     return Choice(chosen, chosen in exact, is_steady, gain, cost)
 
 
-def _is_steady(by_turn: Mapping[Configuration, list[float]]) -> bool:
-    """Whether what is the fastest in most turns is nearly so in the others."""
-    fastest = min(by_turn.values(), key=statistics.median)
-    least = np.min(list(by_turn.values()), axis=0)
-    behind = np.exp(np.array(fastest) - least)
-    return len(behind) >= FEWEST_TURNS and float(np.quantile(behind, 0.75)) <= STEADY
+def _agree(one: Mapping[Configuration, float], other: Mapping[Configuration, float]) -> bool:
+    """Whether what is the fastest by one half of the turns is nearly so by the other."""
+    best, others_best = min(one, key=lambda c: one[c]), min(other, key=lambda c: other[c])
+    return max(other[best] - other[others_best], one[others_best] - one[best]) <= math.log(STEADY)
 
 
 def _passed(configuration: Configuration, n_texts: int) -> float:

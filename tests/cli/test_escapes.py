@@ -156,7 +156,7 @@ def said_in_one_line(answer: Answer) -> str:
 def test_a_bug_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, error: str, told: str, debug: bool) -> None:
     """Every ValueError was shown as the user's fault."""
 
-    def fails(_choice: object) -> None:
+    def fails(_choice: object, **_settings: object) -> None:
         raise eval(error)
 
     monkeypatch.setattr("llamaspec.cli.generate.find_files", fails)
@@ -181,7 +181,7 @@ def test_a_bug_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch, error: str, to
     ],
 )
 def test_what_is_no_bug(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str) -> None:
-    def fails(_choice: object) -> None:
+    def fails(_choice: object, **_settings: object) -> None:
         raise error
 
     monkeypatch.setattr("llamaspec.cli.generate.find_files", fails)
@@ -191,7 +191,7 @@ def test_what_is_no_bug(monkeypatch: pytest.MonkeyPatch, error: BaseException, c
 
 
 def test_an_error_without_a_remedy_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_choice: object) -> None:
+    def fails(_choice: object, **_settings: object) -> None:
         raise LlamaspecError("it is late; go home")
 
     monkeypatch.setattr("llamaspec.cli.generate.find_files", fails)
