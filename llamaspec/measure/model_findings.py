@@ -128,7 +128,7 @@ def _of_one_text(role: str, file: ModelFile, usual: Fitted, context_size: int) -
         if text.n_tokens <= context_size
     ]
     kinds = [(n, choice.configuration) for n, choice in found if choice is not None]
-    if usual.choice is None or {kind for _, kind in kinds} == {usual.choice.configuration}:
+    if usual.choice is None or {kind for _, kind in kinds} <= {usual.choice.configuration}:
         return ""
     parts = []
     for kind, group in groupby(kinds, key=lambda one: one[1]):

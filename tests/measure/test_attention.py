@@ -446,6 +446,7 @@ def test_commands_use_what_is_known(file: ModelFile, monkeypatch: pytest.MonkeyP
         "; where one text is all that is written, by its length: 450 tokens: flash attention off, keys f16, "
         "values f16"
     )
+    assert "where one text is all" not in finding("--n-ctx", "400")  # there is no other length
     store_attention(size.shape, 1, STEADY)
     fixed = finding("--cache-type-v", "f16")
     assert fixed.startswith("measured to be best: ")
