@@ -53,7 +53,7 @@ from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.reasons import explain
-from llamaspec.measure.store import stored_probe
+from llamaspec.measure.store import stored_prior, stored_probe
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Round
 from simple_length import SimpleLength
@@ -263,7 +263,7 @@ def _arms(
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
     arms["auto, chains, kept"] = lambda: chains
     arms["auto, cold"] = lambda: AutoLength(sources=pair.sources)
-    if stored_probe(pair).value is not None:
+    if stored_prior(pair).value is not None:  # a probe's, or what earlier runs have learnt
         arms["auto"] = lambda: auto_length(pair)
     arms["simple"] = SimpleLength
     return arms

@@ -63,7 +63,8 @@ class Allocator:
                 total += 1 + other.n_draft
                 n_drafting += other.is_drafting
                 n_level += other.is_drafting and other.n_draft <= own.n_draft
-        n_more = max(self.longest - own.n_draft, 0)
+        n_foreseen = max((self.costs.reach - total) // n_level, 1)
+        n_more = max(min(self.longest - own.n_draft, n_foreseen), 0)
         times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), z)
         base, step = times[0], step_seconds / n_drafting
         return [m * step + (seconds - base) / n_level for m, seconds in enumerate(times)]

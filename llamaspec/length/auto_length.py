@@ -46,7 +46,7 @@ class AutoLength:
         self,
         prior: CostCurve | LearnedPrior | None = None,
         widths: Collection[int] | None = None,
-        longest: int = 16,
+        longest: int = 15,
         sources: Collection[Source] = frozenset({Source.MODEL}),
         *,
         trees: bool = True,

@@ -69,6 +69,11 @@ class CostModel:
         return width is None or _place(width) in self._known
 
     @property
+    def reach(self) -> int:
+        """Positions up to which costs can be foreseen: twice the widest evaluation that is known."""
+        return 2 * round(exp(LOGS[max(self._known, default=PLAIN)]))
+
+    @property
     def is_blank(self) -> bool:
         """Whether any width may be evaluated, and nothing is known of them."""
         return self._allowed is None and not self._has_prior and not self.n_timed

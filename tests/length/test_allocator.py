@@ -82,6 +82,19 @@ def test_plain_decoding_of_as_many_rows_is_timed_first() -> None:
     assert not policy.shared.costs.knows(6)
 
 
+def test_no_further_than_twice_the_known_widths() -> None:
+    """A position more may always be tried; rows that are level go there together."""
+    known = CostCurve((1, 2, 4), (1.0, 1.1, 1.3), 0.2)
+    own, other = pledge(0, is_drafting=True), pledge(0, is_drafting=True)
+    alone = Allocator(CostModel(LearnedPrior.of_probe(known)), 15, [own], latest=1)
+    both = Allocator(alone.costs, 15, [own, other], latest=1)
+    assert alone.costs.reach == 8
+    assert (len(alone.level_seconds(own, 0.2)), len(both.level_seconds(own, 0.2))) == (8, 4)
+    many = [pledge(1) for _ in range(6)]
+    assert len(Allocator(alone.costs, 15, [own, *many], latest=1).level_seconds(own, 0.2)) == 2
+    assert CostModel(LearnedPrior()).reach == 2
+
+
 def test_a_row_that_paused_is_not_expected() -> None:
     own, paused = pledge(0), Pledge(last_evaluation=4)
     among = Allocator(CostModel(LearnedPrior.of_probe(STEPS)), 2, [own, paused], latest=9)
@@ -186,7 +199,7 @@ def test_the_threshold_looks_past_a_step() -> None:
 @pytest.mark.parametrize("curve", ["q4_0", "f16", "flat", "m4"])
 def test_never_slower_than_plain_decoding_at_any_load(curve: str, name: str, n_rows: int) -> None:
     on, ran = machine(curve, 0.6), list[float]()
-    for seed in range(2):
+    for seed in range(3):
         passages = [text(name, 100 * seed + row) for row in range(n_rows)]
         for prior in (None, on.curve()):
             ran.append(play_rows(AutoLength(prior), on, passages, seed).worst_to_plain(96 * n_rows))

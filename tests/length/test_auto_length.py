@@ -83,7 +83,7 @@ def test_what_it_begins_with() -> None:
     assert again.costs.seconds(2) == pytest.approx(0.03)
     assert again.usual[Source.MODEL].level == 1.0
     assert (again.calibrations[Source.MODEL].level, again.calibrations[Source.MODEL].slope) == (2.0, 3.0)
-    assert (again.allocator.longest, fresh.allocator.longest) == (5, 16)
+    assert (again.allocator.longest, fresh.allocator.longest) == (5, 15)
     assert AutoLength(longest=1).shared.allocator.longest == 1
 
 

@@ -31,7 +31,7 @@ def n_wanted(row: AutoRow) -> int:
 
 
 def test_as_many_as_cost_less_than_they_gain() -> None:
-    assert n_wanted(started(FLAT)) == 16
+    assert n_wanted(started(FLAT)) == 15
     assert 3 <= n_wanted(started(STEP)) <= 6
     assert n_wanted(started(STEEP)) == 0
 

@@ -255,7 +255,7 @@ def test_a_tree_grows_where_another_source_had_no_draft_after_all() -> None:
     n = 0
     while row.wants_more(Draft(np.zeros(n, np.int32), (), (1.0,) * n, Source.GRAMMAR)):
         n += 1
-    assert n == 16
+    assert n == 15
     assert row.tree() is not None
 
 
