@@ -24,7 +24,6 @@ from llamaspec.values import Draft, Round, Source
 
 BAD_LUCK, LUCK = 0.5, 1.2  # standard deviations: that a round must survive; worth exploring for
 WORST = 1.0  # plain tokens that a round may lose at worst, besides what may be lost anyway
-FIRST = 1  # tokens of a text that no model drafts: behind a prompt they are the hardest to foresee
 SETTLED = 8.0  # tokens of a text before a draft is tried that does not seem to pay
 CHECK_AFTER = 6  # evaluations until plain decoding is timed again, once; then later, the more drafts gain
 CHECK_SHARE = 0.01  # of the time, what timing it may cost once it was timed often
@@ -200,10 +199,13 @@ class AutoRow:
 
     def _plan_model(self, rate: float, left: float) -> Plan:
         shared, costs, view = self._shared, self._shared.costs, self._views[self._shared.drafting]
-        if self._n_made < FIRST:
-            return NOTHING
         if not costs.knows_step and costs.cheapest_width(shared.allocator.n_rows + 1):
             return Plan(1, explores=True)  # nothing is known but what one token shows
+        if not self._n_made:  # behind a prompt the next tokens are the hardest to foresee
+            gains, prices = self._outlook(shared.drafting, -LUCK)
+            limit = min(self._affordable(shared.drafting, rate, left), TRIAL - 1)
+            faster = speed_up(prices[: limit + 1], gains, rate)
+            return Plan(limit, rate=rate * faster) if faster > 1.0 else NOTHING
         gains, prices = self._outlook(shared.drafting)
         could_pay = speed_up(prices, gains, rate) > 1.0
         left -= rate * costs.drafting_seconds(0, self.n_unread)

@@ -215,3 +215,13 @@ def test_plain_decoding_is_seldom_timed_where_drafts_gain_much() -> None:
     for seed in range(3):
         lengths = play(AutoLength(), on, text("informed", seed)).lengths
         assert 2 <= lengths[:-2].count(0) <= 6
+
+
+@pytest.mark.parametrize(("curve", "chance", "first"), [("dip", 0.85, 3), ("q4_0", 0.7, 0), ("m4", 0.7, 0)])
+def test_a_text_begins_with_a_short_draft_where_that_pays_with_bad_luck(
+    curve: str, chance: float, first: int
+) -> None:
+    on = machine(curve, 0.6, jitter=0.0)
+    policy, easy = AutoLength(on.curve()), text(f"constant {chance}", 0)
+    assert play(policy, on, easy).lengths[0] == 0  # plain decoding is timed
+    assert play(policy, on, easy).lengths[0] == first
