@@ -89,7 +89,7 @@ def test_reasons_add_up() -> None:
     }
     assert sum(b.n_judged for b in why.bins) <= sum(played.lengths)
     assert all(0 <= b.n_accepted <= b.n_judged and 0 <= b.believed <= 1 for b in why.bins)
-    assert [cost.width for cost in why.widths] == list(range(1, 18))
+    assert [cost.width for cost in why.widths] == list(range(1, 17))
     assert sum(cost.n_timed for cost in why.widths) == 1 + len(played.lengths)
 
 
@@ -174,12 +174,12 @@ def test_acceptance_is_believed_of_the_middle_of_a_bin() -> None:
 
 
 def test_the_verdict_knows_the_longest_drafts() -> None:
-    """All widths cost as much as 15 single positions: only 17 tokens at once are worth it."""
-    policy = AutoLength(CostCurve((1, 2, 17), (0.01, 0.15, 0.15), 1e-9))
-    assert policy.shared.allocator.longest == 16
+    """All widths cost as much as 14 single positions: only 16 tokens at once are worth it."""
+    policy = AutoLength(CostCurve((1, 2, 16), (0.01, 0.14, 0.14), 1e-9))
+    assert policy.shared.allocator.longest == 15
     needed = explain(policy, []).break_even_acceptance
     assert needed is not None
-    assert sum(needed**n for n in range(17)) == pytest.approx(15, rel=0.02)
+    assert sum(needed**n for n in range(16)) == pytest.approx(14, rel=0.02)
 
 
 def timed(width: int, seconds: float) -> Round:
