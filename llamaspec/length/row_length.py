@@ -25,8 +25,8 @@ from llamaspec.values import Draft, Round, Source
 BAD_LUCK, LUCK = 0.5, 1.2  # standard deviations: that a round must survive; worth exploring for
 WORST = 1.0  # plain tokens that a round may lose at worst, besides what may be lost anyway
 SETTLED = 8.0  # tokens of a text before a draft is tried that does not seem to pay
-CHECK_AFTER = 6  # evaluations until plain decoding is timed again, once; then later, the more drafts gain
-CHECK_SHARE = 0.01  # of the time, what timing it may cost once it was timed often
+CHECK_AFTER = 6  # evaluations until plain decoding is timed again; longer each time, the more drafts gain
+CHECK_SHARE, MOST_GAIN = 0.01, 2.0  # of the time, what that may cost; drafts that gain more count as this
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 CALM = 0.012  # explorations that fail become rarer until they cost this part of the time
 COPYING = 1.3  # so many times as fast as plain decoding a text is that is copied, more or less
@@ -193,8 +193,8 @@ class AutoRow:
             self._plans[shared.drafting], self._rate = plan, max(plan.rate, plain_rate)
             faster = self._rate / plain_rate if plan.limit else COPYING
         n_timed = shared.costs.n_timed.get(shared.costs.cheapest_width(n_rows) or n_rows, 1)
-        soon, at_last = CHECK_AFTER * n_timed ** min(faster, 2.0), CHECK_AFTER + (faster - 1.0) / CHECK_SHARE
-        if shared.n_since_plain >= min(soon, at_last):
+        at_first, at_last = CHECK_AFTER * n_timed ** min(faster, MOST_GAIN), (faster - 1.0) / CHECK_SHARE
+        if shared.n_since_plain >= min(at_first, CHECK_AFTER + at_last):
             shared.wants_plain, self._plans, self._rate = True, {}, 0.0
 
     def _plan_model(self, rate: float, left: float) -> Plan:

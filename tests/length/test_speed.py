@@ -201,7 +201,7 @@ def test_texts_whose_first_tokens_are_hard_say_nothing_against_drafts(first: int
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cold_start_feels_its_way_to_wide_evaluations(seed: int) -> None:
-    """Width 4 is cheap here, 17 thrice as dear: who believed that of width 4 drafted 16 tokens at once."""
+    """Width 4 is cheap here, 16 thrice as dear: who believed that of width 4 drafted 16 tokens at once."""
     on, easy = machine("dip", 0.6, jitter=0.0), passage(np.full(256, 0.9), np.full(256, 0.9), seed)
     lengths = play(AutoLength(), on, easy).lengths
     first = next(n for n in lengths if n > 3)
