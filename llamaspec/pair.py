@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from llamaspec.drafters.foreign import ForeignVocabulary
 from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.tree_growth import TreeLength
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Closing, Speculation
 from llamaspec.engine.stream import Progress, TextStream
@@ -22,7 +23,6 @@ from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.openmp import end_own_threads
@@ -167,7 +167,7 @@ class Pair:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         others: list[Closing] = []
-        length = (policy or self._length).start_row()
+        length = (policy or self._length).start_row(drops=RULES[rule].drops)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
             trees = length if isinstance(length, TreeLength) else None

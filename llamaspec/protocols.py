@@ -182,6 +182,14 @@ class RowLength(Protocol):
         Called before every draft token.
         """
 
+    def n_verified(self, draft: Draft) -> int:
+        """How many tokens of a draft the target verifies; asked once the draft is made.
+
+        The first of the others is a *shadow*: it costs no position, and `Round.shadow` tells whether it would
+        have been accepted. Unless the rule `drops`, the answer must be settled before the first token is
+        drawn: none, or all.
+        """
+
     def width(self, n_positions: int) -> int | None:
         """How many positions to evaluate where `n_positions` are needed, by all rows together.
 
@@ -201,7 +209,7 @@ class TrialLength(Protocol):
     """A row's length that wants to see what a width costs before it decides anything."""
 
     def trial_width(self) -> int:
-        """A number of positions that should be timed before the prompt is read; or 0."""
+        """A number of positions that should be timed before the prompt is read; 0 = no more."""
 
     def observe_trial(self, width: int, seconds: float) -> None:
         """Learn what it took; the width is that of all rows together."""
@@ -210,8 +218,8 @@ class TrialLength(Protocol):
 class LengthPolicy(Protocol):
     """How many tokens are drafted: shared by all rows of a pair."""
 
-    def start_row(self) -> RowLength:
-        """A text begins."""
+    def start_row(self, *, drops: bool = False) -> RowLength:
+        """A text begins; `drops` as in `Rule`."""
 
 
 class Drafter(Protocol):
@@ -282,6 +290,10 @@ class Rule(Protocol):
     def name(self) -> str:
         """The name by which users choose the rule."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether draft tokens may be left out of the verification for what they are, or how sure."""
+
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i`, counted from 0, of a round whose first one stands at index `start`."""
 
@@ -289,3 +301,6 @@ class Rule(Protocol):
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
         """Verify a draft whose first token would stand at index `start` of the whole sequence."""
+
+    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
+        """How likely a token drawn from q would have been accepted, where p gave `drawn` without it."""

@@ -13,9 +13,9 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.past import PastTexts
 from llamaspec.drafters.tree import TreeDrafter
+from llamaspec.drafters.tree_growth import TreeLength
 from llamaspec.engine.row import Clock
 from llamaspec.engine.speculate import Closing
-from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint
@@ -72,7 +72,7 @@ class TextDrafters:
             def alone(model: LlamaModel, name: str, streams: RandomStreams) -> ModelDrafter:
                 return self._asking(model, replace(drawing, streams=streams), model=name)
 
-            lengths = [stage.length.start_row() for stage in self.stages]
+            lengths = [stage.length.start_row(drops=RULES[drawing.rule].drops) for stage in self.stages]
             others += lengths
             drafters.append(staged_drafter(self.stages, lengths, alone, drawing.streams, self.clock))
         elif self.draft is not None or self.heads is not None:

@@ -257,6 +257,7 @@ class Round:
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
     n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
     n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted
+    shadow: tuple[float, float] | None = None  # of a token drafted but not verified: confidence, acceptance
 
     @property
     def drafted(self) -> TokenArray:

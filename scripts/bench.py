@@ -46,8 +46,8 @@ from llamaspec import (
 )
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
+from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.tree import FixedTree
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import auto_length
@@ -312,7 +312,7 @@ def _turn(
 def _prediction(before: LengthPolicy, after: LengthPolicy, completion: Completion) -> float | None:
     reasons = None
     if isinstance(before, AutoLength) and isinstance(after, AutoLength):
-        reasons = explain(before, completion.rounds, after.shared.trial)
+        reasons = explain(before, completion.rounds, after.shared.trials)
     return (
         reasons.predicted_seconds / reasons.measured_seconds if reasons and reasons.measured_seconds else None
     )

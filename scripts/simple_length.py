@@ -24,13 +24,17 @@ class SimpleLength:
         self._n_since_draft = 0
         self._n_draft = 0  # of the coming round
 
-    def start_row(self) -> SimpleLength:
+    def start_row(self, *, drops: bool = False) -> SimpleLength:
         """Itself."""
         return self
 
     def wants_more(self, draft: Draft) -> bool:
         """Until the number that was best when the last round ended."""
         return draft.source is Source.MODEL and len(draft) < self._n_draft
+
+    def n_verified(self, draft: Draft) -> int:
+        """All."""
+        return len(draft)
 
     def width(self, n_positions: int) -> int:
         """No padding."""

@@ -153,7 +153,7 @@ def rate(
     outer = AutoLength(sources={Source.STAGE if arm == "all" else Source.MODEL})
     inner, scheduler, begin = AutoLength(), Scheduler(models, clock=clock), 0.0
     for i in range(texts):
-        streams, stage = SeededStreams(i), inner.start_row()
+        streams, stage = SeededStreams(i), inner.start_row(drops=rule.drops)
         alone = ModelDrafter(V, CONTEXT, sampling, rule, streams)
         drafter: Drafter = NoDrafter() if arm == "plain" else alone
         if arm == "all":
@@ -161,7 +161,14 @@ def rate(
             helper = ModelDrafter(V, CONTEXT, sampling, rule, own, model=SECOND)
             drafter = StagedDrafter(alone, helper, stage, own, clock, draft.max_scored)
         speculation = Speculation(
-            drafter, outer.start_row(), rule, sampling, streams, CONTEXT, target.max_scored, others=[stage]
+            drafter,
+            outer.start_row(drops=rule.drops),
+            rule,
+            sampling,
+            streams,
+            CONTEXT,
+            target.max_scored,
+            others=[stage],
         )
         prompt = np.array([i, 1, 2, 3], np.int32)
         if i == 1:

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from llamaspec.length.cost_model import CostModel
-from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Round
 
 WARM_UP = 2  # evaluations of a width that do not count: the model has only its neighbours to go by
@@ -39,7 +38,7 @@ class WidthCost:
 
 def width_costs(rounds: Iterable[Round]) -> list[WidthCost]:
     """Every width that was timed often enough, ascending."""
-    costs = CostModel(LearnedPrior())
+    costs = CostModel()
     pairs: dict[int, list[tuple[float, float]]] = {}
     for round_ in rounds:
         foreseen = costs.seconds(round_.width)

@@ -14,9 +14,9 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.drafters.tree import TreeDrafter
+from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.staged import StagedDrafter
-from llamaspec.length.tree import FixedTree
 from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
 from llamaspec.sampling.distributions import Floats, distribution
 from llamaspec.sampling.parameters import Sampling

@@ -208,11 +208,14 @@ class Length:
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
 
-    def start_row(self) -> Length:
+    def start_row(self, *, drops: bool = False) -> Length:
         return self
 
     def wants_more(self, draft: Draft) -> bool:
         return len(draft) < self.n_draft
+
+    def n_verified(self, draft: Draft) -> int:
+        return len(draft)
 
     def width(self, n_positions: int) -> int | None:
         return self.widths(n_positions)

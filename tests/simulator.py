@@ -111,12 +111,14 @@ def play_rows(
     run: list[tuple[int, float, float, int]] = []
     while rows or waiting:
         while waiting and len(rows) < (n_rows or len(passages)):
-            rows.append(Row(policy.start_row(), waiting.pop(0), copies))
+            rows.append(Row(policy.start_row(drops=True), waiting.pop(0), copies))
         _try_widths(rows, machine, rng)
         evaluation += 1
         n_steps = 0
         while sum(row.step() for row in rows):
             n_steps += 1
+        for row in rows:
+            row.settle()
         n_before, n_drafted = n_drafted, sum(len(row.draft) for row in rows)
         width = rows[0].length.width(n_drafted + len(rows))
         assert width is not None
@@ -154,7 +156,7 @@ def play_rows(
 def _try_widths(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
     """A policy may see what a width costs before the prompt is read; the account begins behind it."""
     for row in rows:
-        if isinstance(row.length, TrialLength) and (width := row.length.trial_width()):
+        while isinstance(row.length, TrialLength) and (width := row.length.trial_width()):
             row.length.observe_trial(width, float(machine.verify_seconds[width - 1]) * machine.noise(rng))
 
 
@@ -189,13 +191,23 @@ class Row:
                 return True
         return False
 
+    def settle(self) -> None:
+        """Let the policy say how many are verified."""
+        n, whole = self.length.n_verified(self.draft), self.draft
+        self.draft, self._shadow = whole.first(n), None
+        at = self.position + n
+        if n < len(whole) and self._texts[whole.source].stands[self.position : at].all():
+            self._shadow = whole.confidences[n], float(self._texts[whole.source].stands[at])
+
     def verify(self, **measured: float) -> int:
         """Take the draft tokens that are right; returns the number of new tokens."""
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
         n_accepted = n if right.all() else int(np.argmin(right))
         path = tuple(range(n_accepted))
-        self.length.observe(Round(self.draft, path, 0, n_draft_steps=self.n_steps, **measured))  # type: ignore[arg-type]
+        self.length.observe(
+            Round(self.draft, path, 0, n_draft_steps=self.n_steps, shadow=self._shadow, **measured)
+        )  # type: ignore[arg-type]
         self.lag = int(n_accepted == n) if self.n_steps else self.lag + n_accepted + 1
         self.position += n_accepted + 1
         self._start()

@@ -25,8 +25,8 @@ from llamaspec import (
     Sampling,
     open_pair,
 )
+from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.tree import FixedTree
 from llamaspec.protocols import Stream
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.random_streams import SeededStreams

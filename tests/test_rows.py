@@ -18,8 +18,8 @@ import pytest
 
 from forward_requests import EXACT, MEMORIES, paths, text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
+from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.errors import ContextFullError
-from llamaspec.length.tree import FixedTree
 from llamaspec.llama import clutter, context
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import ForwardRequest, Logits

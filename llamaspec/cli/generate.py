@@ -202,7 +202,7 @@ def _explain(
     before: LengthPolicy, after: LengthPolicy, stream: TextStream, decoding: DecodingOptions
 ) -> None:
     if isinstance(before, AutoLength) and isinstance(after, AutoLength):
-        reasons = explain(before, stream.completion.rounds, after.shared.trial)
+        reasons = explain(before, stream.completion.rounds, after.shared.trials)
         print_reasons(reasons, stderr_console())
     else:
         say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.tree_growth import CONTEXT, CandidateTree, Growth, TreeGrowth, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import CONTEXT, CandidateTree, Growth, TreeLength
 from llamaspec.protocols import Drafting, RowLength
 from llamaspec.sampling.candidates import candidates
 from llamaspec.sampling.sampler import Sampler
@@ -31,7 +31,7 @@ class TreeDrafter(ModelDrafter):
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """A tree, or a chain."""
-        growth = self.trees.tree()
+        growth = self.trees.tree(TreeGrowth)
         has_room = len(context) + DEEPEST <= self.context_size
         is_plain = self.tokens is None and self.constraint is None
         if growth is None or self.is_silent or not is_plain or not has_room:

@@ -101,7 +101,8 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
     drafter, length, shown = config.drafter, config.length, config.shown(tokens)
     at_most = RowAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
     draft = yield from drafting(drafter, tokens, at_most)
-    draft = draft.first(at_most.limit)  # a drafter may not have asked
+    made = draft.first(at_most.limit)  # a drafter may not have asked
+    draft = made.first(length.n_verified(made))
     draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
     forward: Forward = yield ForwardRequest(
         config.model,
@@ -125,9 +126,21 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
         if config.n_logprobs is None
         else round_logprobs(logits, draft, verification, config.n_logprobs),
         n_beside=forward.n_beside,
+        shadow=_shadow(made, draft, verification, config.rule, p),
     )
     length.observe(round_)
     return Verified(round_, verification, logits)
+
+
+def _shadow(
+    made: Draft, draft: Draft, verification: Verification, rule: Rule, p: LogitsTarget
+) -> tuple[float, float] | None:
+    """Confidence and acceptance of the draft token behind those that were verified, if all of these stand."""
+    n = len(draft)
+    if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
+        return None
+    token, q = int(made.tokens[n]), made.distributions[n]
+    return made.confidences[n], rule.acceptance(token, q, p.after(n - 1), verification.next_token)
 
 
 def _evaluable(draft: Draft, length: RowLength, room: int) -> Draft:

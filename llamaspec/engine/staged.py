@@ -151,6 +151,10 @@ class _Wanted:
         """Whether the model could use one more token; the one after them it makes itself."""
         return self.length.wants_more(draft) and self.wanted.wants_more(_joined(self.draft, draft))
 
+    def n_verified(self, draft: Draft) -> int:
+        """As the draft's draft's policy decides."""
+        return self.length.n_verified(draft)
+
     def width(self, n_positions: int) -> int:
         """Only evaluations of the target are padded."""
         return n_positions

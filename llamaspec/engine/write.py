@@ -109,15 +109,17 @@ def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
     length, prompt = plan.speculation.length, plan.prompt
     if not isinstance(length, TrialLength):
         return 0.0
-    width = length.trial_width()
-    tokens = prompt[-1 - width :]
-    if not width or tokens[0] == prompt[0]:
-        return 0.0
-    first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
-    forward = yield ForwardRequest(TARGET, tokens, n_logits=width)
-    if not forward.n_beside:  # else they are not known
+    seconds = 0.0
+    while (width := length.trial_width()) and (tokens := prompt[-1 - width :])[0] != prompt[0]:
+        if not seconds:
+            first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
+            seconds += first.seconds
+        forward = yield ForwardRequest(TARGET, tokens, n_logits=width)
+        seconds += forward.seconds
+        if forward.n_beside:  # its seconds are not known
+            break
         length.observe_trial(forward.n_positions, forward.seconds)
-    return first.seconds + forward.seconds
+    return seconds
 
 
 def _prepare_drafter(plan: TextPlan, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:

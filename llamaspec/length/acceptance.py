@@ -32,7 +32,8 @@ class Acceptance:
     def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
         """That of a new text, which differs."""
         text, p = Acceptance(self.level, drift=drift), self.probability()
-        text._level_variance = text._widest = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
+        others = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
+        text._level_variance = text._widest = self._level_variance + others
         text._back = BACK
         return text
 

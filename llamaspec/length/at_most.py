@@ -22,6 +22,10 @@ class RowAtMost:
         """As the policy decides, below the limit."""
         return len(draft) < self.limit and self.row.wants_more(draft)
 
+    def n_verified(self, draft: Draft) -> int:
+        """As the policy decides."""
+        return self.row.n_verified(draft)
+
     def width(self, n_positions: int) -> int | None:
         """As the policy decides."""
         return self.row.width(n_positions)
@@ -42,6 +46,6 @@ class AtMost:
     limit: int
     policy: LengthPolicy
 
-    def start_row(self) -> RowAtMost:
+    def start_row(self, *, drops: bool = False) -> RowAtMost:
         """A text begins."""
-        return RowAtMost(self.limit, self.policy.start_row())
+        return RowAtMost(self.limit, self.policy.start_row(drops=drops))

@@ -56,19 +56,19 @@ class AutoLength:
         if widths is not None and 1 not in widths:
             raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
-            prior = LearnedPrior.of_probe(prior) if prior is not None else LearnedPrior()
-        self.shared = Shared(CostModel(prior, widths), longest, sources, prior.log_odds)  # others only look
-        self.shared.grows_trees = trees
+            prior = LearnedPrior(prior)
+        costs = CostModel(prior.curve, widths)
+        self.shared = Shared(costs, longest, sources, prior.log_odds, branches=trees)  # others only look
 
-    def start_row(self) -> AutoRow:
+    def start_row(self, *, drops: bool = False) -> AutoRow:
         """A text begins."""
-        return AutoRow(self.shared)
+        return AutoRow(self.shared, drops=drops)
 
     def plain_seconds(self, n_rows: int = 1) -> float | None:
         """What a round of so many texts without drafts is believed to take; None before one was seen."""
-        return n_rows / self.shared.allocator.plain_rate(n_rows) if self.shared.knows_plain else None
+        return n_rows / self.shared.plain_rate(n_rows) if self.shared.knows_plain else None
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
         usual, own = (each[self.shared.drafting] for each in (self.shared.usual, self.shared.calibrations))
-        return self.shared.costs.learned((usual.level, own.level, own.slope))
+        return LearnedPrior(self.shared.costs.learned(), (usual.level, own.level, own.slope))

@@ -1,40 +1,41 @@
 """What evaluations cost: seconds for every number of positions of the target, and for a draft step.
 
-A Gaussian process over the logarithm of the width gives the logarithm of the seconds: a scale that all share,
-a straight line whose slope is little known, a wandering around it, and of each width something of its own. So
-one timing corrects the scale of all, steps and dips are kept, and a width that was never timed lies between
-its neighbours. A draft step shares the scale. A width is the total over all rows of an evaluation. Knows no
-model and no clock. (Rasmussen and Williams, Gaussian Processes for Machine Learning, chapter 2.)
+Each width that was timed, or that a probe knows, has a running average of the logarithm of its seconds;
+others lie on straight lines between these, over the logarithm of the width. A timing that is off moves its
+own width, and all times together a little, because machines get slower and faster as a whole. So steps and
+dips are kept. A width is the total over all rows of an evaluation. Knows no model and no clock.
 tests/length/test_cost_model.py feeds it curves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
-import numpy as np
-import numpy.typing as npt
+from llamaspec.length.cost_curve import CostCurve
 
-from llamaspec.length.prior import UNSEEN, UNSEEN_VARIANCES, LearnedPrior
-
-FloatArray = npt.NDArray[np.float64]
-
-NOISE = 0.07  # standard deviation of the logarithm of one timing, on a quiet machine
-OUTLIER, LASTING = 2.5, 3  # standard deviations; as many in a row are no hiccups
-OFTEN = 8  # timings after which a width is well known: then one that is as foreseen is not worth learning
-DRIFT, OWN_DRIFT = 0.004, 0.001  # how far times wander between evaluations: all together, each alone
 POWER = 0.45  # of the width, where nothing is known
-SLOPE, WANDER, OWN = 0.25, 0.1, 0.12  # standard deviations: of this power; around its line; of each width
-DENSE, APART, WIDEST = 17, 1.15, 1024  # known: each width up to the first, then so far apart, to the last
-FOREIGN = 0.4  # a prior whose width 1 is further off than this, in logarithms, is of another machine
+PLAIN_SECONDS, STEP_RATIO = 0.03, 0.12  # where nothing is known: of width 1; draft step / width 1
+PROBED, MOST = 4, 20  # timings: as many as a prior's count for; that an average remembers
+TOGETHER = 0.1  # part of a surprise by which all times move
+NOISE, OUTLIER, LASTING = 0.07, 0.25, 3  # of a logarithm: usual, and a hiccup, unless as many come in a row
+LINEAR = 1.1  # times as many evaluations of one position: more, a width is not believed to cost
+FOREIGN = 0.4  # of a logarithm: a guess further off is doubted, a prior is of another machine
+STEP_GUESSED = 0.005  # timings that a guess of a draft step is worth: a factor of 2.7
+APART, FAR = 0.1, 0.2  # standard deviations of an untimed width: at its neighbour; and for each logarithm
+DENSE, GAP = 17, 1.15  # known by itself: each width up to the first, then so far apart
 PAD = 0.96  # padding must save this much; widths that are doubted are not padded: they would stay untimed
-CERTAIN = 1e-9  # variance of what is taken for granted
+STALE = 0.01  # of a logarithm: prices are computed anew after as much has changed
 CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
 
-PLAIN, STEP = 0, -1  # places of width 1 and of a draft step
-N_WIDE = int(log(WIDEST / DENSE) / log(APART))
-LOGS = np.log([*range(1, DENSE + 1), *(DENSE * APART**i for i in range(1, N_WIDE + 1))])  # [place] of widths
+
+@dataclass(slots=True)
+class Average:
+    """Of the logarithm of seconds, besides what moves all of them."""
+
+    log: float
+    n: int  # timings that it stands for; 0 = a guess
 
 
 class CostModel:
@@ -42,73 +43,64 @@ class CostModel:
 
     Parameters
     ----------
-    prior : LearnedPrior
-        From a probe or an earlier run, perhaps on another machine; or nothing but the usual.
+    prior : CostCurve, optional
+        From a probe or an earlier run, perhaps on another machine.
     allowed : collection of int, optional
         The only widths that may be evaluated.
     """
 
-    _mean: FloatArray  # [n] logarithms of the seconds: by place, and of a draft step
-    _covariance: FloatArray  # [n, n]
-    _seconds: list[float]  # [w] an evaluation of exactly this width; empty: not up to date
-    _width: list[int]  # [w] the cheapest allowed width of at least this one; 0: none
-
-    def __init__(self, prior: LearnedPrior, allowed: Collection[int] | None = None) -> None:
-        self._allowed = allowed
-        self._n_widths = max([DENSE, *(allowed or ())])  # with a price; grows on demand
-        self._believe(prior)
-        self._prior_plain = float(self._mean[PLAIN])
-        self.overhead_seconds = 0.0  # of a row's round without drafts, besides the models
+    def __init__(self, prior: CostCurve | None = None, allowed: Collection[int] | None = None) -> None:
+        self._allowed, self.is_blank = allowed, allowed is None and prior is None  # nothing said of widths
+        seconds = dict(zip(prior.widths, prior.verify_seconds, strict=True)) if prior else {}
+        self._widths = {_place(w): Average(log(s), PROBED) for w, s in seconds.items()}
+        self._widths.setdefault(1, Average(log(PLAIN_SECONDS), 0))
+        step = prior.draft_step_seconds if prior else 0.0
+        self._step = Average(log(step or STEP_RATIO * exp(self._widths[1].log)), PROBED if step else 0)
+        self._scale = 0.0  # logarithm, of all times
         self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self._n_steps_timed = self._n_far = 0  # the latter: outliers in a row, those below as negative
-        self._n_drifting = 0  # evaluations since the latest that was learnt
+        self.overhead_seconds = 0.0  # of a row's round without drafts, besides the models
+        self._n_far = 0  # outliers in a row, those below as negative
+        self._stale = inf  # by how much the prices below may be wrong
+        self._seconds: list[float] = []  # [w] an evaluation of exactly this width, without the scale
+        self._width: list[int] = []  # [w] the cheapest allowed width of at least this one; 0: none
 
     def knows(self, n: int) -> bool:
         """Whether evaluations of at least `n` positions have been timed, or nearly as wide ones."""
         width = self.cheapest_width(n)
-        return width is None or _place(width) in self._known
+        return width is None or self._timings(width) > 0
 
     @property
     def reach(self) -> int:
         """Positions up to which costs can be foreseen: twice the widest evaluation that is known."""
-        return 2 * round(exp(LOGS[max(self._known, default=PLAIN)]))
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether any width may be evaluated, and nothing is known of them."""
-        return self._allowed is None and not self._has_prior and not self.n_timed
+        return 2 * max((place for place, average in self._widths.items() if average.n), default=1)
 
     @property
     def knows_step(self) -> bool:
-        """Whether more is known of a draft step than its order of magnitude."""
-        return self._step_variance() < UNSEEN_VARIANCES[1]
+        """Whether a draft step has been timed."""
+        return self._step.n > 0
 
     @property
     def is_surprised(self) -> bool:
         """Whether the latest timing was an outlier: a hiccup, or the first sign of a change."""
         return self._n_far != 0
 
-    def looks_foreign(self, n_timed: int) -> bool:
-        """Whether after as many evaluations the prior looks like that of another machine."""
-        is_far = self._has_prior and abs(float(self._mean[PLAIN]) - self._prior_plain) > FOREIGN
-        return is_far and sum(self.n_timed.values()) == n_timed
-
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
         self._cover(width)
-        return self._seconds[width]
+        return self._seconds[width] * exp(self._scale)
 
     def batch_seconds(self, positions: Sequence[int], z: float = 0.0) -> list[float]:
         """Evaluations of at least so many positions, padded where that is cheaper; inf where not allowed.
 
-        `z`: standard deviations by which each is dearer than believed, next to the first.
+        `z`: standard deviations by which each but the first is dearer than believed.
         """
         self._cover(positions[-1])
-        widths = [self._width[n] for n in positions]
-        seconds = self._seconds
-        if not z or not widths[0]:
-            return [seconds[w] for w in widths]
-        return [seconds[w] * dearer for w, dearer in zip(widths, self._factors(widths, z), strict=True)]
+        widths, scale = [self._width[n] for n in positions], exp(self._scale)
+        seconds = [scale * self._seconds[width] for width in widths]
+        if z:
+            for i, width in enumerate(widths):
+                seconds[i] *= exp(z * self._doubt(width)) if i and width != widths[0] else 1.0
+        return seconds
 
     def cheapest_width(self, n: int) -> int | None:
         """The allowed width, n or wider, that costs least; None where none is."""
@@ -116,62 +108,63 @@ class CostModel:
         return self._width[n] or None
 
     def draft_step_seconds(self, z: float = 0.0) -> float:
-        """One evaluation of the draft, `z` standard deviations dearer than believed, next to width 1."""
-        return exp(float(self._mean[STEP]) + (z * sqrt(self._step_variance()) if z else 0.0))
+        """One evaluation of the draft, `z` standard deviations dearer than believed."""
+        return exp(self._step.log + self._scale + z * NOISE / sqrt(self._step.n or STEP_GUESSED))
 
-    def wide_step_seconds(self, widest: int) -> FloatArray:
-        """[1 + widest] draft steps that read 0, 1, ... tokens: dearer as the target's evaluations are."""
+    def wide_steps(self, widest: int) -> list[float]:
+        """[1 + widest] what draft steps that read 0, 1, ... tokens cost, in steps that read one.
+
+        They get dearer as the target's evaluations do.
+        """
         self._cover(widest)
-        wide = np.array(self._seconds[: widest + 1])
-        wide[0] = 0.0
-        return np.maximum.accumulate(wide / wide[1]) * self.draft_step_seconds()
+        ratios = [0.0, 1.0]
+        for seconds in self._seconds[2 : widest + 1]:
+            ratios.append(max(ratios[-1], seconds / self._seconds[1]))
+        return ratios
 
     def narrow_steps(self, n_steps: int, n_scored: int) -> float:
         """What some draft steps cost that score so many positions together, in steps that score one."""
         if n_scored <= n_steps:
             return n_steps
-        wide = self.wide_step_seconds(-(-n_scored // n_steps))
-        return n_steps * float(np.interp(n_scored / n_steps, np.arange(len(wide)), wide)) / float(wide[1])
+        width, part = divmod(n_scored / n_steps, 1)
+        wide = self.wide_steps(int(width) + 1)
+        return n_steps * (wide[int(width)] + part * (wide[int(width) + 1] - wide[int(width)]))
 
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
         return (n_steps + CATCH_UP * n_unread) * self.draft_step_seconds()
 
-    def learned(self, log_odds: tuple[float, float, float]) -> LearnedPrior:
+    def learned(self) -> CostCurve:
         """What the next run should begin with."""
-        places = np.array([PLAIN, STEP, *sorted(self._known - {PLAIN})])
-        ratios = (self._mean[places] - self._mean[PLAIN]).tolist()[1:]
-        variances = self._apart(places).tolist()[1:]
-        widths = np.rint(np.exp(LOGS[places[2:]])).astype(int).tolist()
-        plain, doubt = float(self._mean[PLAIN]), float(self._covariance[PLAIN, PLAIN])
-        return LearnedPrior.after(widths, [plain, *ratios], [doubt, *variances], log_odds)
+        known = sorted({1, *(place for place, average in self._widths.items() if average.n)})
+        step = self.draft_step_seconds() if self.knows_step else 0.0
+        return CostCurve(tuple(known), tuple(exp(self._widths[w].log + self._scale) for w in known), step)
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
         if seconds <= 0:
             return
-        place, n_before = _place(width), self.n_timed.get(width, 0)
-        surprise = log(seconds / self.seconds(width))
-        self._n_drifting += 1
-        if n_before < OFTEN or abs(surprise) > NOISE or self._n_far:
-            self._covariance += self._n_drifting * DRIFT**2
-            self._covariance.flat[:: len(self._mean) + 1] += self._n_drifting * OWN_DRIFT**2
-            self._n_drifting = 0
-            self._learn(place, n_before, surprise, NOISE**2)
-            self._known.add(place)
-        self.n_timed[width] = n_before + 1
-        if self.looks_foreign(2):
-            means = float(self._mean[PLAIN]), UNSEEN[1]
-            variances = float(self._covariance[PLAIN, PLAIN]), UNSEEN_VARIANCES[1]
-            self._believe(LearnedPrior(means=means, variances=variances))
+        off, place = log(seconds / self.seconds(width)), _place(width)
+        average = self._widths.setdefault(place, Average(log(self._seconds[width]), 0))
+        if not self.n_timed:  # as busy as the machine is today
+            self._scale += off
+            if not self.is_blank and abs(off) > FOREIGN:
+                self._n_far = 1
+                for each in self._widths.values():
+                    each.n = 0
+            average.n = max(average.n, 1)
+        else:
+            if not average.n and width > 1:  # many positions cost no more than one by one
+                off = min(off, log(LINEAR * width * self._seconds[1] / self._seconds[width]))
+            self._scale += self._learn(average, off, self.n_timed.get(width, 0))
+        self.n_timed[width] = self.n_timed.get(width, 0) + 1
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
-        """Learn from draft steps, the first of which had to read `n_unread` tokens more than one."""
-        if seconds > 0 and n_steps > 0:
-            surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
-            noise = NOISE * (1.0 + CATCH_UP * n_unread / n_steps)
-            self._learn(STEP, self._n_steps_timed, surprise, noise**2)
-            self._n_steps_timed += 1
+        """Learn from the draft steps of one round."""
+        if n_steps and seconds > 0:
+            n_far = self._n_far
+            self._learn(self._step, log(seconds / self.drafting_seconds(n_steps, n_unread)), self._step.n)
+            self._n_far = n_far
 
     def observe_overhead(self, seconds: float, *, drafted: bool) -> float:
         """Learn what a plain round costs besides the models; returns it, less what looks like a hiccup."""
@@ -181,98 +174,62 @@ class CostModel:
             self.overhead_seconds += (0.1 if usual else 1.0) * (seconds - usual)
         return seconds
 
-    def _believe(self, prior: LearnedPrior) -> None:
-        """Begin anew. What a prior says of widths is certain for it, and then doubted by its variances."""
-        plain, step, *ratios = prior.means
-        scale, of_step, *variances = prior.variances
-        self._mean = plain + np.append(POWER * LOGS, step)
-        self._covariance = covariance = np.full([len(self._mean)] * 2, scale)
-        covariance[STEP, STEP] += of_step
-        covariance[:STEP, :STEP] += SLOPE**2 * np.outer(LOGS, LOGS) + WANDER**2 * np.minimum.outer(LOGS, LOGS)
-        covariance[:STEP, :STEP] += np.diag(OWN**2 * (LOGS > 0))
-        self._known, self._has_prior = {_place(width) for width in prior.widths}, bool(prior.widths)
-        for width, ratio, variance in zip(prior.widths, ratios, variances, strict=True):
-            place = _place(width)
-            column = covariance[place] - covariance[PLAIN]
-            surprise = ratio - float(self._mean[place] - self._mean[PLAIN])
-            self._correct(column, surprise, float(column[place] - column[PLAIN]) + CERTAIN)
-            covariance[place, place] += variance
-        self._seconds = []
-
-    def _learn(self, place: int, n_before: int, surprise: float, noise: float) -> None:
-        """Learn a logarithm. An outlier is hardly believed, unless few were longer: these were hiccups."""
-        covariance = self._covariance
-        variance = float(covariance[place, place]) + noise
-        doubt = surprise**2 / (variance * OUTLIER**2)
-        if doubt <= 1:
+    def _learn(self, average: Average, off: float, n_timed: int) -> float:
+        """Learn that a timing was off; returns by how much all times move."""
+        own = 1.0 / (average.n + 1)
+        if abs(off) <= (OUTLIER if average.n else FOREIGN):
             self._n_far = 0
         else:
-            self._n_far = max(self._n_far, 0) + 1 if surprise > 0 else min(self._n_far, 0) - 1
-            if abs(self._n_far) >= LASTING or (surprise < 0 and n_before < LASTING):
-                wrong = self._wrong_with(place, n_before)
-                covariance += surprise**2 * np.outer(wrong, wrong)
-                variance = float(covariance[place, place]) + noise
-            else:
-                variance *= doubt
-        self._correct(covariance[place].copy(), surprise, variance)
+            self._n_far = max(self._n_far, 0) + 1 if off > 0 else min(self._n_far, 0) - 1
+            if off < 0 and n_timed < LASTING:
+                own = 1.0  # few were longer: these were the hiccups
+            elif average.n and abs(self._n_far) < LASTING:
+                off = max(-OUTLIER, min(off, OUTLIER))
+            elif n_timed >= LASTING:
+                return off  # it lasts: the machine has changed
+        together = TOGETHER * (1.0 - own)
+        average.log += own * off
+        average.n = min(average.n + 1, MOST)
+        self._stale += abs(own * off)
+        return together * off
 
-    def _wrong_with(self, place: int, n_before: int) -> FloatArray:
-        """[n] what was wrong where a timing was: of a well-known width the scale, if that lasts.
+    def _timings(self, width: int) -> int:
+        average = self._widths.get(_place(width))
+        return average.n if average else 0
 
-        Of another, what no other timing tells. That may be a single one: not if this width was never timed,
-        and so was believed on its account.
-        """
-        wrong: FloatArray = np.eye(len(self._mean))[STEP] if place == STEP else np.ones(len(self._mean))
-        if place != STEP and (n_before < LASTING or abs(self._n_far) < LASTING):
-            enough = 1 if n_before else LASTING
-            wrong[[_place(width) for width, n in self.n_timed.items() if n >= enough]] = 0.0
-            wrong[place] = 1.0
-        return wrong
-
-    def _correct(self, column: FloatArray, surprise: float, variance: float) -> None:
-        """Condition on one number: its covariance with all, how far off it was, and its variance."""
-        self._mean += column * (surprise / variance)
-        self._covariance -= np.outer(column, column / variance)
-        self._seconds = []
-
-    def _step_variance(self) -> float:
-        """Of the logarithm of a draft step, next to width 1."""
-        covariance = self._covariance
-        both = covariance[STEP, STEP] + covariance[PLAIN, PLAIN] - 2 * covariance[PLAIN, STEP]
-        return max(float(both), 0.0)
-
-    def _apart(self, places: npt.NDArray[np.int_]) -> FloatArray:
-        """Variances of logarithms next to the first of some places."""
-        covariance, variances, first = self._covariance, self._covariance.diagonal(), places[0]
-        both: FloatArray = variances[places] + variances[first] - 2 * covariance[first, places]
-        return np.maximum(both, 0.0)
-
-    def _factors(self, widths: list[int], z: float) -> list[float]:
-        """How much dearer each width may be next to the first, in `z` standard deviations."""
-        places = np.array([_place(width) for width in widths])
-        factors: list[float] = np.exp(z * np.sqrt(self._apart(places))).tolist()
-        return factors
+    def _doubt(self, width: int) -> float:
+        """Standard deviation of the logarithm of its seconds next to width 1."""
+        if n := self._timings(width):
+            return NOISE / sqrt(n)
+        return APART + FAR * min(
+            abs(log(width / place)) for place, each in self._widths.items() if each.n or place == 1
+        )
 
     def _cover(self, n: int) -> None:
         """Bring the prices up to date, and up to `n` positions."""
-        if n > self._n_widths:
-            self._n_widths, self._seconds = 2 * n, []
-        if self._seconds:
+        if n < len(self._seconds) and self._stale < STALE:
             return
-        logs = np.log(np.arange(1, self._n_widths + 1))
-        beyond = POWER * np.maximum(logs - LOGS[-1], 0.0)
-        seconds = [inf, *np.exp(np.interp(logs, LOGS, self._mean[:STEP]) + beyond).tolist()]
-        self._width, best = [0] * len(seconds), 0
-        doubted = {1, *(width for width, n in self.n_timed.items() if n < LASTING)}
-        for width in range(len(seconds) - 1, 0, -1):
+        size = max(2 * n, len(self._seconds), 2 * DENSE, *(self._allowed or ()))
+        self._stale, places = 0.0, sorted(self._widths)
+        first, last = self._widths[1].log, places[-1]
+        slope = max((self._widths[last].log - first) / log(last), POWER) if last > 1 else POWER
+        seconds = [inf]
+        for low, high in zip(places, [*places[1:], None], strict=True):
+            at = self._widths[low].log
+            rise = slope if high is None else (self._widths[high].log - at) / log(high / low)
+            seconds += [exp(at + rise * log(w / low)) for w in range(low, high or max(size, low) + 1)]
+        size = len(seconds) - 1
+        self._seconds, self._width, best = seconds, [0] * (size + 1), 0
+        doubted = {1, *(width for width, n_timed in self.n_timed.items() if n_timed < LASTING)}
+        for width in range(size, 0, -1):
             is_allowed, least = self._allowed is None or width in self._allowed, PAD * (width not in doubted)
             if is_allowed and (not best or seconds[best] > least * seconds[width]):
                 best = width
             self._width[width] = best
-        self._seconds = seconds
 
 
 def _place(width: int) -> int:
-    """Of a width, or the nearest that has one."""
-    beyond = round(log(width / DENSE) / log(APART)) if width > DENSE else 0
-    return min(width, DENSE) - 1 + min(beyond, N_WIDE)
+    """Of a width, or the nearest that is known by itself."""
+    if width <= DENSE:
+        return width
+    return round(DENSE * GAP ** round(log(width / DENSE) / log(GAP)))

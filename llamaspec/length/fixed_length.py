@@ -23,13 +23,17 @@ class FixedLength:
         if self.n_draft < 0:
             raise ValueError(f"draft length must be >= 0, got {self.n_draft}")
 
-    def start_row(self) -> FixedLength:
+    def start_row(self, *, drops: bool = False) -> FixedLength:
         """Itself."""
         return self
 
     def wants_more(self, draft: Draft) -> bool:
         """Until the number is reached."""
         return len(draft) < self.n_draft
+
+    def n_verified(self, draft: Draft) -> int:
+        """All."""
+        return len(draft)
 
     def width(self, n_positions: int) -> int:
         """No padding."""

@@ -1,24 +1,36 @@
-"""What all rows of a policy know together: costs, acceptance of each source, the regret budget.
+"""What all rows of a policy know together: costs, acceptance of each source, the regret budget, who drafts.
 
-An evaluation shared by several rows is learnt once, with its first round, and booked once, with its last.
+A position costs what the evaluation of all rows becomes dearer by it, at what they have pledged so far; it
+pays where the probability that its token is accepted exceeds that cost times the tokens per second of the
+whole batch. As rows fill the batch, everybody's drafts vanish by themselves. tests/length/test_shared.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from llamaspec.length.acceptance import Acceptance, verified_tokens
-from llamaspec.length.allocator import Allocator, Pledge
 from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import FREE_LOG_ODDS
 from llamaspec.length.regret_budget import RegretBudget
-from llamaspec.length.tree_growth import TreeAcceptance
+from llamaspec.length.tree import TreeAcceptance
 from llamaspec.values import Round, Source
 
 COPIES = (Source.NGRAM, Source.STORE)
 FREE = frozenset({*COPIES, Source.GRAMMAR})  # sources that cost no draft step
-SOFT = 0.5  # part of a draft token that its calibrated confidence counts for, verified or not
-OUTLIER = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
+HICCUP = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
+
+
+@dataclass(eq=False, slots=True)
+class Pledge:
+    """One row's part of the coming evaluation."""
+
+    n_draft: int = 0  # draft tokens so far, or the one being made
+    is_drafting: bool = False  # has not had enough yet
+    is_asking: bool = False  # its round has begun
+    has_drafted: bool = False  # it has a part in the draft steps
+    last_evaluation: int = -1  # that it took part in
 
 
 class Shared:
@@ -30,95 +42,135 @@ class Shared:
         longest: int,
         sources: Collection[Source],
         log_odds: tuple[float, float, float],
+        *,
+        branches: bool = True,
     ) -> None:
-        self.costs, self.sources = costs, frozenset(sources)
+        self.costs, self.longest, self.sources = costs, longest, frozenset(sources)
         self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
-        self.allocator, self.budget = Allocator(costs, longest), RegretBudget()
+        self.budget, self.pledges = RegretBudget(), list[Pledge]()
         self.usual, self.calibrations = dict[Source, Acceptance](), dict[Source, Acceptance]()
         for source in Source:
             usual, level, slope = FREE_LOG_ODDS if source in FREE else log_odds
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
-        self.trees, self.grows_trees = TreeAcceptance(), True
-        self.trial: tuple[int, float] | None = None  # a width that was timed before any text, and its seconds
-        self.knows_plain = False  # an evaluation without drafts has been timed
-        self.wants_plain = False  # the next evaluation should be one, of all rows
+        self.trees, self.branches = TreeAcceptance(), branches
+        self.trials: list[tuple[int, float]] = []  # widths that were timed before any text, and their seconds
+        self.wants_plain = False  # the next evaluation should be without drafts, of all rows
         self.n_tokens = self.n_since_plain = 0
-        # Of the latest evaluation:
-        self._n_seen = self._n_made = self._n_drafted = 0  # rounds that have come, and their tokens
-        self._verify_seconds = self._drafting = self._overhead = 0.0  # as booked
+        self._latest = -1  # evaluation
+        self._n_seen = 0  # rounds of it that have come
+        self._verify_seconds = 0.0  # as booked
+        self._n_drafting = 1  # rows that shared its draft steps
+        self._knows_drafting = False  # these have been learnt
 
     def start_row(self, pledge: Pledge) -> None:
         """A text begins; one that begins alone has a budget of its own."""
-        if not self.allocator.pledges:
-            self.budget.start_text(self.n_tokens)
-        self.allocator.pledges.append(pledge)
+        self.budget.start_text(is_alone=not self.pledges)
+        self.pledges.append(pledge)
+
+    def present(self) -> list[Pledge]:
+        """Rows that are expected in the coming evaluation."""
+        return [p for p in self.pledges if p.is_asking or p.last_evaluation >= max(self._latest - 1, 0)]
+
+    @property
+    def n_rows(self) -> int:
+        """How many these are, at least one."""
+        return max(len(self.present()), 1)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether what rounds without drafts cost has been seen, in this run."""
+        return bool(self.costs.n_timed) and self.costs.knows(1)
+
+    def plain_rate(self, n_rows: int) -> float:
+        """Tokens per second of rows that do not draft; 0 where they may not be evaluated together."""
+        return n_rows / (self.costs.batch_seconds([n_rows])[0] + n_rows * self.costs.overhead_seconds)
+
+    def n_drafting(self, own: Pledge) -> int:
+        """Rows that share the next draft step with one that drafts."""
+        return 1 + sum(other.is_drafting for other in self.present() if other is not own)
+
+    def level_seconds(self, own: Pledge) -> list[float]:
+        """[n] a row's share of what n draft tokens of it cost, and of those level with it.
+
+        Where the curve has steps, one position alone never pays for the step that all would share.
+        """
+        n_level, total = 1, 1
+        for other in self.present():
+            if other is not own:
+                is_level = other.is_drafting and other.n_draft <= own.n_draft
+                n_level += is_level
+                total += 1 if is_level else 1 + other.n_draft
+        reach = max(self.costs.reach, self.costs.cheapest_width(total + n_level) or 0)  # padding is free
+        n_more = min(self.longest, max((reach - total) // n_level, 1))
+        times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level))
+        return [(seconds - times[0]) / n_level for seconds in times]
 
     def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:
         """Learn from one row's round."""
         if round_.draft.parents is not None:
             self._learn_tree(round_, of_text)
             return
-        usual, calibration = self.usual[round_.source], self.calibrations[round_.source]
-        for confidence in round_.confidences:
-            of_text.learn(calibration.probability(confidence), count=SOFT)
         for confidence, is_accepted in verified_tokens(round_):
-            usual.pass_tokens(1)
-            calibration.pass_tokens(1)
-            usual.learn(is_accepted)
-            calibration.learn(is_accepted, confidence)
-            of_text.learn(is_accepted, count=1.0 - SOFT)
+            self._learn_token(round_.source, confidence, is_accepted)
+            of_text.learn(is_accepted)
+        if round_.shadow is not None:
+            self._learn_token(round_.source, *round_.shadow)
+            of_text.learn(round_.shadow[1])
+
+    def observe(self, round_: Round, n_unread: int) -> None:
+        """Learn what one row's round cost, and book what it won."""
+        costs, n_rows, n_made = self.costs, round_.n_rows, round_.n_accepted + 1
+        if round_.evaluation != self._latest or self._n_seen >= n_rows:
+            self._start_evaluation(round_)
+        self._n_seen += 1
+        self.n_tokens += n_made
+        n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
+        drafting, overhead = 0.0, round_.overhead_seconds
+        if n_steps:
+            drafting = min(round_.draft_seconds, HICCUP * costs.drafting_seconds(n_steps, n_unread))
+            if not self._knows_drafting:
+                costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
+                self._knows_drafting = True
+        else:
+            overhead += round_.draft_seconds
+        overhead = costs.observe_overhead(overhead, drafted=len(round_.draft) > 0)
+        if not self.knows_plain:
+            return
+        plain = n_rows / self.plain_rate(n_rows)  # of one token of each row
+        spent = drafting / self._n_drafting * n_rows
+        if self._is_plain(round_):
+            spent += plain
+        else:
+            spent += self._verify_seconds + n_rows * overhead
+        self.budget.book(n_made - spent / plain, n_made, n_rows)
+
+    def _start_evaluation(self, round_: Round) -> None:
+        """Learn what rows share; all of them begin a new round, the first before the others know."""
+        self._latest, self._n_seen, self._knows_drafting = round_.evaluation, 0, False
+        self._n_drafting = max(sum(pledge.has_drafted for pledge in self.pledges), 1)
+        for pledge in self.pledges:
+            pledge.is_drafting, pledge.n_draft = pledge.n_draft > 0, 0
+        self.n_since_plain += 1
+        if round_.n_beside:  # what it would have taken without the prompt
+            self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
+            return
+        self._verify_seconds = min(round_.verify_seconds, HICCUP * self.costs.seconds(round_.width))
+        self.costs.observe_verify(round_.width, round_.verify_seconds)
+        if self._is_plain(round_):
+            self.wants_plain, self.n_since_plain = self.costs.is_surprised, 0
+
+    def _is_plain(self, round_: Round) -> bool:
+        """Whether it was no wider than rounds without drafts are."""
+        width = round_.width - round_.n_beside
+        return width <= max(round_.n_rows, self.costs.cheapest_width(round_.n_rows) or 0)
+
+    def _learn_token(self, source: Source, confidence: float, accepted: float) -> None:
+        for belief, settings in ((self.usual[source], ()), (self.calibrations[source], (confidence,))):
+            belief.pass_tokens(1)
+            belief.learn(accepted, *settings)
 
     def _learn_tree(self, round_: Round, of_text: Acceptance) -> None:
         for is_first in self.trees.learn(round_):
             self.usual[round_.source].pass_tokens(1)
             self.usual[round_.source].learn(is_first)
             of_text.learn(is_first)
-
-    def observe(self, round_: Round, n_unread: int) -> float:
-        """Learn from one row's round; returns the seconds of all rows that it should be judged by."""
-        costs, n_rows = self.costs, round_.n_rows
-        n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
-        if round_.evaluation != self.allocator.latest or self._n_seen >= n_rows:
-            self._start_evaluation(round_)
-        drafting, overhead = 0.0, round_.overhead_seconds
-        if n_steps:
-            drafting = min(round_.draft_seconds, OUTLIER * costs.drafting_seconds(n_steps, n_unread))
-            if not self._drafting:
-                costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
-        else:
-            overhead += round_.draft_seconds
-        overhead = costs.observe_overhead(overhead, drafted=len(round_.draft) > 0)
-        self._drafting = max(self._drafting, drafting)
-        self._overhead += overhead
-        self._n_seen += 1
-        self._n_drafted += len(round_.draft)
-        self._n_made += round_.n_accepted + 1
-        self.n_tokens += round_.n_accepted + 1
-        if self._n_seen == n_rows:
-            self._end_evaluation(round_)
-        return self._verify_seconds + drafting + n_rows * overhead
-
-    def _start_evaluation(self, round_: Round) -> None:
-        """Learn what rows share; all of them begin a new round."""
-        self.allocator.start_evaluation(round_.evaluation)
-        if round_.n_beside:  # what it would have taken without the prompt
-            self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
-        else:
-            self._verify_seconds = min(round_.verify_seconds, OUTLIER * self.costs.seconds(round_.width))
-            self.costs.observe_verify(round_.width, round_.verify_seconds)
-        self.n_since_plain += 1
-        self._n_seen = self._n_made = self._n_drafted = 0
-        self._drafting = self._overhead = 0.0
-
-    def _end_evaluation(self, round_: Round) -> None:
-        """Book an evaluation that drafted; remember one that did not, and was too narrow for a prompt."""
-        n_rows = round_.n_rows
-        if self._n_drafted and self.knows_plain:
-            seconds = self._verify_seconds + self._drafting + self._overhead
-            plain = 1.0 / self.allocator.plain_rate(1)
-            self.budget.book(self._n_made, seconds * self.allocator.plain_rate(n_rows) * plain, plain)
-        is_plain = not self._n_drafted and not round_.n_beside
-        if is_plain and round_.width <= max(n_rows, self.costs.cheapest_width(n_rows) or 0):
-            is_sure = not self.costs.is_surprised  # else it is timed again at once
-            self.knows_plain = not self.costs.looks_foreign(1) and (self.knows_plain or is_sure)
-            self.wants_plain, self.n_since_plain = not is_sure, 0

@@ -1,139 +1,104 @@
-"""Trees of draft tokens: which candidates the draft reads next, and which the target verifies.
+"""What trees of draft tokens are worth: how likely candidates are, and what a round's tree may cost.
 
-A tree grows by levels: each is one step of the draft, which reads several tokens at once. Knows neither
-models nor tokens' meaning. tests/length/test_tree.py.
+How a tree grows is the drafter's affair. Knows no model and no clock. tests/length/test_tree.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
-from llamaspec.protocols import RowLength
-from llamaspec.values import Draft, Round, Source
+from llamaspec.length.acceptance import Acceptance
+from llamaspec.values import Draft, Round
 
-CONTEXT = -1  # in place of a draft token: what stands before all of them
+Array = npt.NDArray[np.float64]
 
-
-@dataclass(slots=True, eq=False)
-class CandidateTree:
-    """Everything that a draft offers in a round; the children of a token stand best first."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # index of the one before; -1 = the context
-    confidences: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
-    depths: list[int] = field(default_factory=list)  # tokens before it
-    read: list[int] = field(default_factory=list)  # those that the draft model has read, in this order
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-        """What may follow one of them, or the context."""
-        self.tokens += tokens
-        self.confidences += confidences
-        self.parents += [parent] * len(tokens)
-        self.depths += [self.depths[parent] + 1 if parent >= 0 else 0] * len(tokens)
-        self.ranks += range(len(tokens))
-
-    def draft(self, kept: Sequence[int], source: Source) -> Draft:
-        """Some of them, with all that stand before these: first the branch of the best ones.
-
-        So accepted tokens mostly lie next to each other in the KV cache.
-        """
-        order: list[int] = []
-        stack = sorted((i for i in kept if self.parents[i] < 0), reverse=True)
-        below: dict[int, list[int]] = {}
-        for i in kept:
-            below.setdefault(self.parents[i], []).append(i)
-        while stack:
-            i = stack.pop()
-            order.append(i)
-            stack += sorted(below.get(i, ()), reverse=True)
-        place = {i: n for n, i in enumerate(order)}
-        parents = np.array([place.get(self.parents[i], CONTEXT) for i in order], dtype=np.int32)
-        return Draft(
-            np.array([self.tokens[i] for i in order], dtype=np.int32),
-            (),
-            tuple(self.confidences[i] for i in order),
-            source,
-            parents,
-        )
+SHARES = (
+    0.45,
+    0.13,
+    0.06,
+)  # of the positions that the first candidate misses: the second's, third's, fourth's
+LEARNT = 0.02  # of the way to what was seen, with each such position
+DEPTHS = (1, 2, 4, 8)  # steps that are looked ahead
+WIDEST = 8  # tokens that the draft reads in one step
+SUREST = (
+    0.02  # a confidence below this is worth proportionally less; no chance is closer to 1 than this by ten
+)
 
 
-class Growth(Protocol):
-    """How the tree of one round grows."""
+@dataclass(slots=True)
+class TreeAcceptance:
+    """How likely the candidates of a position are: what all rows have learnt of one draft."""
 
-    @property
-    def n_candidates(self) -> int:
-        """How many are wanted of each distribution."""
+    first: Acceptance = field(default_factory=lambda: Acceptance(0.4, 0.8))
+    others: Acceptance = field(default_factory=lambda: Acceptance(0.0, 1.0))
+    shares: list[float] = field(default_factory=lambda: list(SHARES))
 
-    def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """Which tokens the draft reads next, in one step; first the context alone; none = enough."""
+    def chance(self, rank: int, confidence: float) -> float:
+        """That the target draws a candidate, where it comes as far."""
+        chance = (self.others if rank else self.first).probability(confidence)
+        return min(chance * min(confidence / SUREST, 1.0), 1.0 - SUREST / 10)
 
-    def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """Which tokens the target verifies: a token only together with those before it."""
+    def usual(self, acceptance: float) -> tuple[float, ...]:
+        """Of candidates that are not known yet; `acceptance`: of the first."""
+        return (acceptance, *((1.0 - acceptance) * share for share in self.shares))
+
+    def learn(self, round_: Round) -> list[bool]:
+        """Learn from a round; for each position that was verified, whether its first candidate was drawn."""
+        found: list[bool] = []
+        for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
+            children = round_.draft.children(node)
+            if not children:
+                break
+            self._learn_position(round_.draft, children, drawn)
+            found.append(children[0] == drawn)
+        return found
+
+    def _learn_position(self, draft: Draft, children: Sequence[int], drawn: int | None) -> None:
+        for rank, child in enumerate(children):
+            belief = self.others if rank else self.first
+            belief.pass_tokens(1)
+            belief.learn(child == drawn, draft.confidences[child])
+            if rank and children[0] != drawn and rank <= len(self.shares):
+                self.shares[rank - 1] += LEARNT * ((child == drawn) - self.shares[rank - 1])
 
 
-@runtime_checkable
-class TreeLength(RowLength, Protocol):
-    """A row's length that also lets trees grow."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TreePlan:
+    """What the tree of one round of one row may cost, and what it can gain."""
 
-    def tree(self) -> Growth | None:
-        """How a tree grows in the coming round; None where a chain is as good."""
+    acceptance: TreeAcceptance
+    usual: tuple[float, ...]  # chances of candidates that are not known yet
+    prices: Array  # [1 + N] what 0, 1, ... verified tokens cost, in tokens
+    steps: Array  # [1 + WIDEST] what a step of the draft costs that reads 0, 1, ... tokens, in tokens
+    rate: float  # tokens per second that this time is worth
 
 
-@dataclass(frozen=True, slots=True)
-class FixedTree:
-    """Always the same tree: `widths[d]` children for every token of level d. For tests and comparisons."""
+def tree_speed_up(usual: tuple[float, ...], prices: Array, steps: Array) -> float:
+    """Of the best tree, next to none, as `speed_up` of a chain; prices in tokens of plain decoding."""
+    best = 1.0
+    for depth in DEPTHS:
+        values = looked_ahead(usual, depth)[: len(prices) - 1]
+        n = np.arange(1, len(values) + 1)
+        widths = np.clip(n / depth, 1, WIDEST)
+        stepping = depth * np.interp(widths, np.arange(len(steps)), steps)
+        best = max(best, float(((1.0 + values.cumsum()) / (1.0 + prices[n] + stepping)).max()))
+    return best
 
-    widths: tuple[int, ...]
 
-    @property
-    def n_candidates(self) -> int:
-        """The widest."""
-        return max(self.widths, default=0)
+def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:
+    """The most valuable tokens of a tree of so many levels, where nothing is known yet, best first."""
+    return _usual_values(tuple(round(chance, 2) for chance in usual), depth)
 
-    def start_row(self) -> FixedTree:
-        """Itself: it has no state."""
-        return self
 
-    def tree(self) -> FixedTree:
-        """Itself."""
-        return self
-
-    def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """All of the next level."""
-        if not len(tree):
-            return [CONTEXT] if self.widths else []
-        kept = self.keep(tree)
-        last = max(tree.depths[i] for i in kept)
-        if last + 1 >= len(self.widths) or any(tree.depths[i] == last for i in tree.read):
-            return []
-        return [i for i in kept if tree.depths[i] == last]
-
-    def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """As wide as each level may be."""
-        kept: list[int] = []
-        for i, parent in enumerate(tree.parents):
-            if tree.ranks[i] < self.widths[tree.depths[i]] and (parent < 0 or parent in kept):
-                kept.append(i)
-        return kept
-
-    def wants_more(self, draft: Draft) -> bool:
-        """Where no tree can grow, a chain as deep."""
-        return len(draft) < len(self.widths)
-
-    def width(self, n_positions: int) -> int:
-        """No padding."""
-        return n_positions
-
-    def observe(self, round_: Round) -> None:
-        """Learns nothing."""
-
-    def close(self) -> None:
-        """Nothing to do."""
+@lru_cache(maxsize=256)
+def _usual_values(usual: tuple[float, ...], depth: int) -> Array:
+    level, found = np.ones(1), np.empty(0)
+    for _ in range(depth):
+        level = -np.sort(-np.outer(level, usual).ravel())[:32]
+        found = -np.sort(-np.concatenate([found, level]))[:64]
+    return found

@@ -75,7 +75,7 @@ class Reasons:
     predicted_seconds: float  # what these rounds should have cost, each predicted before it happened
     measured_seconds: float  # what they cost
     gained_seconds: float  # against plain decoding, by its believed cost; < 0 = lost
-    n_tries: int  # rounds that drafted only to explore
+    n_tries: int  # rounds that drafted, but found nothing worth verifying
     explored_seconds: float  # lost by these
 
     @property
@@ -100,7 +100,7 @@ class _Tally:
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
     n_tries: int = 0
-    explored: float = 0.0  # plain tokens
+    explored_seconds: float = 0.0
 
     def expect(self, round_: Round, costs: CostModel, n_unread: int) -> None:
         """Compare a round with what it should cost, before it teaches anything."""
@@ -114,6 +114,9 @@ class _Tally:
     def count(self, round_: Round) -> None:
         """Count the draft and what came of it."""
         self.lengths[len(round_.draft)] += 1
+        if round_.shadow is not None and not len(round_.draft):
+            self.n_tries += 1
+            self.explored_seconds += round_.draft_seconds
         for confidence, is_accepted in verified_tokens(round_):
             bin_ = sum(confidence > edge for edge in EDGES[1:-1])
             i = APART.get(round_.source, bin_)
@@ -121,7 +124,7 @@ class _Tally:
             self.accepted[i] += is_accepted
 
 
-def explain(policy: AutoLength, rounds: Iterable[Round], trial: tuple[int, float] | None = None) -> Reasons:
+def explain(policy: AutoLength, rounds: Iterable[Round], trials: Iterable[tuple[int, float]] = ()) -> Reasons:
     """Costs, acceptance and choices of a policy in the text whose rounds these are.
 
     Parameters
@@ -130,33 +133,30 @@ def explain(policy: AutoLength, rounds: Iterable[Round], trial: tuple[int, float
         A copy made before the text. It plays the rounds again.
     rounds : iterable of Round
         All rounds of a text that ran alone.
-    trial : (width, seconds), optional
+    trials : iterable of (width, seconds)
         What was timed before the text, if the policy knew nothing.
     """
     shared, row, tally = policy.shared, policy.start_row(), _Tally()
-    if trial is not None and row.trial_width():
-        row.observe_trial(*trial)
+    for trial in trials:
+        if row.trial_width():
+            row.observe_trial(*trial)
     for round_ in rounds:
         if shared.knows_plain:
             tally.expect(round_, shared.costs, row.n_unread)
-        is_try, before = len(round_.draft) > 0 and row.explores(round_.draft), shared.budget.gain
         row.observe(round_)
         tally.count(round_)
-        if is_try:
-            tally.n_tries += 1
-            tally.explored += before - shared.budget.gain
     return _reasons(policy, tally)
 
 
 def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
     shared, costs = policy.shared, policy.shared.costs
-    calibration, plain_seconds = shared.calibrations[shared.drafting], 1 / shared.allocator.plain_rate(1)
+    calibration, plain_seconds = shared.calibrations[shared.drafting], 1 / shared.plain_rate(1)
     needed, *bounds = (break_even(_round_seconds(shared, z)) for z in (0.0, -SURE, SURE))
     return Reasons(
         lengths=tuple(LengthCount(n, count) for n, count in sorted(tally.lengths.items())),
         widths=tuple(
             WidthCost(w, costs.seconds(w), costs.n_timed.get(w, 0), costs.cheapest_width(w) or w)
-            for w in range(1, shared.allocator.longest + 2)
+            for w in range(1, shared.longest + 2)
         ),
         draft_step_seconds=costs.draft_step_seconds(),
         overhead_seconds=costs.overhead_seconds,
@@ -174,13 +174,13 @@ def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
         measured_seconds=tally.measured_seconds,
         gained_seconds=shared.budget.gain * plain_seconds,
         n_tries=tally.n_tries,
-        explored_seconds=tally.explored * plain_seconds,
+        explored_seconds=tally.explored_seconds,
     )
 
 
 def _round_seconds(shared: Shared, z: float) -> list[float]:
     """[K] of one row with K draft tokens, `z` standard deviations dearer than believed."""
     costs = shared.costs
-    batch = costs.batch_seconds(range(1, shared.allocator.longest + 2), z)
+    batch = costs.batch_seconds(range(1, shared.longest + 2), z)
     step = costs.draft_step_seconds(z)
     return [seconds + n * step + costs.overhead_seconds for n, seconds in enumerate(batch)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.length.allocator import expected_accepted
+from llamaspec.length.arithmetic import expected_accepted
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.probe import Probe
 

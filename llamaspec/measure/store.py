@@ -28,7 +28,7 @@ from llamaspec.measure.probe import Probe
 
 FORMAT = 2  # of probes
 ATTENTION_FORMAT = 1  # of what was measured of attention
-PRIOR_FORMAT = 5  # of learned priors
+PRIOR_FORMAT = 6  # of learned priors
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 _MAX_BYTES = 4 << 20
 
@@ -111,7 +111,7 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
     path = _probe_path(pair)
     try:
         _write(path, _ProbeFile(FORMAT, probe))
-        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, LearnedPrior.of_probe(probe.curve)))
+        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, LearnedPrior(probe.curve)))
     except OSError as error:
         raise LlamaspecError(
             f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"

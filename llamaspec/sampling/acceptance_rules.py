@@ -32,6 +32,7 @@ class Coupled:
     """
 
     name = "coupled"
+    drops = True  # the target's tokens do not depend on which draft tokens it sees
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i` with the noise that the target will use at its position."""
@@ -50,6 +51,10 @@ class Coupled:
                 return _verification(path, token, target)
             path.append(same[0])
 
+    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
+        """Known: whether the target drew it."""
+        return float(token == drawn)
+
 
 class Rejection:
     """Accept x with probability min(1, p(x) / q(x)); in place of the first rejected one draw from p - q.
@@ -61,6 +66,7 @@ class Rejection:
     """
 
     name = "rejection"
+    drops = False
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i` independently of the target's draws."""
@@ -81,6 +87,10 @@ class Rejection:
             return _verification(range(i), token, target)
         return _all_accepted(draft, target, streams, start)
 
+    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
+        """min(1, p(x) / q(x))."""
+        return _ratio(p.probability(token), q.probability(token))
+
 
 class Block:
     """Verify the draft tokens together: never fewer accepted tokens than by rejection one by one.
@@ -91,6 +101,7 @@ class Block:
     """
 
     name = "block"
+    drops = False
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i` independently of the target's draws."""
@@ -117,6 +128,10 @@ class Block:
         token = streams.choose(rest, Stream.RESIDUAL, start + n_accepted, attempt=start)
         return _verification(range(n_accepted), token, target)
 
+    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
+        """Of a single token as by rejection: min(1, p(x) / q(x))."""
+        return _ratio(p.probability(token), q.probability(token))
+
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (Coupled(), Rejection(), Block())})
 
@@ -132,6 +147,11 @@ def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribut
         return p
     positive = uncovered > 0
     return Distribution(p.tokens[positive], uncovered[positive] / total)
+
+
+def _ratio(p_x: float, q_x: float) -> float:
+    """min(1, p / q), where the quotient could overflow."""
+    return 1.0 if p_x >= q_x else p_x / q_x
 
 
 def _uncovered(

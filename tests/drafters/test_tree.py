@@ -7,8 +7,8 @@ import pytest
 from fakes import FakeModel, Length, answer_alone, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.tree import TreeDrafter
+from llamaspec.drafters.tree_growth import FixedTree, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import FixedTree, TreeLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams

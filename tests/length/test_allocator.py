@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.length.allocator import Allocator, Pledge, expected_accepted, speed_up, stopping_threshold
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.cost_model import CostModel
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.shared import Pledge
 from llamaspec.values import Draft, Round
 from simulated import machine, mean, text
 from simulator import Machine, passage, play, play_rows, table

@@ -112,8 +112,8 @@ def test_a_first_plain_evaluation_that_was_held_up_is_found_out(curve: str, held
     """Drafts that do not pay seemed to, for as long as plain decoding was not timed again."""
 
     class HeldUp(AutoLength):
-        def start_row(self) -> AutoRow:
-            row, n_seen = super().start_row(), 0
+        def start_row(self, *, drops: bool = False) -> AutoRow:
+            row, n_seen = super().start_row(drops=drops), 0
             observe = row.observe
 
             def misled(round_: Round) -> None:

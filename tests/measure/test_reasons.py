@@ -22,12 +22,15 @@ class Recorded:
     def __init__(self, policy: AutoLength) -> None:
         self.policy, self.rounds = policy, list[Round]()
 
-    def start_row(self) -> Recorded:
-        self.row = self.policy.start_row()
+    def start_row(self, *, drops: bool = False) -> Recorded:
+        self.row = self.policy.start_row(drops=drops)
         return self
 
     def wants_more(self, draft: Draft) -> bool:
         return self.row.wants_more(draft)
+
+    def n_verified(self, draft: Draft) -> int:
+        return self.row.n_verified(draft)
 
     def trial_width(self) -> int:
         return self.row.trial_width()
