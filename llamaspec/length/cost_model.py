@@ -17,7 +17,7 @@ from llamaspec.length.cost_curve import CostCurve
 
 POWER = 0.45  # of the width, where nothing is known
 PLAIN_SECONDS, STEP_RATIO = 0.03, 0.12  # where nothing is known: of width 1; draft step / width 1
-PROBED, MOST = 4, 20  # timings: as many as a prior's count for; that an average remembers
+PROBED, MOST, MOST_STEPS = 4, 20, 8  # timings that a prior counts for; that an average remembers; of steps
 TOGETHER = 0.1  # part of a surprise by which all times move
 NOISE, OUTLIER, LASTING = 0.07, 0.25, 3  # of a logarithm: usual, and a hiccup, unless as many come in a row
 LINEAR = 1.1  # times as many evaluations of one position: more, a width is not believed to cost
@@ -161,10 +161,12 @@ class CostModel:
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""
-        if n_steps and seconds > 0:
-            n_far = self._n_far
-            self._learn(self._step, log(seconds / self.drafting_seconds(n_steps, n_unread)), self._step.n)
-            self._n_far = n_far
+        if not n_steps or seconds <= 0:
+            return
+        step, off = self._step, log(seconds / self.drafting_seconds(n_steps, n_unread))
+        own = 1.0 if not step.n or (off < 0 and step.n < LASTING) else 1.0 / (step.n + 1)
+        step.log += own * (off if own == 1.0 else max(-OUTLIER, min(off, OUTLIER)))
+        step.n = min(step.n + 1, MOST_STEPS)
 
     def observe_overhead(self, seconds: float, *, drafted: bool) -> float:
         """Learn what a plain round costs besides the models; returns it, less what looks like a hiccup."""
