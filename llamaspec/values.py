@@ -257,7 +257,8 @@ class Round:
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
     n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
     n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted
-    shadow: tuple[float, float] | None = None  # of a token drafted but not verified: confidence, acceptance
+    n_dropped: int = 0  # tokens that were drafted but not verified
+    shadow: tuple[float, float] | None = None  # of the first of them: its confidence, and its acceptance
 
     @property
     def drafted(self) -> TokenArray:
@@ -282,7 +283,7 @@ class Round:
     @property
     def n_priced_steps(self) -> int:
         """Draft steps, where several that make one draft token together count as one."""
-        return min(self.n_draft_steps, max(len(self.draft), 1))
+        return min(self.n_draft_steps, max(len(self.draft) + self.n_dropped, 1))
 
     @property
     def n_accepted(self) -> int:

@@ -5,10 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from fakes import Branching, CountingUp, FakeModel, Length, OverDelivers, UntilToken, answer_alone
+from fakes import (
+    Branching,
+    CountingUp,
+    FakeModel,
+    Length,
+    OverDelivers,
+    Partly,
+    UntilToken,
+    all_but_last,
+    answer_alone,
+    behind_even,
+    every_second,
+    sure,
+)
 from llamaspec.drafters.fallback import FallbackDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
@@ -31,6 +45,7 @@ FOUR = {TARGET: FakeModel(7, vocabulary_size=4), DRAFT: FakeModel(8, vocabulary_
 SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET], SECOND: THREE[TARGET], THIRD: THREE[TARGET]}
 Models = dict[str, FakeModel]
 Law = dict[tuple[int, ...], float]
+Answer = TypeVar("Answer")
 
 SAMPLINGS = {
     "plain": Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None),
@@ -41,7 +56,16 @@ SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
 }
 WARM = Sampling(temperature=1.7, top_k=None, top_p=None, min_p=None)
-LENGTHS = {**{f"K={k}": Length(k) for k in range(4)}, "until a token": UntilToken(1)}
+WHOLE: dict[str, Length] = {**{f"K={k}": Length(k) for k in range(4)}, "until a token": UntilToken(1)}
+LENGTHS = WHOLE | {  # what is verified is settled before the first token is drawn
+    "every second": Partly(2, every_second),
+    "until a token, behind even texts": Partly(3, behind_even, token=1),
+}
+DROPPING: dict[str, Length] = {  # it may depend on what was drawn: for rules that `drops`
+    "what is sure": Partly(3, sure),
+    "all but the last": Partly(3, all_but_last),
+    "until a token, without it": Partly(3, all_but_last, token=1),
+}
 
 
 def model_drafter(
@@ -79,7 +103,7 @@ def staged_drafter(
     elif helper is None:
         helper = model_drafter(models, sampling, rule, own, constraint, names[1])
     model = model_drafter(models, sampling, rule, streams, constraint, names[0])
-    return StagedDrafter(model, helper, length, own, lambda: 0.0)
+    return StagedDrafter(model, helper, length.start_row(drops=rule.drops), own, lambda: 0.0)
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
@@ -208,19 +232,31 @@ def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
         yield dict(enumerate((*choice, *unverified), 1))
 
 
-def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:
-    """The law of what `run` answers."""
-    law: Law = {}
+def branches(run: Callable[[RandomStreams], Answer]) -> Iterator[tuple[Answer, float]]:
+    """What `run` answers in every branch of chance, and how probable the branch is."""
     path: list[int] = []
     while True:
         streams = WalkingStreams(path)
         answer = run(streams)
-        law[answer] = law.get(answer, 0.0) + streams.probability
+        yield answer, streams.probability
         while path and path[-1] == streams.n_branches[len(path) - 1] - 1:
             path.pop()
         if not path:
-            return law
+            return
         path[-1] += 1
+
+
+def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:
+    """The law of what `run` answers."""
+    law: Law = {}
+    for answer, probability in branches(run):
+        law[answer] = law.get(answer, 0.0) + probability
+    return law
+
+
+def mean(run: Callable[[RandomStreams], float]) -> float:
+    """What `run` answers on average."""
+    return sum(answer * probability for answer, probability in branches(run))
 
 
 def rounds(
@@ -234,8 +270,9 @@ def rounds(
     constraint: RowConstraint | None = None,
 ) -> list[Round]:
     """What the loop makes of a prompt, without a scheduler."""
+    row = length.start_row(drops=rule.drops)
     config = Speculation(
-        drafter, length, rule, sampling, streams, models[TARGET].context_size, constraint=constraint
+        drafter, row, rule, sampling, streams, models[TARGET].context_size, constraint=constraint
     )
     made: list[Round] = answer_alone(speculate(PROMPT, len(PROMPT) + n_tokens, config), models)
     return made

@@ -230,12 +230,53 @@ class Length:
 class UntilToken(Length):
     """Drafts until a certain token was drafted: a length that depends on what the draft says."""
 
-    def __init__(self, token: int, longest: int = 3) -> None:
+    def __init__(self, token: int | None, longest: int = 3) -> None:
         super().__init__(longest, lambda n: n + 1)
         self.token = token
 
     def wants_more(self, draft: Draft) -> bool:
         return super().wants_more(draft) and (len(draft) == 0 or int(draft.tokens[-1]) != self.token)
+
+
+class Partly(UntilToken):
+    """Verifies as many tokens of a draft as `n` says, which is told what was drafted, and earlier rounds."""
+
+    def __init__(
+        self, n_draft: int, n: Callable[[Draft, Sequence[Round]], int], token: int | None = None
+    ) -> None:
+        super().__init__(token, n_draft)
+        self.widths, self.n = lambda n: n, n
+        self.made: list[Draft] = []  # what was drafted in each round
+
+    def start_row(self, *, drops: bool = False) -> Partly:
+        return Partly(self.n_draft, self.n, self.token)
+
+    def n_verified(self, draft: Draft) -> int:
+        self.made.append(draft)
+        return self.n(draft, self.rounds)
+
+
+def every_second(draft: Draft, rounds: Sequence[Round]) -> int:
+    """All or nothing, settled beforehand: nothing in the first round, in the third, and so on."""
+    return len(draft) if len(rounds) % 2 else 0
+
+
+def behind_even(draft: Draft, rounds: Sequence[Round]) -> int:
+    """All or nothing, settled beforehand: nothing behind an odd number of new tokens."""
+    return 0 if sum(len(round_.tokens) for round_ in rounds) % 2 else len(draft)
+
+
+def sure(draft: Draft, rounds: Sequence[Round]) -> int:
+    """Up to the first token of which the draft is not sure: that depends on what was drawn."""
+    return len([*itertools.takewhile(lambda confidence: confidence > 0.5, draft.confidences)])
+
+
+def all_but_last(draft: Draft, rounds: Sequence[Round]) -> int:
+    return max(len(draft) - 1, 0)
+
+
+def nothing(draft: Draft, rounds: Sequence[Round]) -> int:
+    return 0
 
 
 class CountingUp:

@@ -69,7 +69,8 @@ class Run:
     n_tokens: tuple[int, ...]  # after each round
     seconds: tuple[float, ...]  # after each round
     plain_seconds: tuple[float, ...]  # plain decoding of as many tokens
-    lengths: tuple[int, ...]  # guesses of each round
+    lengths: tuple[int, ...]  # guesses of each round that were verified
+    n_steps: tuple[int, ...]  # steps of the draft in each round
 
     @property
     def to_plain(self) -> float:
@@ -108,7 +109,7 @@ def play_rows(
     rng = np.random.default_rng(seed)
     rows, waiting = list[Row](), list(passages)
     seconds, plain, evaluation, n_drafted = 0.0, 0.0, 0, 0
-    run: list[tuple[int, float, float, int]] = []
+    run: list[tuple[int, float, float, int, int]] = []
     while rows or waiting:
         while waiting and len(rows) < (n_rows or len(passages)):
             rows.append(Row(policy.start_row(drops=True), waiting.pop(0), copies))
@@ -144,13 +145,12 @@ def play_rows(
                 for i in range(n_made)
             )
         seconds += drafting + verifying + sum(rests)
-        run.append((sum(row.position for row in rows), seconds, plain, n_drafted))
+        run.append((sum(row.position for row in rows), seconds, plain, n_drafted, n_steps))
         for row in rows:
             if row.is_over:
                 row.length.close()
         rows = [row for row in rows if not row.is_over]
-    positions, times, plain_times, lengths = zip(*run, strict=True)
-    return Run(positions, times, plain_times, lengths)
+    return Run(*zip(*run, strict=True))
 
 
 def _try_widths(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
@@ -194,6 +194,7 @@ class Row:
     def settle(self) -> None:
         """Let the policy say how many are verified."""
         n, whole = self.length.n_verified(self.draft), self.draft
+        self._n_dropped = len(whole) - n
         self.draft, self._shadow = whole.first(n), None
         at = self.position + n
         if n < len(whole) and self._texts[whole.source].stands[self.position : at].all():
@@ -206,7 +207,15 @@ class Row:
         n_accepted = n if right.all() else int(np.argmin(right))
         path = tuple(range(n_accepted))
         self.length.observe(
-            Round(self.draft, path, 0, n_draft_steps=self.n_steps, shadow=self._shadow, **measured)
+            Round(
+                self.draft,
+                path,
+                0,
+                n_draft_steps=self.n_steps,
+                n_dropped=self._n_dropped,
+                shadow=self._shadow,
+                **measured,
+            )
         )  # type: ignore[arg-type]
         self.lag = int(n_accepted == n) if self.n_steps else self.lag + n_accepted + 1
         self.position += n_accepted + 1

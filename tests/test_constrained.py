@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import Partly, all_but_last, every_second
 from llamaspec import (
     Completion,
     Constraint,
@@ -124,9 +125,13 @@ def compare(pair: Pair, schema: dict[str, Any], seed: int) -> None:
     assert drafted.tokens == plain.tokens
     assert drafted.mask_seconds > 0.0
     assert drafted.stop_reason is plain.stop_reason
+    part = Partly(4, (every_second, all_but_last)[seed % 2])
+    assert write(pair, constraint, seed, policy=part).tokens == plain.tokens
     assert write(pair, constraint, seed).tokens == plain.tokens  # as many draft tokens as pay
     for rule in ("rejection", "block"):
         check(write(pair, constraint, seed, policy=FixedLength(4), rule=rule), schema)
+    rule = ("rejection", "block")[seed % 2]
+    check(write(pair, constraint, seed, policy=Partly(4, every_second), rule=rule), schema)
 
 
 @SOME

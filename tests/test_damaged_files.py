@@ -21,9 +21,11 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.hub.catalog import add_own, own_list, read_catalog, remove_own
 from llamaspec.hub.entries import Entry
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
-from llamaspec.measure.store import store_prior, store_probe, stored_prior, stored_probe
+from llamaspec.measure.store import Kept, store_prior, store_probe, stored_prior, stored_probe
 
 N = 100  # damaged copies of each file
 TIMING = Timing(0.01, 0.009, 0.012)
@@ -88,11 +90,18 @@ def stored(
     if request.param == "probe":
         path = store_probe(pair, PROBE)
         return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_probe(pair).fault)
-    store_prior(pair, AutoLength().experience())
+    prior = AutoLength(CostCurve((1, 3), (0.02, 0.03), 0.004)).experience()
+    store_prior(pair, prior)
     (path,) = (tmp_path / "cache").rglob("*.json")
-    return Stored(
-        path, lambda: store_prior(pair, AutoLength().experience()), lambda: stored_prior(pair).fault
-    )
+    return Stored(path, lambda: store_prior(pair, prior), lambda: _used(stored_prior(pair)))
+
+
+def _used(kept: Kept[LearnedPrior]) -> str | None:
+    if kept.value is not None:
+        costs = AutoLength(kept.value).shared.costs
+        costs.observe_verify(1, 0.02)
+        costs.learned()
+    return kept.fault
 
 
 def _use_catalog() -> None:

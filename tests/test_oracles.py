@@ -7,6 +7,7 @@ the choice was close: `nats_between` says by how much.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fakes import Partly, all_but_last, every_second, nothing, sure
 from forward_requests import MEMORIES, scores
 from llamaspec import (
     Completion,
@@ -27,7 +29,7 @@ from llamaspec import (
 )
 from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.protocols import Stream
+from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.distributions import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, ForwardRequest, Source
@@ -65,12 +67,17 @@ def plain(pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int) -> Com
 
 
 def assisted(
-    pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int, n_draft: int, rule: str = "coupled"
+    pair: Pair,
+    prompt: str,
+    sampling: Sampling,
+    seed: int,
+    n: int,
+    n_draft: int | LengthPolicy,
+    rule: str = "coupled",
 ) -> Completion:
     pair.forget()
-    return pair.stream(
-        prompt, policy=FixedLength(n_draft), sampling=sampling, seed=seed, max_tokens=n, rule=rule
-    ).run()
+    policy = FixedLength(n_draft) if isinstance(n_draft, int) else n_draft
+    return pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=n, rule=rule).run()
 
 
 def nats_between(p: Distribution, a: int, b: int, seed: int, position: int) -> float:
@@ -321,6 +328,144 @@ def test_a_head_that_computes_what_the_target_computes_is_hardly_rejected(
     with opened_with_heads(store, "step35-blind") as pair:
         rates = self_draft_rates(pair, rule, 40, (1, 2, 5, 8))
         assert np.mean([rate for rate in rates if rate is not None]) > 0.97
+
+
+# Drafts of which a part is verified, or nothing
+
+PARTS = {
+    "every second": Partly(4, every_second),
+    "what is sure": Partly(5, sure),
+    "all but the last": Partly(3, all_but_last),
+    "nothing": Partly(2, nothing),
+}
+SETTLED = ("every second", "nothing")  # before anything is drafted
+
+
+def n_left_out(found: Completion, source: Source | None = None) -> int:
+    """Tokens that were drafted, by one source or by any, and not verified."""
+    return sum(round_.n_dropped for round_ in found.rounds if source in (None, round_.source))
+
+
+def hits(found: Completion) -> list[float]:
+    """Of each draft how much was accepted; of each shadow how likely it would have been."""
+    shares = [round_.n_accepted / len(round_.draft) for round_ in found.rounds if len(round_.draft)]
+    return shares + [round_.shadow[1] for round_ in found.rounds if round_.shadow]
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_same_seed_same_tokens_where_a_part_is_verified(store: ModelStore, noise: float, part: str) -> None:
+    target = Recipe(dtype="q8_0")
+    with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
+        for seed, temperature in enumerate(TEMPERATURES):
+            sampling = Sampling(temperature=temperature, repeat_penalty=1.2 if seed % 2 else None)
+            right = plain(pair, "the end", sampling, seed, 48).tokens
+            found = assisted(pair, "the end", sampling, seed, 48, PARTS[part])
+            assert found.tokens == right, f"temperature {temperature}"
+            assert n_left_out(found) > 5 or part == "what is sure"
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_same_seed_same_tokens_where_a_part_of_copies_is_verified(store: ModelStore, part: str) -> None:
+    target, n_copies = Recipe(dtype="q8_0"), 0
+    prompt = "the end of the beginning and the beginning of the end, " * 3
+    paths = store.path("llama", target), store.path("llama", target.draft(0.1))
+    with open_pair(*paths, ngram=True, target_options=CPU, draft_options=CPU) as pair:
+        for seed in range(3):
+            right = plain(pair, prompt, Sampling(temperature=1.0), seed, 60).tokens
+            found = assisted(pair, prompt, Sampling(temperature=1.0), seed, 60, PARTS[part])
+            assert found.tokens == right
+            n_copies += n_left_out(found, Source.NGRAM)
+    assert n_copies > 5 or part == "what is sure"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_draft_equal_to_the_target_leaves_out_would_have_been_accepted(
+    store: ModelStore, rule: str
+) -> None:
+    path = store.path("llama", Recipe(dtype="q8_0"))
+    with opened(path, path) as pair:
+        for part in PARTS if rule == "coupled" else SETTLED:
+            for seed, temperature in enumerate(TEMPERATURES):
+                sampling = Sampling(temperature=temperature, repeat_penalty=1.2)
+                found = assisted(pair, "the end", sampling, seed, 40, PARTS[part], rule)
+                assert found.summary.n_accepted == found.summary.n_verified
+                shadows = [round_.shadow for round_ in found.rounds if round_.n_dropped]
+                assert {shadow and shadow[1] for shadow in shadows} <= {1.0}
+                assert shadows or part == "what is sure"
+
+
+@pytest.mark.parametrize("kind", ["step35-one", "step35"])
+@pytest.mark.parametrize("part", list(PARTS))
+def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
+    store: ModelStore, part: str, kind: str
+) -> None:
+    """With copies besides, while which nobody asks the heads."""
+    prompt = "the end of the beginning and the beginning of the end, " * 3
+    with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", ngram=True, target_options=CPU) as pair:
+        n_out = 0
+        for seed, temperature in enumerate(TEMPERATURES):
+            sampling = Sampling(temperature=temperature)
+            right = plain(pair, prompt, sampling, seed, 40).tokens
+            found = assisted(pair, prompt, sampling, seed, 40, PARTS[part])
+            assert found.tokens == right
+            n_out += n_left_out(found, Source.MTP)
+        assert n_out > 5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_head_whose_drafts_are_not_verified_reads_on_as_ever(store: ModelStore, rule: str) -> None:
+    """It computes what the target computes, but for a norm that rounds: what it drafts is hardly rejected."""
+    told: list[float] = []
+    with opened_with_heads(store, "step35-blind") as pair:
+        for part in PARTS if rule == "coupled" else SETTLED:
+            for seed, temperature in enumerate(TEMPERATURES):
+                sampling = Sampling(temperature=temperature)
+                told += hits(assisted(pair, "the end", sampling, seed, 40, PARTS[part], rule))
+    assert len(told) > 200
+    assert np.mean(told) > 0.97
+
+
+@pytest.mark.parametrize("kind", [*MEMORIES, "qwen35"])
+def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> None:
+    """Forks only where the choice was close; some memories read again what was drafted in vain."""
+    target = Recipe()
+    draft = "mtp" if kind == "qwen35" else store.path(kind, target.draft())
+    with open_pair(store.path(kind, target), draft, target_options=CPU, draft_options=CPU) as pair:
+        for seed, part in enumerate(PARTS):
+            sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
+            right = plain(pair, "the", sampling, seed, 40)
+            found = assisted(pair, "the", sampling, seed, 40, PARTS[part])
+            assert_same_or_close(pair, "the", sampling, seed, right, found)
+            assert n_left_out(found) > 5 or part == "what is sure"
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_a_memory_holds_nothing_of_a_draft_that_was_not_verified(store: ModelStore, kind: str) -> None:
+    """The draft is the target, but for the last bit: one that reads a stale text is lossless, too."""
+    path, told = store.path(kind, Recipe()), list[float]()
+    with opened(path, path) as pair:
+        for part in PARTS:
+            for seed, temperature in enumerate(TEMPERATURES[:3]):
+                told += hits(assisted(pair, "the", Sampling(temperature=temperature), seed, 40, PARTS[part]))
+    assert len(told) > 200
+    assert np.mean(told) > 0.98
+
+
+def test_texts_beside_each_other_of_which_a_part_is_verified(store: ModelStore) -> None:
+    target = Recipe(dtype="q8_0")
+    prompts = ["the end", "the end of the", "in the beginning", "x"]
+    with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
+        alone = [plain(pair, prompt, Sampling(), seed, 40).tokens for seed, prompt in enumerate(prompts)]
+        pair.forget()
+        streams = [
+            pair.stream(prompt, policy=part, seed=seed, max_tokens=40)
+            for seed, (prompt, part) in enumerate(zip(prompts, PARTS.values(), strict=True))
+        ]
+        for _ in itertools.zip_longest(*streams):
+            pass
+        assert [each.completion.tokens for each in streams] == alone
+        assert max(round_.n_rows for each in streams for round_ in each.completion.rounds) > 2
 
 
 def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:

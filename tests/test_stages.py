@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from command import invoke
-from fakes import Length
-from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, PairError, Sampling, TextStream, open_pair
+from fakes import Length, Partly, all_but_last, every_second, sure
+from llamaspec import (
+    Completion,
+    FixedLength,
+    ModelOptions,
+    NoDrafter,
+    Pair,
+    PairError,
+    Sampling,
+    TextStream,
+    open_pair,
+)
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.values import Source
+from llamaspec.protocols import Drafter
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.values import Draft, Round, Source
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -75,6 +87,65 @@ def test_models_that_are_all_the_same_are_never_rejected(store: ModelStore, rule
             assert {r.source for r in completion.rounds if len(r.draft)} == {Source.STAGE}
         for n_drafted, n_accepted in helped(pair):
             assert n_drafted == n_accepted > 30
+
+
+@pytest.mark.parametrize("n", [every_second, sure, all_but_last])
+def test_same_seed_same_tokens_where_a_part_is_verified(
+    store: ModelStore, n: Callable[[Draft, Sequence[Round]], int]
+) -> None:
+    """Of the draft, of the draft's draft, and of that one's."""
+    with opened(store, TARGET.draft(0.1), TARGET.draft(0.2), TARGET.draft(0.3)) as pair:
+        for stage in pair.stages:
+            stage.length = Partly(3, n)
+        n_dropped = 0
+        for seed, temperature in enumerate((0.0, 0.8, 1.5)):
+            sampling = Sampling(temperature=temperature)
+
+            def text(drafter: Drafter | None, seed: int = seed, sampling: Sampling = sampling) -> Completion:
+                pair.forget()
+                return pair.stream(
+                    "the end of",
+                    drafter=drafter,
+                    policy=Partly(5, n),
+                    sampling=sampling,
+                    seed=seed,
+                    max_tokens=48,
+                ).run()
+
+            right, found = text(NoDrafter()), text(None)
+            assert found.tokens == right.tokens
+            n_dropped += sum(round_.n_dropped for round_ in found.rounds)
+        assert n_dropped > 5
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_what_models_that_are_all_the_same_leave_out_would_have_been_accepted(
+    store: ModelStore, rule: str
+) -> None:
+    with opened(store, TARGET, TARGET, TARGET) as pair:
+        for stage in pair.stages:
+            stage.length = Partly(3, every_second)
+        for seed in range(3):
+            policy = Partly(6, every_second)
+            found = pair.stream("the end", policy=policy, seed=seed, max_tokens=50, rule=rule).run()
+            assert found.summary.acceptance_rate == 1
+            assert {r.shadow and r.shadow[1] for r in found.rounds if r.n_dropped} == {1.0}
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_every_policy_is_told_whether_the_rule_drops(store: ModelStore, rule: str) -> None:
+    told: list[bool] = []
+
+    class Told(Length):
+        def start_row(self, *, drops: bool = False) -> Told:
+            told.append(drops)
+            return self
+
+    with opened(store, TARGET, TARGET, TARGET) as pair:
+        for stage in pair.stages:
+            stage.length = Told(1)
+        pair.stream("the end", policy=Told(2), max_tokens=3, rule=rule).run()
+        assert told == [RULES[rule].drops] * 3
 
 
 def test_what_is_cached_does_not_matter(store: ModelStore) -> None:

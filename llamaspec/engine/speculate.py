@@ -126,6 +126,7 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
         if config.n_logprobs is None
         else round_logprobs(logits, draft, verification, config.n_logprobs),
         n_beside=forward.n_beside,
+        n_dropped=len(made) - len(draft),
         shadow=_shadow(made, draft, verification, config.rule, p),
     )
     length.observe(round_)

@@ -27,19 +27,19 @@ class Acceptance:
         self.level, self.slope = level, slope
         self._level_variance, self._covariance, self._slope_variance = UNKNOWN**2, 0.0, UNKNOWN_SLOPE**2
         self._widest, self._drift = UNKNOWN**2, drift
-        self._usual, self._back = level, 0.0
+        self._usual, self._back = self, 0.0
 
     def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
         """That of a new text, which differs."""
         text, p = Acceptance(self.level, drift=drift), self.probability()
         others = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
         text._level_variance = text._widest = self._level_variance + others
-        text._back = BACK
+        text._usual, text._back = self, BACK
         return text
 
-    def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
-        """That a token is accepted, `z` standard deviations of the level further up."""
-        log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence)
+    def probability(self, confidence: float = 0.5, z: float = 0.0, shift: float = 0.0) -> float:
+        """That a token is accepted; the level `z` standard deviations further up, and `shift` besides."""
+        log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence) + shift
         return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0
 
     def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class Acceptance:
     def pass_tokens(self, n: int) -> None:
         """Text went by: it may have changed."""
         self._level_variance = min(self._level_variance + n * self._drift**2, self._widest)
-        self.level += min(n * self._back, 1.0) * (self._usual - self.level)
+        self.level += min(n * self._back, 1.0) * (self._usual.level - self.level)
         self._slope_variance += n * (self._drift / 2) ** 2
 
 

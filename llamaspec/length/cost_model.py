@@ -27,7 +27,7 @@ APART, FAR = 0.1, 0.2  # standard deviations of an untimed width: at its neighbo
 DENSE, GAP = 17, 1.15  # known by itself: each width up to the first, then so far apart
 PAD = 0.96  # padding must save this much; widths that are doubted are not padded: they would stay untimed
 STALE = 0.01  # of a logarithm: prices are computed anew after as much has changed
-CATCH_UP = 0.2  # of a draft step, for each token that the draft has not read
+CATCH_UP = 0.1  # of a draft step, for each token that the draft has not read
 
 
 @dataclass(slots=True)
@@ -149,9 +149,8 @@ class CostModel:
         if not self.n_timed:  # as busy as the machine is today
             self._scale += off
             if not self.is_blank and abs(off) > FOREIGN:
-                self._n_far = 1
-                for each in self._widths.values():
-                    each.n = 0
+                self._n_far, self._stale, self._step.n = 1, inf, 0
+                self._widths = {1: Average(self._widths[1].log, 0), place: average}
             average.n = max(average.n, 1)
         else:
             if not average.n and width > 1:  # many positions cost no more than one by one

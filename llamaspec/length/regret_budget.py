@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ALLOWED = 2.2  # plain tokens of each row that a text may lose at first
-RATE = 0.007  # and more for every token
-SAVED = 0.8  # of what earlier texts have won, that a text may lose besides
+ALLOWED = 1.8  # plain tokens of each row that a text may lose at first
+RATE = 0.006  # and more for every token
+SAVED = 1.1  # of what earlier texts have won, that a text may lose besides
+RECENT = 16  # rounds that are booked anew where plain decoding turns out to take another time
 
 
 @dataclass(slots=True)
@@ -20,12 +21,23 @@ class RegretBudget:
 
     gain: float = 0.0  # won against plain decoding, in all texts
     left: float = ALLOWED  # that each row may lose now
-
-    def book(self, gain: float, n_made: int, n_rows: int) -> None:
-        """Enter what a row's round of `n_made` tokens has won."""
-        self.gain += gain
-        self.left += (gain + RATE * n_made) / n_rows
+    _recent: float = 0.0  # that each row's recent rounds with drafts took, old ones fading
 
     def start_text(self, *, is_alone: bool) -> None:
         """A text begins; alone, it owes nothing."""
         self.left = min(max(self.left, ALLOWED) if is_alone else self.left, ALLOWED + SAVED)
+
+    def book(self, n_made: int, spent: float, n_rows: int, *, is_plain: bool) -> None:
+        """Enter that a row's round of `n_made` tokens took as long as `spent` plain ones."""
+        self._win(n_made - spent, n_rows)
+        self.left += RATE * n_made / n_rows
+        if not is_plain:  # else this holds whatever they take
+            self._recent += (spent - self._recent / RECENT) / n_rows
+
+    def correct(self, factor: float, n_rows: int) -> None:
+        """Plain decoding takes so many times as long as was believed."""
+        self._win(n_rows * self._recent * (1.0 - 1.0 / factor), n_rows)
+
+    def _win(self, gain: float, n_rows: int) -> None:
+        self.gain += gain
+        self.left += gain / n_rows

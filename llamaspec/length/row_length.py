@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 from operator import mul
 from typing import TypeVar
 
@@ -22,13 +23,18 @@ from llamaspec.length.shared import COPIES, FREE, Pledge, Shared
 from llamaspec.length.tree import WIDEST, TreePlan, tree_speed_up
 from llamaspec.values import Draft, Round, Source
 
-TRIES, TRYING = 0.6, 0.012  # plain tokens that tries of a text may take: at once; for each token
+TRIES, TRYING, MOST_TRIES = (
+    0.6,
+    0.008,
+    2.0,
+)  # plain tokens that tries may take: at first; for each token; at once
 SURE = 0.92  # acceptance: where not even that would pay, nothing is tried
 CHECK_AFTER = 6  # evaluations until plain decoding is timed again; longer each time, the more drafts gain
 CHECK_SHARE, MOST_GAIN = 0.01, 2.0  # of the time, what that may cost; drafts that gain more count as this
 TRIAL = 4  # positions: few enough to cost little, and no fewer than what some machines pad to
 COPYING = 1.3  # so many times as fast as plain decoding a text is that is copied, more or less
 COPY_WAIT, LUCK = 16, 1.2  # tokens until copies are tried that might be worth more; standard deviations
+ALIKE = 0.7  # log-odds by which texts differ before that also says something of tokens that are drafted
 EDGE = 1.02  # what a tree must promise, next to the best chain
 
 Grown = TypeVar("Grown")
@@ -47,6 +53,7 @@ class AutoRow:
         self._limits: dict[Source, int] = {}  # draft tokens of the open round, at most
         self._tries: Source | None = None  # whose draft is only tried in it
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
+        self._hope = 0.0  # tokens that a draft which is tried may be worth, with luck
         self._alone: list[float] = []  # prices of the open round, if no other row has a part in them
         self._confidences: tuple[float, ...] = ()  # of the draft whose expectations these are:
         self._expected = [(1.0, 0.0)]  # [n] that its first n tokens are all accepted; how many of them are
@@ -106,13 +113,12 @@ class AutoRow:
         """Learn acceptance and costs."""
         self._begin()  # rounds may be played again, and nobody asks then
         shared, n_made, has_read = self._shared, round_.n_accepted + 1, round_.n_draft_steps > 0
-        if has_read and self._tries is shared.drafting:
-            _, worth = self._most_valuable(round_.draft)
-            steps = shared.costs.drafting_seconds(round_.n_draft_steps, self.n_unread) / shared.n_rows
-            self._trying += worth - self._rate * steps
-        self._trying = min(self._trying + TRYING * n_made, TRIES)
+        _, worth = self._most_valuable(round_.draft) if self._tries is shared.drafting else (0, 0.0)
         shared.learn_acceptance(round_, self._beliefs[round_.source])
         shared.observe(round_, self.n_unread)
+        if has_read and self._tries is shared.drafting:
+            self._trying += worth - self._rate * round_.draft_seconds / (shared.n_drafted * round_.n_rows)
+        self._trying = min(self._trying + TRYING * n_made, MOST_TRIES)
         for source in shared.sources:
             self._beliefs[source].pass_tokens(n_made)
         is_copied = round_.source in COPIES and len(round_.draft) > 0
@@ -148,19 +154,21 @@ class AutoRow:
 
     def _plan_model(self, rate: float) -> float:
         """A draft that should pay, or a try; returns how much faster than plain decoding the row gets."""
-        shared, costs, source = self._shared, self._shared.costs, self._shared.drafting
-        step, prices, limit = self._step_seconds(), self._prices(), self._affordable(rate)
-        seconds = [price + n * step for n, price in enumerate(prices)]
+        costs, source, step = self._shared.costs, self._shared.drafting, self._step_seconds()
+        seconds = [price + n * step for n, price in enumerate(self._prices())]
+        limit = self._affordable(seconds, rate)
         gains = expected_accepted(self._beliefs[source].probability(), limit)
         faster = speed_up(seconds, gains, rate) if costs.knows_step else 1.0
         if faster > 1.0:
             self._limits[source] = limit
             return faster
-        price = rate * costs.drafting_seconds(1, self.n_unread) / shared.n_rows
+        price = rate * costs.drafting_seconds(1, self.n_unread) / self._shared.n_rows
         could_pay = not costs.knows_step or speed_up(seconds, expected_accepted(SURE, limit), rate) > 1.0
         if could_pay and limit and price <= self._trying:
             self._tries = source
             self._limits[source] = limit if costs.knows_step and self._drops else 1
+            hoped = expected_accepted(self._beliefs[source].probability(z=LUCK), limit)
+            self._hope = speed_up(seconds, hoped, rate) - 1.0 if costs.knows_step else inf
         return 1.0
 
     def _plan_free(self, source: Source, ahead: Sequence[float]) -> int:
@@ -175,25 +183,23 @@ class AutoRow:
         rate, prices, longest = plan.rate if plan else self._rate, self._prices(), shared.longest
         if source is Source.GRAMMAR:
             return _best([*range(longest + 1)], prices, rate)[0]
-        draft_worth = rate / plain_rate - 1.0  # of the best draft of others, at this rate
-        believed, limit = shared.calibrations[source].probability, self._affordable(plain_rate)
+        is_tried = self._tries is shared.drafting
+        draft_worth = self._hope if is_tried else rate / plain_rate - 1.0  # of what stands aside for a copy
+        believed, limit = shared.calibrations[source].probability, self._affordable(prices, plain_rate)
         for luck in (0.0, LUCK) if self._n_since_copy >= COPY_WAIT else (0.0,):
             chances = [believed(confidence, luck) for confidence in ahead[:longest] or (0.5,) * longest]
             n, worth = _best([0.0, *accumulate(accumulate(chances, mul))], prices[: limit + 1], rate)
             if worth > draft_worth:
                 return n
-        if draft_worth or self._tries is not None:
+        if draft_worth or is_tried:
             return 0
         self._tries = source
         return 1
 
     def _plan_tree(self) -> TreePlan | None:
         """A tree instead of the chain that is planned, where that promises more."""
-        shared, source, limit = (
-            self._shared,
-            self._shared.drafting,
-            self._limits.get(self._shared.drafting, 0),
-        )
+        shared, source = self._shared, self._shared.drafting
+        limit = self._limits.get(source, 0)
         if limit < 2 or self._tries is not None or not shared.branches:
             return None
         prices = np.array(self._prices()[: limit + 1])
@@ -217,35 +223,44 @@ class AutoRow:
         """What the next draft step costs this row, which may share it."""
         return self._shared.costs.draft_step_seconds() / self._shared.n_drafting(self._pledge)
 
-    def _affordable(self, plain_rate: float) -> int:
-        """The most draft tokens that may all be rejected without losing more than may be lost."""
+    def _affordable(self, seconds: Sequence[float], plain_rate: float) -> int:
+        """The most draft tokens that may all be rejected without losing more than may be lost.
+
+        `seconds`: [n] what n tokens cost.
+        """
         left = self._shared.budget.left
-        return max((n for n, price in enumerate(self._prices()) if plain_rate * price <= left), default=0)
+        return max((n for n, each in enumerate(seconds) if plain_rate * each <= left), default=0)
 
     def _expect(self, draft: Draft) -> list[tuple[float, float]]:
         """[n] how likely the first n tokens of a draft are all accepted, and how many are, on average."""
         n = len(self._confidences)
         if draft.confidences[:n] != self._confidences:
             n, self._expected = 0, [(1.0, 0.0)]
-        believed = self._shared.calibrations[draft.source].probability
+        calibration = self._shared.calibrations[draft.source]
+        differs = self._beliefs[draft.source].level - self._shared.usual[draft.source].level
+        shift = differs - max(-ALIKE, min(differs, ALIKE))
         for confidence in draft.confidences[n:]:
             stands, expected = self._expected[-1]
-            stands *= believed(confidence)
+            stands *= calibration.probability(confidence, shift=shift)
             self._expected.append((stands, expected + stands))
         self._confidences = draft.confidences
         return self._expected
 
     def _most_valuable(self, draft: Draft) -> tuple[int, float]:
         """How many of its tokens to verify, and what that is worth, in tokens."""
-        limit = self._affordable(self._shared.plain_rate(self._shared.n_rows))
-        expected = [expected for _, expected in self._expect(draft)[: len(draft) + 1]]
-        return _best(expected[: limit + 1], self._prices(), self._rate)
+        prices, plain_rate = self._prices(), self._shared.plain_rate(self._shared.n_rows)
+        limit = self._affordable(prices, plain_rate)
+        return _best([n for _, n in self._expect(draft)[: limit + 1]], prices, self._rate)
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next tokens of a draft are worth more than to stop here."""
         n, rate, prices = len(draft), self._rate, self._prices()
         stands, expected = self._expect(draft)[-1]
-        now = self._most_valuable(draft)[1] if self._drops else expected - rate * prices[n]
+        now = (
+            self._most_valuable(draft)[1]
+            if self._drops
+            else expected - rate * prices[min(n, len(prices) - 1)]
+        )
         gains = expected_accepted(self._beliefs[draft.source].probability(), self._limits[draft.source] - n)
         step = rate * self._step_seconds()
         return any(

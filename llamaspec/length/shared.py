@@ -59,7 +59,7 @@ class Shared:
         self._latest = -1  # evaluation
         self._n_seen = 0  # rounds of it that have come
         self._verify_seconds = 0.0  # as booked
-        self._n_drafting = 1  # rows that shared its draft steps
+        self.n_drafted = 1  # rows that shared its draft steps
         self._knows_drafting = False  # these have been learnt
 
     def start_row(self, pledge: Pledge) -> None:
@@ -136,18 +136,15 @@ class Shared:
         overhead = costs.observe_overhead(overhead, drafted=len(round_.draft) > 0)
         if not self.knows_plain:
             return
-        plain = n_rows / self.plain_rate(n_rows)  # of one token of each row
-        spent = drafting / self._n_drafting * n_rows
-        if self._is_plain(round_):
-            spent += plain
-        else:
-            spent += self._verify_seconds + n_rows * overhead
-        self.budget.book(n_made - spent / plain, n_made, n_rows)
+        is_plain, plain = self._is_plain(round_), n_rows / self.plain_rate(n_rows)  # of one token of each row
+        spent = plain if is_plain else self._verify_seconds + n_rows * overhead
+        spent += drafting / self.n_drafted * n_rows
+        self.budget.book(n_made, spent / plain, n_rows, is_plain=is_plain)
 
     def _start_evaluation(self, round_: Round) -> None:
         """Learn what rows share; all of them begin a new round, the first before the others know."""
         self._latest, self._n_seen, self._knows_drafting = round_.evaluation, 0, False
-        self._n_drafting = max(sum(pledge.has_drafted for pledge in self.pledges), 1)
+        self.n_drafted = max(sum(pledge.has_drafted for pledge in self.pledges), 1)
         for pledge in self.pledges:
             pledge.is_drafting, pledge.n_draft = pledge.n_draft > 0, 0
         self.n_since_plain += 1
@@ -155,9 +152,11 @@ class Shared:
             self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
             return
         self._verify_seconds = min(round_.verify_seconds, HICCUP * self.costs.seconds(round_.width))
+        before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
         if self._is_plain(round_):
             self.wants_plain, self.n_since_plain = self.costs.is_surprised, 0
+            self.budget.correct(self.costs.seconds(round_.width) / before, round_.n_rows)
 
     def _is_plain(self, round_: Round) -> bool:
         """Whether it was no wider than rounds without drafts are."""

@@ -87,6 +87,6 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
         assert costs.draft_step_seconds() == pytest.approx(0.6)
         assert auto_length(pair, frozenset({1, 4})).shared.costs.cheapest_width(2) == 4
-        store_prior(pair, LearnedPrior.of_probe(CostCurve((1, 4), (2.0, 2.5), 0.5)))
+        store_prior(pair, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
         costs = auto_length(pair).shared.costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.tree import TreeDrafter
-from llamaspec.drafters.tree_growth import FixedTree, TreeLength
+from llamaspec.drafters.tree_growth import FixedTree, Growth, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.length.tree import TreePlan
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.parameters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
@@ -22,7 +25,7 @@ WARM = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 class NoTree(Length):
     """Lets no tree grow: a chain is as good."""
 
-    def tree(self) -> None:
+    def tree(self, grow: Callable[[TreePlan], Growth]) -> None:
         pass
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from exact_law import (
+    DROPPING,
     LENGTHS,
     PROMPT,
     SAMPLINGS,
     THREE,
+    WHOLE,
     TableStreams,
     distance,
     model_drafter,
@@ -68,7 +70,7 @@ CHAIN_SAMPLINGS = {
 
 
 @pytest.mark.parametrize("drafter", list(CHAINS))
-@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("length", [*WHOLE, "every second"])
 @pytest.mark.parametrize("sampling", list(CHAIN_SAMPLINGS))
 @pytest.mark.parametrize("constraint", list(CONSTRAINTS))
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -86,7 +88,7 @@ def test_the_law_is_the_masked_targets(
 
 
 @pytest.mark.parametrize("drafter", [*CHAINS, "tree"])
-@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("length", [*WHOLE, "every second", "what is sure", "all but the last"])
 @pytest.mark.parametrize("sampling", list(CHAIN_SAMPLINGS))
 def test_the_coupled_text_is_the_masked_one(sampling: str, length: str, drafter: str) -> None:
     chain, rule, allows = CHAIN_SAMPLINGS[sampling], RULES["coupled"], Steps()
@@ -94,7 +96,7 @@ def test_the_coupled_text_is_the_masked_one(sampling: str, length: str, drafter:
     for noise in noise_tables():
         streams = TableStreams(noise)
         chosen = Branching() if drafter == "tree" else CHAINS[drafter](allows, chain, rule, streams)
-        made = rounds(THREE, chosen, LENGTHS[length], rule, chain, streams, constraint=allows)
+        made = rounds(THREE, chosen, (LENGTHS | DROPPING)[length], rule, chain, streams, constraint=allows)
         plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams, constraint=allows)
         assert text(made) == text(plain)
         assert allows.is_complete(made[0].tokens)

@@ -12,6 +12,7 @@ import pytest
 
 from exact_law import (
     CHAINS,
+    DROPPING,
     FOUR,
     LENGTHS,
     SAMPLINGS,
@@ -55,13 +56,13 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, drafter: 
     assert distance(walk(run), plain_law(THREE[TARGET], chain)) < 1e-12
 
 
-def error_of(rule: Rule, models: Models, k: int) -> float:
+def error_of(rule: Rule, models: Models, length: Length) -> float:
     """How far the law of a rule's text is from the target's."""
     chain = SAMPLINGS["plain"]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         drafter = model_drafter(models, chain, rule, streams)
-        return text(rounds(models, drafter, Length(k), rule, chain, streams))
+        return text(rounds(models, drafter, length, rule, chain, streams))
 
     return distance(walk(run), plain_law(models[TARGET], chain))
 
@@ -69,7 +70,16 @@ def error_of(rule: Rule, models: Models, k: int) -> float:
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("models", [FOUR, SELF], ids=["four tokens", "self-draft"])
 def test_the_law_with_other_models(rule: str, models: Models) -> None:
-    assert error_of(RULES[rule], models, 2) < 1e-12
+    assert error_of(RULES[rule], models, Length(2)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("length", list(DROPPING))
+def test_tokens_that_are_dropped_for_what_they_are_change_the_law(length: str, rule: str) -> None:
+    """Why `Rule.drops` exists."""
+    assert not RULES[rule].drops
+    depends = length != "all but the last"
+    assert (error_of(RULES[rule], THREE, DROPPING[length]) > 1e-3) == depends
 
 
 class Instead:
@@ -140,20 +150,21 @@ class ForgetsWeight(Block):
 
 @pytest.mark.parametrize("rule", [ForgetsResidual(), ForgetsWeight()])
 def test_a_wrong_residual_is_found_out(rule: Rule) -> None:
-    assert error_of(rule, FOUR, 2) > 1e-3
+    assert error_of(rule, FOUR, Length(2)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [DrawsResidualAsDraft(), DrawsWithoutAttempt()])
 def test_a_random_number_that_is_used_twice_is_found_out(rule: Rule) -> None:
     with pytest.raises(RepeatedDrawError):
-        error_of(rule, THREE, 3)
+        error_of(rule, THREE, Length(3))
 
 
 DRAFTERS = {**CHAINS, **TREES}
+EVERY_LENGTH = {**LENGTHS, **DROPPING}
 
 
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
-@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("length", list(EVERY_LENGTH))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, drafter: str) -> None:
     chain, rule = SAMPLINGS[sampling], RULES["coupled"]
@@ -161,7 +172,7 @@ def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, dr
     for noise in noise_tables():
         streams = TableStreams(noise)
         chosen = DRAFTERS[drafter](chain, rule, streams)
-        with_draft = text(rounds(THREE, chosen, LENGTHS[length], rule, chain, streams))
+        with_draft = text(rounds(THREE, chosen, EVERY_LENGTH[length], rule, chain, streams))
         assert with_draft == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams))
         texts.add(with_draft)
     assert len(texts) > 1 or sampling == "greedy"

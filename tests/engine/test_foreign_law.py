@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 from exact_law import (
+    DROPPING,
     FOUR,
     LENGTHS,
     N_TOKENS,
@@ -93,28 +94,29 @@ def noise_tables() -> list[dict[int, tuple[float, ...]]]:
 
 
 @pytest.mark.parametrize("kind", list(FOREIGN))
-@pytest.mark.parametrize("length", list(LENGTHS))
+@pytest.mark.parametrize("length", [*LENGTHS, *DROPPING])
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, kind: str) -> None:
-    chain, rule, n_accepted = SAMPLINGS[sampling], RULES["coupled"], 0
+    chain, rule, n_right = SAMPLINGS[sampling], RULES["coupled"], 0.0
     for noise in noise_tables():
         streams = TableStreams(noise)
         chosen = drafter(FOREIGN[kind], chain, rule, streams)
-        found = rounds(MODELS, chosen, LENGTHS[length], rule, chain, streams)
+        found = rounds(MODELS, chosen, (LENGTHS | DROPPING)[length], rule, chain, streams)
         assert text(found) == text(rounds(MODELS, NoDrafter(), LENGTHS["K=0"], rule, chain, streams))
-        n_accepted += sum(round_.n_accepted for round_ in found)
-    assert n_accepted > 0 or length == "K=0" or sampling == "greedy"
+        n_right += sum(round_.n_accepted + (round_.shadow or (0.0, 0.0))[1] for round_ in found)
+    assert n_right > 0 or length == "K=0" or sampling == "greedy"
 
 
 @pytest.mark.parametrize("kind", list(FOREIGN))
+@pytest.mark.parametrize("length", ["K=2", "every second"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_under_a_constraint(rule: str, kind: str) -> None:
+def test_the_law_under_a_constraint(rule: str, length: str, kind: str) -> None:
     chain = SAMPLINGS["plain"]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
         chosen = drafter(FOREIGN[kind], chain, RULES[rule], streams, CONSTRAINT)
         return text(
-            rounds(MODELS, chosen, LENGTHS["K=2"], RULES[rule], chain, streams, constraint=CONSTRAINT)
+            rounds(MODELS, chosen, LENGTHS[length], RULES[rule], chain, streams, constraint=CONSTRAINT)
         )
 
     assert distance(walk(run), plain_law(MODELS[TARGET], chain, CONSTRAINT)) < 1e-12

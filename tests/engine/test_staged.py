@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from exact_law import (
+    DROPPING,
     LENGTHS,
     PROMPT,
     SAMPLINGS,
@@ -31,7 +32,18 @@ from exact_law import (
     walk,
 )
 from fake_constraint import Steps
-from fakes import Clock, FakeModel, Length, UntilToken, tokens
+from fakes import (
+    Clock,
+    FakeModel,
+    Length,
+    Partly,
+    UntilToken,
+    all_but_last,
+    behind_even,
+    every_second,
+    sure,
+    tokens,
+)
 from llamaspec.drafters.coroutines import drafting
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.speculate import Speculation
@@ -46,6 +58,12 @@ STAGES = {
     **STAGES,
     "three drafts": lambda *chance: staged_drafter(THREE, [Length(2), Length(1)], *chance),
     "a draft that is the target": lambda *chance: staged_drafter(SELF, [Length(2)], *chance),
+    "a draft's draft, every second time": lambda *chance: staged_drafter(
+        THREE, [Partly(2, every_second)], *chance
+    ),
+    "two drafts, behind even texts": lambda *chance: staged_drafter(
+        THREE, [Partly(2, behind_even), Partly(1, every_second)], *chance
+    ),
 }
 
 
@@ -61,7 +79,7 @@ def error_of(stage: str, rule: str, sampling: str, length: Length) -> float:
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
-@pytest.mark.parametrize("length", ["K=1", "K=2", "until a token"])
+@pytest.mark.parametrize("length", ["K=1", "K=2", "until a token", "every second"])
 @pytest.mark.parametrize("sampling", ["top-k", "top-p, penalties", "greedy"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_is_the_targets(rule: str, sampling: str, length: str, stage: str) -> None:
@@ -89,6 +107,19 @@ def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, st
         drafter = STAGES[stage](chain, rule, streams)
         plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams)
         assert text(rounds(THREE, drafter, LENGTHS[length], rule, chain, streams)) == text(plain)
+
+
+@pytest.mark.parametrize("lengths", [[Partly(2, sure)], [Partly(3, all_but_last), Partly(2, sure)]])
+@pytest.mark.parametrize("length", ["K=3", "what is sure", "all but the last"])
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_coupled_text_where_tokens_are_dropped(sampling: str, length: str, lengths: Sequence[Length]) -> None:
+    """Of the draft, of the draft's draft, and of that one's."""
+    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
+    for noise in noise_tables():
+        streams = TableStreams(noise)
+        drafter = staged_drafter(THREE, lengths, chain, rule, streams)
+        plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams)
+        assert text(rounds(THREE, drafter, (LENGTHS | DROPPING)[length], rule, chain, streams)) == text(plain)
 
 
 # -- what a draft drafts, and how often it is asked ---------------------------------------------------------
@@ -126,7 +157,16 @@ WIDE: Models = {
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-@pytest.mark.parametrize("lengths", [[Length(3)], [UntilToken(7)], [Length(4), Length(2)]])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [Length(3)],
+        [UntilToken(7)],
+        [Length(4), Length(2)],
+        [Partly(4, sure)],
+        [Partly(4, all_but_last), Partly(2, every_second)],
+    ],
+)
 @pytest.mark.parametrize("wanted", [Length(1), Length(6), UntilToken(11, 9)])
 def test_it_drafts_what_the_model_drafts_alone(
     wanted: Length, lengths: Sequence[Length], sampling: str

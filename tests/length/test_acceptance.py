@@ -25,7 +25,7 @@ class Plain:
     covariance: np.ndarray[tuple[int, int], np.dtype[np.float64]]
     widest: float  # variance of the level that nothing exceeds
     drift: float  # standard deviation of the level's step with each token; of the slope's: half of it
-    usual: float = 0.0
+    usual: Plain | None = None
     back: float = 0.0  # of the way to the usual level, with each token
 
     @classmethod
@@ -33,17 +33,18 @@ class Plain:
         return cls(np.array([level, slope]), np.diag([0.8**2, 0.5**2]), 0.8**2, 0.02)
 
     def of_text(self, drift: float = 0.14) -> Plain:
+        """As sure of its level as eight tokens of it, and the usual level itself, allow."""
         p = self.probability()
-        variance = 1 / (8 * max(p * (1 - p), 0.02))
+        variance = float(self.covariance[0, 0]) + 1 / (8 * max(p * (1 - p), 0.02))
         start = np.array([self.mean[0], 0.0])
-        return Plain(start, np.diag([variance, 0.5**2]), variance, drift, float(self.mean[0]), 0.02)
+        return Plain(start, np.diag([variance, 0.5**2]), variance, drift, self, 0.02)
 
     def at(self, confidence: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         odds = min(max(confidence, 0.02), 0.98)
         return np.array([1.0, np.log(odds / (1 - odds))])
 
-    def probability(self, confidence: float = 0.5, z: float = 0.0) -> float:
-        log_odds = self.at(confidence) @ self.mean + z * np.sqrt(self.covariance[0, 0])
+    def probability(self, confidence: float = 0.5, z: float = 0.0, shift: float = 0.0) -> float:
+        log_odds = self.at(confidence) @ self.mean + z * np.sqrt(self.covariance[0, 0]) + shift
         return float(1 / (1 + np.exp(-log_odds)))
 
     def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
@@ -54,7 +55,8 @@ class Plain:
         self.covariance = self.covariance - np.outer(gain, x @ self.covariance)
 
     def pass_tokens(self, n: int) -> None:
-        self.mean[0] += min(n * self.back, 1.0) * (self.usual - self.mean[0])
+        if self.usual is not None:
+            self.mean[0] += min(n * self.back, 1.0) * (self.usual.mean[0] - self.mean[0])
         self.covariance[0, 0] = min(self.covariance[0, 0] + n * self.drift**2, self.widest)
         self.covariance[1, 1] += n * (self.drift / 2) ** 2
 
@@ -62,24 +64,28 @@ class Plain:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["all texts", "a text", "a copied text"])
 def test_beliefs_are_those_of_the_filter_in_matrices(kind: str, seed: int) -> None:
+    """Of a text, too, while what is usual changes with other texts."""
     rng = np.random.default_rng(seed)
-    found, plain = Acceptance(0.4, 0.6), Plain.of_all(0.4, 0.6)
+    usual = found, plain = Acceptance(0.4, 0.6), Plain.of_all(0.4, 0.6)
     steps = [(n, *rng.random(3).tolist()) for n in rng.choice([0, 1, 1, 3, 70], 120).tolist()]
     for i, (n, outcome, confidence, count) in enumerate(steps):
-        if i == 60 and kind != "all texts":
-            drift = FREE_DRIFT if kind == "a copied text" else 0.14
-            found, plain = (
-                found.of_text(drift) if drift == FREE_DRIFT else found.of_text(),
-                plain.of_text(drift),
-            )
+        if i == 60 and kind == "a text":
+            found, plain = found.of_text(), plain.of_text(0.14)
+        elif i == 60 and kind == "a copied text":
+            found, plain = found.of_text(FREE_DRIFT), plain.of_text(FREE_DRIFT)
         outcome = outcome if i % 2 else float(confidence < 0.7)  # what is sure is rejected
         found.pass_tokens(n)
         plain.pass_tokens(n)
         found.learn(outcome, confidence, 0.1 + count)
         plain.learn(outcome, confidence, 0.1 + count)
+        if found is not usual[0]:
+            usual[0].learn(count, 0.3)
+            usual[1].learn(count, 0.3)
         for sure in (0.001, 0.3, 0.5, 0.999):
             for z in (-1.0, 0.0, 2.0):
                 assert found.probability(sure, z) == pytest.approx(plain.probability(sure, z), rel=1e-9)
+            shifted = found.probability(sure, shift=-0.7)
+            assert shifted == pytest.approx(plain.probability(sure, shift=-0.7), rel=1e-9)
 
 
 def test_what_is_hopeless_is_no_overflow() -> None:

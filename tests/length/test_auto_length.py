@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.length.prior import LOG_ODDS, LearnedPrior
+from llamaspec.length.row_length import AutoRow
 from llamaspec.values import Draft, Round, Source
 from simulated import machine, text
 from simulator import play
@@ -67,7 +66,8 @@ def test_what_it_knows_is_told() -> None:
     policy.shared.calibrations[Source.STAGE].level, policy.shared.calibrations[Source.STAGE].slope = 0.5, 0.75
     learnt = policy.experience()
     assert learnt.log_odds == (1.25, 0.5, 0.75)
-    assert np.exp(learnt.means[0]) == pytest.approx(0.5, rel=0.02)
+    assert learnt.curve is not None
+    assert learnt.curve.verify_seconds[0] == pytest.approx(0.5, rel=0.02)
 
 
 def test_what_it_begins_with() -> None:
@@ -77,14 +77,14 @@ def test_what_it_begins_with() -> None:
     known = [probed.costs.seconds(1), probed.costs.seconds(2), probed.costs.draft_step_seconds()]
     assert known == pytest.approx([0.02, 0.03, 0.004])
     assert fresh.costs.seconds(1) == pytest.approx(0.03)
-    assert (fresh.grows_trees, probed.grows_trees) == (False, True)
-    learnt = replace(LearnedPrior.of_probe(curve), log_odds=(1.0, 2.0, 3.0))
+    assert (fresh.branches, probed.branches) == (False, True)
+    learnt = LearnedPrior(curve, (1.0, 2.0, 3.0))
     again = AutoLength(learnt, longest=5).shared
     assert again.costs.seconds(2) == pytest.approx(0.03)
     assert again.usual[Source.MODEL].level == 1.0
     assert (again.calibrations[Source.MODEL].level, again.calibrations[Source.MODEL].slope) == (2.0, 3.0)
-    assert (again.allocator.longest, fresh.allocator.longest) == (5, 15)
-    assert AutoLength(longest=1).shared.allocator.longest == 1
+    assert (again.longest, fresh.longest) == (5, 15)
+    assert AutoLength(longest=1).shared.longest == 1
 
 
 @pytest.mark.parametrize("prior", [None, machine("flat", 0.6).curve()])
@@ -122,13 +122,17 @@ def test_a_hiccup_of_plain_decoding_is_corrected_by_the_next_round() -> None:
     assert not row.wants_more(Draft())
 
 
-def test_where_nothing_is_known_one_row_tries_a_width() -> None:
+def test_where_nothing_is_known_one_row_times_a_width_twice() -> None:
     policy = AutoLength()
     row, other = policy.start_row(), policy.start_row()
     assert (row.trial_width(), other.trial_width()) == (4, 0)
+    row.observe_trial(4, 0.06)  # something held it up
+    assert row.trial_width() == 4
     row.observe_trial(4, 0.02)
-    assert policy.shared.costs.n_timed == {4: 1}
-    assert policy.start_row().trial_width() == 0
+    assert policy.shared.costs.n_timed == {4: 2}
+    assert policy.shared.costs.seconds(4) == pytest.approx(0.02)
+    assert policy.shared.trials == [(4, 0.06), (4, 0.02)]
+    assert (row.trial_width(), policy.start_row().trial_width()) == (0, 0)
     known = [AutoLength(machine("q4_0", 0.6).curve()), AutoLength(widths={1, 4}), AutoLength(sources=())]
     assert [each.start_row().trial_width() for each in known] == [0, 0, 0]
 
@@ -195,3 +199,85 @@ def test_what_one_text_has_won_the_next_may_hardly_lose() -> None:
     on, policy = machine("f16", 0.6), AutoLength()
     play(policy, on, text("constant 0.95", 0))
     assert play(policy, on, text("useless", 0)).worst_to_plain(96) <= 1 / 0.95
+
+
+STEEP = CostCurve((1, 2, 3, 4, 8), (0.010, 0.018, 0.022, 0.025, 0.050), 0.0005)
+
+
+def begun(curve: CostCurve, *, drops: bool = True, n_accepted: int = 1, n: int = 60) -> AutoRow:
+    """A row that has seen single draft tokens of confidence .6, of which two in three were accepted."""
+    row = AutoLength(curve).start_row(drops=drops)
+    row.observe(round_of(0, 0, curve.verify_seconds[0]))
+    for i in range(n):
+        row.observe(round_of(1, n_accepted * (i % 3 > 0), curve.verify_seconds[1], curve.draft_step_seconds))
+    row.observe(round_of(0, 0, curve.verify_seconds[0]))
+    row._shared.budget.left = 1.8
+    return row
+
+
+def drafted(row: AutoRow, *confidences: float) -> tuple[int, int]:
+    """Tokens that are made of a draft whose confidences would be these, and those that are verified."""
+    n = 0
+    while n < len(confidences) and row.wants_more(draft_with(*confidences[:n])):
+        n += 1
+    return n, row.n_verified(draft_with(*confidences[:n]))
+
+
+def draft_with(*confidences: float) -> Draft:
+    return Draft(np.zeros(len(confidences), dtype=np.int32), (), confidences)
+
+
+def test_only_what_is_worth_its_position_is_verified() -> None:
+    """Here drafting loses on average, and wins with tokens of which the draft is sure."""
+    assert drafted(begun(STEEP), 0.97, 0.97, 0.97) == (3, 3)
+    assert drafted(begun(STEEP), 0.05) == (1, 0)
+    assert drafted(begun(STEEP), 0.97, 0.97, 0.97, 0.02, 0.02)[1] == 3
+    assert drafted(begun(STEEP), 0.97, 0.02, 0.97)[1] == 0
+
+
+def test_rules_that_cannot_leave_tokens_out_verify_none_or_all() -> None:
+    """What is tried is settled before it is drawn: one token, which is not verified however sure it is."""
+    assert drafted(begun(STEEP, drops=False), 0.97, 0.97, 0.97) == (1, 0)
+    flat = machine("flat", 0.6).curve()
+    n_made, n_verified = drafted(begun(flat, drops=False), 0.9, 0.9, 0.02, 0.9)
+    assert n_made == n_verified == 3
+
+
+def test_tries_take_a_small_part_of_the_time_and_none_where_nothing_could_pay() -> None:
+    on = machine("f16", 1.0)  # a step costs a fortieth of a token
+    ran = play(AutoLength(on.curve()), on, text("useless", 0))
+    assert 3 <= sum(ran.n_steps) <= 42 * (0.6 + 0.008 * 512)
+    assert sum(ran.n_steps[128:]) >= 1  # never given up for good
+    hopeless = CostCurve((1, 2, 16), (0.010, 0.020, 0.170), 0.001)
+    assert drafted(begun(hopeless), 0.97) == (0, 0)
+
+
+def test_tries_that_find_something_are_not_limited() -> None:
+    row = begun(STEEP)
+    for _ in range(60):
+        n, n_verified = drafted(row, 0.97, 0.97, 0.97)
+        assert (n, n_verified) == (0, 0) if row._shared.wants_plain else (3, 3)
+        row.observe(round_of(n, n, STEEP.verify_seconds[n], STEEP.draft_step_seconds))
+
+
+def test_nothing_is_verified_that_could_lose_more_than_may_be_lost() -> None:
+    row = begun(STEEP)
+    row._shared.budget.left = 1.7  # three draft tokens cost 1.65 plain ones
+    assert drafted(row, 0.97, 0.97, 0.97)[1] == 3
+    row = begun(STEEP)
+    row._shared.budget.left = 1.4
+    assert drafted(row, 0.97, 0.97, 0.97)[1] < 3
+
+
+def test_what_sets_a_text_apart_counts_where_it_is_much() -> None:
+    """Every draft token of this text was rejected, and nearly every one of the others accepted."""
+    policy = AutoLength(STEEP)
+    good, bad = (policy.start_row(drops=True) for _ in range(2))
+    for row in (good, bad):
+        row.observe(round_of(0, 0, STEEP.verify_seconds[0]))
+    for _ in range(40):
+        good.observe(round_of(1, 1, STEEP.verify_seconds[1], STEEP.draft_step_seconds))
+        bad.observe(round_of(1, 0, STEEP.verify_seconds[1], STEEP.draft_step_seconds))
+    bad._begin()
+    chances = [bad._expect(draft_with(0.9))[1][0], good._expect(draft_with(0.9))[1][0]]
+    assert chances[0] < policy.shared.calibrations[Source.MODEL].probability(0.9) - 0.1 < chances[1] - 0.1

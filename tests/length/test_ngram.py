@@ -12,8 +12,8 @@ import pytest
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.row_length import CALM, FREE_WAIT, AutoRow
-from llamaspec.values import NO_DRAFT, Draft, Round, Source
+from llamaspec.length.row_length import COPY_WAIT, AutoRow
+from llamaspec.values import NO_DRAFT, NO_NGRAM_DRAFT, Draft, Round, Source
 from simulator import Machine, Passage, passage, play, table
 
 FLAT = CostCurve((1, 5, 17), (0.010, 0.011, 0.014), 0.001)
@@ -113,32 +113,33 @@ def test_a_long_match_is_copied_and_a_short_one_left_to_the_model() -> None:
         assert row.wants_more(NO_DRAFT) or is_known
 
 
-def test_what_is_played_again_explores_what_explored() -> None:
-    asked, again = started(STEEP, Source.NGRAM), started(STEEP, Source.NGRAM)
-    explored = []
-    for _ in range(60):
-        draft = ngram_draft(int(asked.wants_more(ngram_draft(0))))
-        assert again.explores(draft) == asked.explores(draft) or not len(draft)
-        explored.append(len(draft) > 0 and asked.explores(draft))
-        for row in (asked, again):
-            row.observe(round_of(draft, 0, STEEP))
-    assert any(explored)
+def test_copies_that_cannot_win_are_only_shadows() -> None:
+    """A position more costs as much as a token. Where nobody else drafts, looking at one costs nothing."""
+    row = started(STEEP, Source.NGRAM)
+    for i in range(200):
+        assert row.wants_more(ngram_draft(0))
+        assert not row.wants_more(ngram_draft(1))
+        assert row.n_verified(ngram_draft(1)) == 0
+        shadow = (ngram_draft(1).confidences[0], float(i % 3 > 0))
+        row.observe(replace(round_of(NO_DRAFT, 0, STEEP), draft=NO_NGRAM_DRAFT, shadow=shadow))
+    assert row._shared.budget.gain == pytest.approx(0.0)
+    assert 0.5 < row._shared.calibrations[Source.NGRAM].probability(shadow[0]) < 0.8
+    assert row._shared.calibrations[Source.STORE].probability(shadow[0]) < 0.5
 
 
-def test_what_is_refused_is_tried_again_less_and_less_often() -> None:
-    """A position more costs as much as a token, so no copy can win; in case that is wrong, it is tried."""
-    row, tries = started(STEEP, Source.NGRAM), list[int]()
-    row.observe(round_of(ngram_draft(1), 0, STEEP))
-    row.observe(round_of(NO_DRAFT, 0, STEEP))
-    for i in range(2000):
-        wants = row.wants_more(ngram_draft(0))
-        assert row.wants_more(ngram_draft(0)) == wants
-        row.observe(round_of(ngram_draft(1) if wants else NO_DRAFT, 0, STEEP))
-        if wants:
-            tries.append(i)
-    assert tries[0] >= FREE_WAIT
-    assert 3 <= len(tries) <= 2000 * CALM
-    assert np.diff(tries).min() > 2 * FREE_WAIT
+def test_copies_are_tried_now_and_then_where_the_model_seems_to_be_worth_more() -> None:
+    """They were refused for a hundred tokens; with luck they would be worth more than the model's draft."""
+    row, verified = started(FLAT, Source.NGRAM, Source.MODEL), list[int]()
+    for i in range(120):
+        n = n_wanted(row, 9)
+        if n:
+            verified.append(i)
+            row.observe(round_of(ngram_draft(n, 9), 0, FLAT))
+        else:
+            made = Draft(np.zeros(3, dtype=np.int32), (), (0.6,) * 3)
+            row.observe(replace(round_of(made, 1, FLAT), n_draft_steps=3, draft_seconds=0.003))
+    assert 2 <= len(verified) <= 20
+    assert np.diff(verified[-4:]).min() >= COPY_WAIT / 2
 
 
 # -- on simulated machines ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
@@ -26,6 +27,7 @@ from llamaspec.measure.store import (
     stored_prior,
     stored_probe,
 )
+from llamaspec.values import Draft, Round
 
 TIMING = Timing(0.01, 0.009, 0.012)
 PROBE = Probe(
@@ -36,6 +38,7 @@ PROBE = Probe(
     catch_ups=(CatchUp(2, 0.002),),
     sampling_seconds=1e-4,
 )
+EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), (0.5, 0.1, 0.7))
 DEEP = "[" * 3000 + "]" * 3000
 
 
@@ -68,7 +71,7 @@ def place_of_probe(pair: Models, tmp_path: Path) -> Path:
 
 def place_of_prior(pair: Models, tmp_path: Path) -> Path:
     """Where a learned prior lies."""
-    store_prior(pair, AutoLength().experience())
+    store_prior(pair, EARLIER)
     (path,) = tmp_path.rglob("*.runs.json")
     return path
 
@@ -80,10 +83,10 @@ PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
 def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
     assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
     place_of_prior(pair, tmp_path)
-    assert stored_prior(pair) == Kept(AutoLength().experience())
+    assert stored_prior(pair) == Kept(EARLIER)
     store_probe(pair, PROBE)
     assert stored_probe(pair) == Kept(PROBE)
-    assert stored_prior(pair) == Kept(LearnedPrior.of_probe(PROBE.curve))  # the other was older
+    assert stored_prior(pair) == Kept(LearnedPrior(PROBE.curve))  # the other was older
     assert forget(pair)
     assert not forget(pair)
     assert stored_probe(pair) == Kept()
@@ -135,7 +138,9 @@ def test_a_damaged_file_counts_as_none(pair: Models, tmp_path: Path, place: Plac
 
 def every_change(content: Any) -> list[Any]:
     """The content with each of its parts replaced by something else, one at a time."""
-    strange: tuple[Any, ...] = (None, "x", -1, 10**400, float("nan"), float("inf"), [], {}, [[[]]], True, 1.5)
+    strange: tuple[Any, ...] = (
+        None, "x", -1, 1 << 40, 10**400, float("nan"), float("inf"), 5e-324, 1e308, [], {}, [[[]]], True, 1.5,
+    )  # fmt: skip
     changed = [value for value in strange if value != content or type(value) is not type(content)]
     if isinstance(content, dict):
         for key, value in content.items():
@@ -146,6 +151,15 @@ def every_change(content: Any) -> list[Any]:
         changed += [[*content[:-1], new] for new in every_change(content[-1])]
         changed += [content[:-1], [*content, content[-1]]]
     return changed
+
+
+def use(prior: CostCurve | LearnedPrior) -> None:
+    """As a run does."""
+    row = (policy := AutoLength(prior)).start_row()
+    for evaluation in range(3):
+        row.wants_more(Draft())
+        row.observe(Round(Draft(), (), 0, width=1, evaluation=evaluation, verify_seconds=0.02))
+    policy.experience()
 
 
 @PLACES
@@ -162,13 +176,13 @@ def test_no_change_of_a_file_is_a_traceback(pair: Models, tmp_path: Path, place:
         if place is place_of_probe:
             probe = stored_probe(pair)
             if probe.value is not None:
-                AutoLength(probe.value.curve)
+                use(probe.value.curve)
                 assert probe.value.identical_widths
             usable, fault = probe.value is not None, probe.fault
         else:
             prior = stored_prior(pair)
             if prior.value is not None:
-                AutoLength(prior.value).experience()
+                use(prior.value)
             usable, fault = prior.value is not None, prior.fault
         n_accepted += usable
         n_refused += fault is not None
@@ -228,8 +242,8 @@ def test_a_prior_of_another_policy_counts_as_none(
     first = generate(*options, models=models)
     (path,) = tmp_path.rglob("*.runs.json")
     content = json.loads(path.read_text())
-    prior = {**content["experience"], "means": content["experience"]["means"][:-1]}
-    path.write_text(json.dumps({**content, "experience": prior}))
+    del content["experience"]["curve"]["draft_step_seconds"]
+    path.write_text(json.dumps(content))
     again = generate(*options, models=models)
     assert again.stdout == first.stdout
     assert "counts as empty" in again.stderr

@@ -1,0 +1,276 @@
+"""Draft tokens that are not verified cost no position, and tell whether they would have been accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from exact_law import (
+    CHAINS,
+    SAMPLINGS,
+    SECOND,
+    SELF,
+    THREE,
+    TREES,
+    MakeDrafter,
+    TableStreams,
+    mean,
+    model_drafter,
+    noise_tables,
+    rounds,
+    staged_drafter,
+    text,
+)
+from fakes import Branching, CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
+from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.protocols import RandomStreams, RowLength
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Round, TokenArray
+from texts import PLAIN, alone, draft, stream, target
+
+HowMany = Callable[[Draft, Sequence[Round]], int]
+NO_SHADOW = 0.0, 0.0
+SPEAKING = [name for name in CHAINS if name != "none"]
+
+
+class Until(Partly):
+    """Drafts nothing behind round `last`, and verifies of this one alone."""
+
+    def __init__(self, n_draft: int, last: int, *, verifies: bool) -> None:
+        super().__init__(n_draft, lambda draft, rounds: len(draft) * (verifies and len(rounds) == last))
+        self.last, self.verifies = last, verifies
+
+    def start_row(self, *, drops: bool = False) -> Until:
+        return Until(self.n_draft, self.last, verifies=self.verifies)
+
+    def wants_more(self, draft: Draft) -> bool:
+        return len(self.rounds) <= self.last and super().wants_more(draft)
+
+
+# -- what a shadow tells ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", SPEAKING)
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize(("rule", "k", "i"), [("rejection", 1, 1), ("block", 1, 1), ("rejection", 2, 0)])
+def test_a_shadow_is_accepted_as_often_as_a_token_that_is_verified(
+    rule: str, k: int, i: int, sampling: str, drafter: str
+) -> None:
+    """The first of `k` draft tokens of a round, averaged over every branch of chance."""
+    chain = SAMPLINGS[sampling]
+
+    def round_of(length: Length, streams: RandomStreams) -> Round:
+        chosen = CHAINS[drafter](chain, RULES[rule], streams)
+        return rounds(THREE, chosen, length, RULES[rule], chain, streams)[i]
+
+    def shadow(streams: RandomStreams) -> float:
+        return (round_of(Until(k, i, verifies=False), streams).shadow or NO_SHADOW)[1]
+
+    def verified(streams: RandomStreams) -> float:
+        return float(round_of(Until(k, i, verifies=True), streams).n_accepted > 0)
+
+    assert mean(shadow) == pytest.approx(mean(verified), abs=1e-12)
+    assert mean(shadow) > 0 or drafter != "model" or sampling == "greedy"
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_a_shadow_behind_a_verified_token_is_that_of_the_next(sampling: str) -> None:
+    """The machine evaluates no more than two positions: of two draft tokens one is verified."""
+    chain, rule = SAMPLINGS[sampling], RULES["rejection"]
+
+    def first(length: Length, streams: RandomStreams) -> Round:
+        return rounds(THREE, model_drafter(THREE, chain, rule, streams), length, rule, chain, streams)[0]
+
+    def shadow(streams: RandomStreams) -> float:
+        narrow = Length(2, lambda n: n if n <= 2 else None)
+        return (first(narrow, streams).shadow or NO_SHADOW)[1]
+
+    assert mean(shadow) == pytest.approx(mean(lambda streams: first(Length(2), streams).n_accepted == 2))
+
+
+@pytest.mark.parametrize("drafter", SPEAKING)
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_shadow_is_accepted_where_the_token_would_have_been(n: int, sampling: str, drafter: str) -> None:
+    """Under the coupled rule for every noise; there is none where a verified token is rejected."""
+    chain, rule, told = SAMPLINGS[sampling], RULES["coupled"], set[float | None]()
+    for noise in noise_tables():
+        streams = TableStreams(noise)
+
+        def first(length: Length, streams: TableStreams = streams) -> Round:
+            return rounds(THREE, CHAINS[drafter](chain, rule, streams), length, rule, chain, streams)[0]
+
+        found, right = first(Partly(2, lambda draft, rounds: n)), first(Length(2))
+        if right.n_accepted < n or len(right.draft) <= n:
+            assert found.shadow is None
+        else:
+            assert found.shadow == (right.confidences[n], float(right.n_accepted > n))
+        told.add(found.shadow and found.shadow[1])
+    assert told >= {0.0, 1.0} or drafter != "model" or sampling == "greedy"
+
+
+@pytest.mark.parametrize("drafter", list(CHAINS | TREES))
+def test_where_everything_is_verified_there_is_no_shadow(drafter: str) -> None:
+    chain, rule = SAMPLINGS["plain"], RULES["coupled"]
+    for k, seed in ((0, 0), (1, 1), (2, 2), (3, 3)):
+        streams = SeededStreams(seed)
+        chosen = (CHAINS | TREES)[drafter](chain, rule, streams)
+        made = rounds(THREE, chosen, Length(k), rule, chain, streams, 30)
+        assert {round_.shadow for round_ in made} == {None}
+
+
+class Unknown(CountingUp):
+    """A drafter that does not say what its tokens were drawn from."""
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        return super().propose(context, length).without_distributions()
+
+
+class Known(Branching):
+    """Trees of which it is said."""
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        tree = super().propose(context, length)
+        return replace(tree, distributions=tuple(Distribution.certain(token) for token in tree.tokens))
+
+
+FROM_ANYWHERE: dict[str, MakeDrafter] = {
+    **TREES,
+    "tree, distributions known": lambda *_: Known(),
+    "distributions unknown": lambda *_: Unknown(),
+}
+
+
+@pytest.mark.parametrize("drafter", list(FROM_ANYWHERE))
+def test_trees_and_tokens_from_anywhere_have_no_shadow(drafter: str) -> None:
+    """But they may be left out."""
+    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
+    chosen = FROM_ANYWHERE[drafter](chain, rule, streams)
+    plain = text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams, 30))
+    sizes = []
+    for n in (nothing, sure, all_but_last):
+        length = Partly(3, n)
+        made = rounds(THREE, chosen, length, rule, chain, streams, 30)
+        assert {round_.shadow for round_ in made} == {None}
+        assert text(made) == plain
+        sizes.append(sum(len(round_.draft) for round_ in made))
+    assert sizes[0] == 0 < sizes[2]
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize(
+    ("rule", "n"),
+    [*((rule, every_second) for rule in RULES), ("coupled", sure), ("coupled", all_but_last)],
+)
+def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMany, sampling: str) -> None:
+    """Nor is what is verified rejected. A draft that reads a stale text stays lossless: only this sees it."""
+    chain, n_shadows = SAMPLINGS[sampling], 0
+    for seed in range(8):
+        streams = SeededStreams(seed)
+        alone = model_drafter(SELF, chain, RULES[rule], streams)
+        helped = staged_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
+        made = rounds(SELF, (alone, helped)[seed % 2], Partly(4, n), RULES[rule], chain, streams, 39)
+        assert all(round_.n_accepted == len(round_.draft) for round_ in made)
+        told = [round_.shadow and round_.shadow[1] for round_ in made]
+        assert {*told} <= {None, 1.0}
+        n_shadows += told.count(1.0)
+        if n is every_second:
+            assert told[:-1] == ([1.0, None] * len(told))[: len(told) - 1]
+    assert n_shadows > 20 or n is sure
+
+
+# -- what a shadow costs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [nothing, every_second, all_but_last, sure])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, is_right: bool) -> None:
+    models = {TARGET: target(), DRAFT: target() if is_right else draft()}
+    length = Partly(3, n)
+    done = stream(Scheduler(models), models, (1, 2, 3, 4), length=length, max_tokens=40).run()
+    assert done.tokens == alone((1, 2, 3, 4), max_tokens=40)
+    assert [round_.width for round_ in done.rounds] == [len(round_.draft) + 1 for round_ in done.rounds]
+    prompt, *steps = models[DRAFT].evaluated
+    assert (prompt.n_new, prompt.requests[0].n_logits) == (3, 0)
+    assert [round_.n_draft_steps for round_ in done.rounds] <= [len(made) for made in length.made]
+    assert sum(round_.n_draft_steps for round_ in done.rounds) == len(steps)
+    # Of what was drafted the last token alone has not been read when it is accepted.
+    pairs = zip(done.rounds[:-1], length.made, length.made[1:], strict=False)
+    n_unread = sum(len(made) == round_.n_accepted > 0 and len(after) > 0 for round_, made, after in pairs)
+    assert sorted(step.n_new for step in steps) == [1] * (len(steps) - n_unread) + [2] * n_unread
+
+
+@pytest.mark.parametrize("n", [nothing, every_second, all_but_last])
+def test_what_was_left_out_is_not_read_again(n: HowMany) -> None:
+    """Where it was right, it is what the draft would draw: text and position alone decide."""
+    models = {TARGET: target(), DRAFT: target()}
+    stream(Scheduler(models), models, length=Partly(3, n), max_tokens=24).run()
+    read = [request.tokens.tobytes() for each in models[DRAFT].evaluated for request in each.requests]
+    assert len(read) == len({*read})
+
+
+# -- what policies are told ---------------------------------------------------------------------------------
+
+
+def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
+    models = {TARGET: target(), DRAFT: draft()}
+    length = Partly(2, every_second)
+    done = stream(Scheduler(models), models, length=length, max_tokens=30).run()
+    made = zip(length.made, done.rounds, strict=True)
+    assert [round_.n_dropped for round_ in done.rounds] == [len(of) - len(r.draft) for of, r in made]
+    shadows = [
+        (made.confidences[0], float(made.tokens[0] == round_.next_token)) if len(made) else None
+        for made, round_ in zip(length.made[::2], done.rounds[::2], strict=True)
+    ]
+    assert {shadow[1] for shadow in shadows if shadow} == {0.0, 1.0}
+    assert [round_.shadow for round_ in done.rounds[::2]] == shadows
+    assert {round_.shadow for round_ in done.rounds[1::2]} == {None}
+    assert [round_.shadow for round_ in length.rounds] == [round_.shadow for round_ in done.rounds]
+
+
+def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
+    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
+    drafter = staged_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
+    rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
+    assert isinstance(drafter.length, Partly)
+    told = [(round_.n_dropped, round_.shadow and round_.shadow[1]) for round_ in drafter.length.rounds]
+    assert told[:4] == [(3, 1.0), (0, None)] * 2
+
+
+def test_draft_steps_are_priced_as_they_were_made() -> None:
+    """However many of the draft tokens are verified."""
+    models = {TARGET: target(), DRAFT: draft()}
+    length = Partly(3, lambda draft, rounds: min(len(rounds) % 4, len(draft)))
+    done = stream(Scheduler(models), models, length=length, max_tokens=30).run()
+    assert [round_.n_priced_steps for round_ in done.rounds] == [r.n_draft_steps for r in done.rounds]
+
+
+def test_draft_tokens_of_a_staged_draft_are_counted_as_they_were_made() -> None:
+    models = {TARGET: target(), DRAFT: draft(), SECOND: draft(spread=1.4)}
+    drafter = staged_drafter(models, [Length(2)], PLAIN, RULES["coupled"], SeededStreams(0))
+    length = Partly(3, every_second)
+    done = stream(Scheduler(models), models, drafter=drafter, length=length, max_tokens=30).run()
+    assert done.tokens == alone(max_tokens=30)
+    assert [round_.n_draft_steps for round_ in done.rounds] == [len(made) for made in length.made]
+
+
+# -- what a policy may say ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", list(CHAINS | TREES))
+@pytest.mark.parametrize("n", [-9, -1, 99])
+def test_a_policy_may_say_any_number(n: int, drafter: str) -> None:
+    """More than was drafted is all of it."""
+    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3)
+    length = Partly(3, lambda draft, rounds: n)
+    made = rounds(THREE, (CHAINS | TREES)[drafter](chain, rule, streams), length, rule, chain, streams, 30)
+    assert text(made) == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams, 30))
+    whole = rounds(
+        THREE, (CHAINS | TREES)[drafter](chain, rule, streams), Length(3), rule, chain, streams, 30
+    )
+    if n > 0:
+        assert [len(a.draft) for a in made] == [len(b.draft) for b in whole]

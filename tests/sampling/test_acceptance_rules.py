@@ -1,0 +1,87 @@
+"""What the rules say of a single token; tests/engine/test_exact_law.py proves what they make of drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.protocols import Stream
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.distributions import Floats
+from llamaspec.values import Distribution, Draft
+
+TINY = 5e-324  # the least positive number
+X, OTHER = 3, 8
+CASES = [  # p(x), q(x), min(1, p(x) / q(x))
+    (0.5, 0.25, 1.0),
+    (0.25, 0.5, 0.5),
+    (0.3, 0.3, 1.0),
+    (0.0, 0.5, 0.0),
+    (0.5, TINY, 1.0),
+    (TINY, TINY, 1.0),
+    (TINY, 2 * TINY, 0.5),
+    (TINY, 1.0, TINY),
+    (1.0, 0.1, 1.0),
+    (0.5, 0.0, 1.0),
+    (0.0, 0.0, 1.0),
+]
+
+
+def giving(x: float) -> Distribution:
+    """A distribution that gives token X this probability; where that is 0 it does not contain it."""
+    tokens = np.array([X, OTHER], np.int32)
+    probabilities = np.array([x, 1.0 - x])
+    return Distribution(tokens[probabilities > 0], probabilities[probabilities > 0])
+
+
+def test_only_the_coupled_rule_drops() -> None:
+    assert {name: rule.drops for name, rule in RULES.items()} == {
+        "coupled": True,
+        "rejection": False,
+        "block": False,
+    }
+
+
+@pytest.mark.parametrize(("p", "q", "expected"), CASES)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_acceptance_is_the_quotient(rule: str, p: float, q: float, expected: float) -> None:
+    for drawn in (X, OTHER):
+        assert RULES[rule].acceptance(X, giving(q), giving(p), drawn) == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_acceptance_is_known_under_the_coupled_rule(p: float) -> None:
+    """Whatever p and q are."""
+    acceptance = RULES["coupled"].acceptance
+    assert acceptance(X, giving(0.5), giving(p), X) == 1.0
+    assert acceptance(X, giving(0.5), giving(p), OTHER) == 0.0
+
+
+class Asked:
+    """Random streams that accept, and note with which chance."""
+
+    chances: tuple[float, ...] = ()
+
+    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
+        return int(distribution.tokens[0])
+
+    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
+        raise AssertionError("only the coupled rule draws candidates")
+
+    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
+        self.chances += (probability,)
+        return True
+
+
+@pytest.mark.parametrize(("p", "q", "expected"), [case for case in CASES if case[1] and case[0]])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_single_token_is_accepted_with_that_chance(rule: str, p: float, q: float, expected: float) -> None:
+    class Same:
+        def after(self, i: int) -> Distribution:
+            return giving(p)
+
+    streams = Asked()
+    draft = Draft(np.array([X], np.int32), (giving(q),), (q,))
+    assert RULES[rule].verify(draft, Same(), streams, 1).path == (0,)
+    assert streams.chances in ((), (expected,))
+    assert streams.chances or expected == 1.0
