@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -200,7 +201,7 @@ class Row:
         if n < len(whole) and self._texts[whole.source].stands[self.position : at].all():
             self._shadow = whole.confidences[n], float(self._texts[whole.source].stands[at])
 
-    def verify(self, **measured: float) -> int:
+    def verify(self, **measured: Any) -> int:
         """Take the draft tokens that are right; returns the number of new tokens."""
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
@@ -216,7 +217,7 @@ class Row:
                 shadow=self._shadow,
                 **measured,
             )
-        )  # type: ignore[arg-type]
+        )
         self.lag = int(n_accepted == n) if self.n_steps else self.lag + n_accepted + 1
         self.position += n_accepted + 1
         self._start()

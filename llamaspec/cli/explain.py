@@ -51,7 +51,7 @@ def explain(reasons: Reasons, console: Console, exact_widths: frozenset[int] | N
     gained = reasons.gained_seconds
     console.print(
         f"against plain decoding: {abs(gained):.2f} s {'won' if gained >= 0 else 'lost'}; "
-        f"{reasons.explored_seconds:.2f} s spent in {reasons.n_tries} rounds on drafts not worth verifying"
+        f"{reasons.explored_seconds:.2f} s spent on {reasons.n_tries} drafts not worth verifying"
     )
     console.print(verdict(reasons))
 

@@ -103,7 +103,7 @@ class Row(Generic[Event]):
         """A round with its seconds."""
         n_steps, n_scored = self.n_draft_steps, self.n_draft_scored
         if n_steps and round_.source is Source.STAGE:  # of which one makes several
-            n_steps = n_scored = len(round_.draft)
+            n_steps = n_scored = len(round_.draft) + round_.n_dropped
         stamped = Round(
             round_.draft,
             round_.path,
@@ -118,6 +118,8 @@ class Row(Generic[Event]):
             round_.logprobs,
             n_scored,
             round_.n_beside,
+            round_.n_dropped,
+            round_.shadow,
         )
         self.has_rounds = True
         self._begin_round()

@@ -23,6 +23,7 @@ from llamaspec.protocols import TrialLength, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
+MOST_TRIALS = 4  # timings of widths before a prompt is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +111,12 @@ def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
     if not isinstance(length, TrialLength):
         return 0.0
     seconds = 0.0
-    while (width := length.trial_width()) and (tokens := prompt[-1 - width :])[0] != prompt[0]:
-        if not seconds:
+    for i in range(MOST_TRIALS):
+        width = length.trial_width()
+        tokens = prompt[-1 - width :]
+        if not width or tokens[0] == prompt[0]:
+            break
+        if not i:
             first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
             seconds += first.seconds
         forward = yield ForwardRequest(TARGET, tokens, n_logits=width)

@@ -75,14 +75,14 @@ def test_what_explain_says_of_known_reasons() -> None:
         "0.9-1.0 8 75% 90%",
         "looked up in earlier text: 4 of 10 verified draft tokens accepted (40%)",
         "speed: predicted 25.0 tokens/s for the rounds that happened, measured 20.0",
-        "against plain decoding: 1.50 s won; 0.25 s spent in 7 rounds on drafts not worth verifying",
+        "against plain decoding: 1.50 s won; 0.25 s spent on 7 drafts not worth verifying",
         "drafting pays here now: it needs an acceptance of 0.50, the next draft token has 0.75",
     ]
 
 
 def test_what_explain_says_of_a_loss() -> None:
     told = explained(replace(REASONS, gained_seconds=-0.5, acceptance=0.25))
-    assert "against plain decoding: 0.50 s lost; 0.25 s spent in 7 rounds on drafts not worth verifying" in told
+    assert "against plain decoding: 0.50 s lost; 0.25 s spent on 7 drafts not worth verifying" in told
     assert told[-1].startswith("drafting does not pay here now: it needs an acceptance of 0.50")
     assert told[-1].endswith("the next draft token has 0.25")
 

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 import llamaspec.pair
-from exact_law import PROMPT, SAMPLINGS, SELF, THREE, Models, TableStreams, model_drafter, noise_tables
+from exact_law import (
+    DROPPING,
+    PROMPT,
+    SAMPLINGS,
+    SELF,
+    THREE,
+    Models,
+    TableStreams,
+    model_drafter,
+    noise_tables,
+)
 from fakes import Clock, FakeModel, Length, answer_alone
 from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.drafters.no_drafter import NoDrafter
@@ -144,11 +154,13 @@ class Prepared:
 
 @pytest.mark.parametrize("models", [THREE, SELF], ids=["another", "self-draft"])
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-def test_for_every_noise_the_text_is_the_targets(models: Models, sampling: str) -> None:
+@pytest.mark.parametrize("length", [Length(2), *DROPPING.values()], ids=["K=2", *DROPPING])
+def test_for_every_noise_the_text_is_the_targets(length: Length, models: Models, sampling: str) -> None:
     chain, rule = SAMPLINGS[sampling], RULES["coupled"]
 
     def text(drafter: Drafter, streams: TableStreams, n_ahead: int) -> tuple[int, ...]:
-        config = Speculation(drafter, Length(2), rule, chain, streams, models[TARGET].context_size)
+        row = length.start_row(drops=rule.drops)
+        config = Speculation(drafter, row, rule, chain, streams, models[TARGET].context_size)
         loop = speculate(PROMPT, len(PROMPT) + 5, config)
         made = answer_ahead(loop, models, n_ahead) if n_ahead else answer_alone(loop, models)
         return tuple(int(token) for round_ in made for token in round_.tokens)

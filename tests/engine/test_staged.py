@@ -86,6 +86,18 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, stage: st
     assert error_of(stage, rule, sampling, LENGTHS[length]) < 1e-12
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_tokens_that_are_dropped_for_what_they_are_are_found_out(rule: str) -> None:
+    """The draft is no longer drawn from what it says."""
+    chain = SAMPLINGS["plain"]
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        drafter = staged_drafter(THREE, [Partly(2, sure)], chain, RULES[rule], streams)
+        return text(rounds(THREE, drafter, Length(2), RULES[rule], chain, streams))
+
+    assert distance(walk(run), plain_law(THREE[TARGET], chain)) > 1e-3
+
+
 @pytest.mark.parametrize("shared", [lambda self, attempt: attempt, lambda self, attempt: attempt << 32])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chance_that_drafts_share_is_found_out(

@@ -12,8 +12,9 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.write import PREFILL_PART
 from llamaspec.errors import PromptError
+from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import RowLength
-from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
+from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, Source, TokenArray
 from texts import Alphabet, Letters, stream
 
 
@@ -180,6 +181,20 @@ def test_a_width_is_tried_before_the_prompt_and_leaves_nothing_behind(
     assert length.trials == [(4, 0.25)] * (2 if len(widths) > 2 else 0)
     assert (done.n_cached, done.prefill_seconds) == (0, 0.25 * (len(widths) - 1))
     assert len(length.rounds) == 1
+
+
+def test_a_width_whose_evaluation_takes_no_time_is_not_tried_for_ever() -> None:
+    """Nothing is learnt of it. The clock stands still here."""
+
+    def end(n: int) -> None:
+        assert n < 20, "tried again and again"
+
+    model = alphabet(context_size=60)
+    model.before = end
+    length = AutoLength(sources={Source.NGRAM}).start_row(drops=True)
+    models, prompt = {TARGET: model}, [0, 1, 2, 3, 4, 0, 1]
+    scheduler = Scheduler(models, clock=model.clock)
+    stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()  # type: ignore[arg-type]
 
 
 def test_a_width_that_is_tried_beside_a_prompt_is_not_known() -> None:

@@ -228,6 +228,8 @@ def test_tables_grow_where_they_are_asked(questions: list[tuple[int, ...]]) -> N
     line = {n: 0.010 * n ** (log(4) / log(8)) for n in (2, 40, 700)}
     assert found == pytest.approx(line)
     assert {n: model.cheapest_width(n) for n in (3000, 2, 9000)} == {3000: 3000, 2: 2, 9000: 9000}
+    wide = probed({1: 10.0, 60: 80.0})
+    assert [wide.cheapest_width(n) for n in (2, 50)] == [2, 50]
 
 
 def test_tables_grow_only_where_they_are_asked() -> None:

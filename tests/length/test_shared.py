@@ -473,6 +473,7 @@ def test_texts_that_always_run_together_find_out_what_plain_decoding_takes() -> 
 def test_a_text_that_begins_alone_has_a_budget_of_its_own() -> None:
     found = shared()
     first, second = Pledge(), Pledge()
+    assert (first.n_draft, first.is_drafting, first.is_asking, first.has_drafted) == (0, False, False, False)
     found.budget.left = -5.0
     found.start_row(first)
     assert found.budget.left == ALLOWED
@@ -491,6 +492,7 @@ def test_what_a_source_begins_with() -> None:
     found = shared(sources=[Source.NGRAM, Source.STAGE, Source.GRAMMAR, Source.MTP])
     assert (found.drafting, shared(sources=[Source.STORE]).drafting) == (Source.STAGE, Source.MODEL)
     assert (found.knows_plain, found.wants_plain, found.branches) == (False, False, True)
+    assert (found.n_tokens, found.n_since_plain, found.n_rows) == (0, 0, 1)
     for source in Source:
         is_free = source in (Source.NGRAM, Source.STORE, Source.GRAMMAR)
         usual, level, slope = FREE_LOG_ODDS if is_free else LOG_ODDS

@@ -87,15 +87,17 @@ def best_of_levels(usual: tuple[float, ...], depth: int) -> list[float]:
 
 
 @pytest.mark.parametrize("acceptance", [0.35, 0.62, 0.9])
-@pytest.mark.parametrize("position", [0.004, 0.05, 0.3])
-def test_the_speed_of_the_best_tree_is_that_of_plain_search(position: float, acceptance: float) -> None:
+@pytest.mark.parametrize(("position", "longest"), [(0.004, 20), (0.05, 20), (0.3, 20), (0.004, 3)])
+def test_the_speed_of_the_best_tree_is_that_of_plain_search(
+    position: float, longest: int, acceptance: float
+) -> None:
     usual = TreeAcceptance().usual(acceptance)
-    prices, steps = np.cumsum([0.0, *[position] * 20]), np.array([0.0, *np.linspace(0.05, 0.12, WIDEST)])
+    prices, steps = np.cumsum([0.0, *[position] * longest]), np.array([0.0, *np.linspace(0.05, 0.12, WIDEST)])
     best = 1.0
     for depth in (1, 2, 4, 8):
         values = best_of_levels(usual, depth)
         assert looked_ahead(usual, depth).tolist() == pytest.approx(values)
-        for n in range(1, min(len(values), 20) + 1):
+        for n in range(1, min(len(values), longest) + 1):
             width = min(max(n / depth, 1.0), 8.0)
             low, high = steps[int(width)], steps[min(int(width) + 1, 8)]
             step = low + (width - int(width)) * (high - low)

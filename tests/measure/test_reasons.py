@@ -240,13 +240,18 @@ def test_behind_a_try_the_draft_has_nothing_to_catch_up() -> None:
 
 
 def test_draft_tokens_that_were_dropped_are_predicted_too() -> None:
-    """Four steps, of whose tokens one was verified."""
-    plain = Round(Draft(), (), 0, 1, evaluation=1, verify_seconds=0.02)
-    part = Round(
-        Draft.certain([1]), (), 0, 2, 1, 2, 4, 0.006 + ONE_BEHIND, 0.022, n_draft_scored=4, n_dropped=3
-    )
-    why = explain(AutoLength(SMALL), [plain, part])
-    assert why.predicted_seconds == pytest.approx(0.022 + 0.006 + ONE_BEHIND)
+    """Four steps, of whose tokens one was verified, and accepted; the first round was not predicted."""
+    plain = Round(Draft(), (), 0, 1, evaluation=1, verify_seconds=0.02, overhead_seconds=0.0003)
+    draft = replace(
+        plain, draft=Draft.certain([1]), path=(0,), width=2, evaluation=2, n_draft_steps=4, n_draft_scored=4,
+        draft_seconds=0.007, verify_seconds=0.025, n_dropped=3,
+    )  # fmt: skip
+    why = explain(AutoLength(SMALL), [plain, draft])
+    assert why.predicted_seconds == pytest.approx(0.022 + 0.006 + ONE_BEHIND + 0.0003)
+    assert why.measured_seconds == pytest.approx(0.0323)
+    assert why.n_predicted_tokens == 2
+    assert why.predicted_tokens_per_second == pytest.approx(2 / why.predicted_seconds)
+    assert why.measured_tokens_per_second == pytest.approx(2 / 0.0323)
 
 
 def test_what_was_gained_is_that_of_the_text() -> None:
@@ -291,6 +296,16 @@ def test_reasons_before_the_first_round() -> None:
     assert why.predicted_tokens_per_second is None
     assert why.measured_tokens_per_second is None
     assert {b.acceptance_rate for b in why.bins} == {None}
+    edges = [b.low for b in why.bins], [b.high for b in why.bins]
+    assert edges == ([0.0, 0.1, 0.3, 0.5, 0.7, 0.9], [0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+
+
+def test_verified_tokens_are_counted_by_their_confidence() -> None:
+    """Up to the first that was rejected; a bin includes its upper end."""
+    draft = Draft(np.zeros(5, np.int32), (), (0.95, 0.9, 0.8, 0.3, 0.6))
+    why = explain(AutoLength(), [Round(draft, (0, 1, 2), 0, 6)])
+    assert [(b.n_judged, b.n_accepted) for b in why.bins] == [(0, 0), (1, 0), (0, 0), (0, 0), (2, 2), (1, 1)]
+    assert [b.acceptance_rate for b in why.bins] == [None, 0.0, None, None, 1.0, 1.0]
 
 
 def test_experience_saves_the_next_run_what_this_one_had_to_learn() -> None:
