@@ -218,7 +218,7 @@ class Row:
                 **measured,
             )
         )
-        self.lag = int(n_accepted == n) if self.n_steps else self.lag + n_accepted + 1
+        self.lag = int(n_accepted == n + self._n_dropped) if self.n_steps else self.lag + n_accepted + 1
         self.position += n_accepted + 1
         self._start()
         return n_accepted + 1

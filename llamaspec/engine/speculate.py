@@ -102,7 +102,7 @@ def next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: S
     at_most = RowAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
     draft = yield from drafting(drafter, tokens, at_most)
     made = draft.first(at_most.limit)  # a drafter may not have asked
-    draft = made.first(length.n_verified(made))
+    draft = made.first(max(length.n_verified(made), 0))
     draft = _evaluable(draft, length, config.context_size + 1 - len(shown))
     forward: Forward = yield ForwardRequest(
         config.model,

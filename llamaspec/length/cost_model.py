@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.cost_curve import LONGEST, SHORTEST, CostCurve
 
 POWER = 0.45  # of the width, where nothing is known
 PLAIN_SECONDS, STEP_RATIO = 0.03, 0.12  # where nothing is known: of width 1; draft step / width 1
@@ -99,7 +99,8 @@ class CostModel:
         seconds = [scale * self._seconds[width] for width in widths]
         if z:
             for i, width in enumerate(widths):
-                seconds[i] *= exp(z * self._doubt(width)) if i and width != widths[0] else 1.0
+                if width and width != widths[0]:
+                    seconds[i] *= exp(z * self._doubt(width))
         return seconds
 
     def cheapest_width(self, n: int) -> int | None:
@@ -138,19 +139,26 @@ class CostModel:
         """What the next run should begin with."""
         known = sorted({1, *(place for place, average in self._widths.items() if average.n)})
         step = self.draft_step_seconds() if self.knows_step else 0.0
-        return CostCurve(tuple(known), tuple(exp(self._widths[w].log + self._scale) for w in known), step)
+        seconds = (exp(self._widths[width].log + self._scale) for width in known)
+        within = (max(SHORTEST, min(each, LONGEST)) for each in seconds)
+        return CostCurve(tuple(known), tuple(within), step and max(SHORTEST, min(step, LONGEST)))
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
         if seconds <= 0:
             return
-        off, place = log(seconds / self.seconds(width)), _place(width)
-        average = self._widths.setdefault(place, Average(log(self._seconds[width]), 0))
-        if not self.n_timed:  # as busy as the machine is today
+        place = _place(width)
+        self._cover(max(width, place))
+        off = log(seconds / self.seconds(width))
+        average = self._widths.setdefault(place, Average(log(self._seconds[place]), 0))
+        was_held_up = self.n_timed == {width: 1} and off < -OUTLIER
+        if not self.n_timed or was_held_up:  # as busy as the machine is today
             self._scale += off
-            if not self.is_blank and abs(off) > FOREIGN:
-                self._n_far, self._stale, self._step.n = 1, inf, 0
+            self._n_far = 0
+            if not self.is_blank and not was_held_up and abs(off) > FOREIGN:
+                self._n_far, self._stale = 1, inf
                 self._widths = {1: Average(self._widths[1].log, 0), place: average}
+                self._step = Average(self._widths[1].log + log(STEP_RATIO), 0)
             average.n = max(average.n, 1)
         else:
             if not average.n and width > 1:  # many positions cost no more than one by one
@@ -210,7 +218,7 @@ class CostModel:
         """Bring the prices up to date, and up to `n` positions."""
         if n < len(self._seconds) and self._stale < STALE:
             return
-        size = max(2 * n, len(self._seconds), 2 * DENSE, *(self._allowed or ()))
+        size = max(2 * n, len(self._seconds) - 1, 2 * DENSE, *(self._allowed or ()))
         self._stale, places = 0.0, sorted(self._widths)
         first, last = self._widths[1].log, places[-1]
         slope = max((self._widths[last].log - first) / log(last), POWER) if last > 1 else POWER

@@ -26,17 +26,20 @@ class RegretBudget:
     def start_text(self, *, is_alone: bool) -> None:
         """A text begins; alone, it owes nothing."""
         self.left = min(max(self.left, ALLOWED) if is_alone else self.left, ALLOWED + SAVED)
+        self._recent *= not is_alone
 
     def book(self, n_made: int, spent: float, n_rows: int, *, is_plain: bool) -> None:
         """Enter that a row's round of `n_made` tokens took as long as `spent` plain ones."""
         self._win(n_made - spent, n_rows)
         self.left += RATE * n_made / n_rows
+        self._recent -= self._recent / (RECENT * n_rows)
         if not is_plain:  # else this holds whatever they take
-            self._recent += (spent - self._recent / RECENT) / n_rows
+            self._recent += spent / n_rows
 
     def correct(self, factor: float, n_rows: int) -> None:
         """Plain decoding takes so many times as long as was believed."""
         self._win(n_rows * self._recent * (1.0 - 1.0 / factor), n_rows)
+        self._recent /= factor
 
     def _win(self, gain: float, n_rows: int) -> None:
         self.gain += gain

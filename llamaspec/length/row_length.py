@@ -123,7 +123,8 @@ class AutoRow:
             self._beliefs[source].pass_tokens(n_made)
         is_copied = round_.source in COPIES and len(round_.draft) > 0
         self._n_since_copy = 0 if is_copied else self._n_since_copy + n_made
-        self.n_unread = int(n_made > len(round_.draft)) if has_read else self.n_unread + n_made
+        n_drafted = len(round_.draft) + round_.n_dropped
+        self.n_unread = int(n_made > n_drafted) if has_read else self.n_unread + n_made
         self._confidences, self._expected = (), [(1.0, 0.0)]
         self._pledge.is_asking, self._pledge.last_evaluation = False, round_.evaluation
         self._pledge.is_drafting = len(round_.draft) > 0

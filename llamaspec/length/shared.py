@@ -54,13 +54,14 @@ class Shared:
             self.usual[source], self.calibrations[source] = Acceptance(usual), Acceptance(level, slope)
         self.trees, self.branches = TreeAcceptance(), branches
         self.trials: list[tuple[int, float]] = []  # widths that were timed before any text, and their seconds
+        self.knows_plain = False  # an evaluation without drafts has been timed
         self.wants_plain = False  # the next evaluation should be without drafts, of all rows
         self.n_tokens = self.n_since_plain = 0
         self._latest = -1  # evaluation
         self._n_seen = 0  # rounds of it that have come
         self._verify_seconds = 0.0  # as booked
         self.n_drafted = 1  # rows that shared its draft steps
-        self._knows_drafting = False  # these have been learnt
+        self._drafting = 0.0  # seconds of these steps, as booked
 
     def start_row(self, pledge: Pledge) -> None:
         """A text begins; one that begins alone has a budget of its own."""
@@ -75,11 +76,6 @@ class Shared:
     def n_rows(self) -> int:
         """How many these are, at least one."""
         return max(len(self.present()), 1)
-
-    @property
-    def knows_plain(self) -> bool:
-        """Whether what rounds without drafts cost has been seen, in this run."""
-        return bool(self.costs.n_timed) and self.costs.knows(1)
 
     def plain_rate(self, n_rows: int) -> float:
         """Tokens per second of rows that do not draft; 0 where they may not be evaluated together."""
@@ -128,25 +124,25 @@ class Shared:
         drafting, overhead = 0.0, round_.overhead_seconds
         if n_steps:
             drafting = min(round_.draft_seconds, HICCUP * costs.drafting_seconds(n_steps, n_unread))
-            if not self._knows_drafting:
+            if not self._drafting:
                 costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
-                self._knows_drafting = True
         else:
             overhead += round_.draft_seconds
-        overhead = costs.observe_overhead(overhead, drafted=len(round_.draft) > 0)
-        if not self.knows_plain:
+        overhead = costs.observe_overhead(overhead, drafted=n_steps > 0 or len(round_.draft) > 0)
+        new_drafting, self._drafting = max(drafting - self._drafting, 0.0), max(drafting, self._drafting)
+        if not self.knows_plain or not self.plain_rate(n_rows):
             return
         is_plain, plain = self._is_plain(round_), n_rows / self.plain_rate(n_rows)  # of one token of each row
         spent = plain if is_plain else self._verify_seconds + n_rows * overhead
-        spent += drafting / self.n_drafted * n_rows
+        spent += n_rows * new_drafting
         self.budget.book(n_made, spent / plain, n_rows, is_plain=is_plain)
 
     def _start_evaluation(self, round_: Round) -> None:
         """Learn what rows share; all of them begin a new round, the first before the others know."""
-        self._latest, self._n_seen, self._knows_drafting = round_.evaluation, 0, False
+        self._latest, self._n_seen, self._drafting = round_.evaluation, 0, 0.0
         self.n_drafted = max(sum(pledge.has_drafted for pledge in self.pledges), 1)
         for pledge in self.pledges:
-            pledge.is_drafting, pledge.n_draft = pledge.n_draft > 0, 0
+            pledge.is_drafting, pledge.n_draft, pledge.has_drafted = pledge.n_draft > 0, 0, False
         self.n_since_plain += 1
         if round_.n_beside:  # what it would have taken without the prompt
             self._verify_seconds = self.costs.seconds(round_.width - round_.n_beside)
@@ -155,7 +151,7 @@ class Shared:
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
         if self._is_plain(round_):
-            self.wants_plain, self.n_since_plain = self.costs.is_surprised, 0
+            self.knows_plain, self.wants_plain, self.n_since_plain = True, self.costs.is_surprised, 0
             self.budget.correct(self.costs.seconds(round_.width) / before, round_.n_rows)
 
     def _is_plain(self, round_: Round) -> bool:

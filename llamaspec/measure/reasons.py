@@ -93,6 +93,7 @@ class Reasons:
 class _Tally:
     """Counts rounds as they are played again."""
 
+    gain_before: float  # plain tokens
     lengths: Counter[int] = field(default_factory=Counter)
     verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; or one of APART
     accepted: Counter[int] = field(default_factory=Counter)
@@ -136,8 +137,8 @@ def explain(policy: AutoLength, rounds: Iterable[Round], trials: Iterable[tuple[
     trials : iterable of (width, seconds)
         What was timed before the text, if the policy knew nothing.
     """
-    shared, row, tally = policy.shared, policy.start_row(), _Tally()
-    for trial in trials:
+    shared, row, tally = policy.shared, policy.start_row(), _Tally(policy.shared.budget.gain)
+    for trial in [*trials][len(shared.trials) :]:
         if row.trial_width():
             row.observe_trial(*trial)
     for round_ in rounds:
@@ -172,7 +173,7 @@ def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
         n_predicted_tokens=tally.n_tokens,
         predicted_seconds=tally.predicted_seconds,
         measured_seconds=tally.measured_seconds,
-        gained_seconds=shared.budget.gain * plain_seconds,
+        gained_seconds=(shared.budget.gain - tally.gain_before) * plain_seconds,
         n_tries=tally.n_tries,
         explored_seconds=tally.explored_seconds,
     )

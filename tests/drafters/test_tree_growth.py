@@ -136,6 +136,20 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     assert n_levels or seed
 
 
+def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
+    """All positions together cost as much as the first, which is not worth it."""
+    acceptance = TreeAcceptance()
+    prices, steps = np.array([0.0, *[0.9] * 16]), np.array([0.0, *[0.02] * WIDEST])
+    rule = TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
+    tree = CandidateTree()
+    tree.add(CONTEXT, [7, 5], [0.5, 0.2])
+    assert rule.keep(tree) == []
+    assert rule.expand(tree) == [0, 1]
+    tree.read += [0, 1]
+    tree.add(0, [9, 2], [0.9, 0.05])
+    assert rule.keep(tree) == [0, 1, 2, 3]
+
+
 def test_candidates_know_their_place() -> None:
     tree = CandidateTree()
     tree.add(CONTEXT, [7, 5], [0.6, 0.3])

@@ -205,15 +205,6 @@ def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, 
     assert sorted(step.n_new for step in steps) == [1] * (len(steps) - n_unread) + [2] * n_unread
 
 
-@pytest.mark.parametrize("n", [nothing, every_second, all_but_last])
-def test_what_was_left_out_is_not_read_again(n: HowMany) -> None:
-    """Where it was right, it is what the draft would draw: text and position alone decide."""
-    models = {TARGET: target(), DRAFT: target()}
-    stream(Scheduler(models), models, length=Partly(3, n), max_tokens=24).run()
-    read = [request.tokens.tobytes() for each in models[DRAFT].evaluated for request in each.requests]
-    assert len(read) == len({*read})
-
-
 # -- what policies are told ---------------------------------------------------------------------------------
 
 

@@ -87,8 +87,8 @@ def test_never_slower_than_plain_decoding_at_any_load(curve: str, name: str, n_r
         passages = [text(name, 100 * seed + row) for row in range(n_rows)]
         for prior in (None, on.curve()):
             ran.append(play_rows(AutoLength(prior), on, passages, seed).worst_to_plain(96 * n_rows))
-    assert mean(ran) <= 1 / 0.97
-    assert max(ran) <= 1 / 0.95
+    assert mean(ran) <= 1 / 0.965
+    assert max(ran) <= 1 / 0.94
 
 
 def test_one_row_of_a_batch_is_a_single_text() -> None:

@@ -169,11 +169,11 @@ class Ledger:
         self.n_tokens += sum(round_.n_accepted + 1 for round_ in rounds)
         if not self.knows_plain:
             return
-        n_drafting = max(sum(round_.n_draft_steps > 0 for round_ in rounds), 1)
+        longest = [max(drafting[: i + 1]) - max([0.0, *drafting[:i]]) for i in range(n_rows)]
         is_plain = self._is_plain(first, n_rows)
         for i, round_ in enumerate(rounds):
             besides = plain_seconds[i] if is_plain else verifying + n_rows * overheads[i]
-            spent = (besides + n_rows * drafting[i] / n_drafting) / plain_seconds[i]
+            spent = (besides + n_rows * longest[i]) / plain_seconds[i]
             self.budget.book(round_.n_accepted + 1, spent, n_rows, is_plain=is_plain)
 
     def _is_plain(self, first: Round, n_rows: int) -> bool:
@@ -204,7 +204,7 @@ class Ledger:
                 costs.observe_draft(n_steps, unread, round_.draft_seconds)
             drafting.append(min(round_.draft_seconds, usual) if n_steps else 0.0)
             besides = round_.overhead_seconds + (0.0 if n_steps else round_.draft_seconds)
-            overheads.append(costs.observe_overhead(besides, drafted=len(round_.draft) > 0))
+            overheads.append(costs.observe_overhead(besides, drafted=n_steps > 0 or len(round_.draft) > 0))
             plain_seconds.append(costs.batch_seconds([n_rows])[0] + n_rows * costs.overhead_seconds)
         return drafting, overheads, plain_seconds
 
