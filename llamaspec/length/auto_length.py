@@ -66,7 +66,8 @@ class AutoLength:
 
     def plain_seconds(self, n_rows: int = 1) -> float | None:
         """What a round of so many texts without drafts is believed to take; None before one was seen."""
-        return n_rows / self.shared.plain_rate(n_rows) if self.shared.knows_plain else None
+        rate = self.shared.plain_rate(n_rows) if self.shared.knows_plain else 0.0
+        return n_rows / rate if rate else None
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""

@@ -117,7 +117,7 @@ class AutoRow:
         shared.learn_acceptance(round_, self._beliefs[round_.source])
         shared.observe(round_, self.n_unread)
         if has_read and self._tries is shared.drafting:
-            self._trying += worth - self._rate * round_.draft_seconds / (shared.n_drafted * round_.n_rows)
+            self._trying += worth - self._rate * round_.draft_seconds / shared.n_drafted
         self._trying = min(self._trying + TRYING * n_made, MOST_TRIES)
         for source in shared.sources:
             self._beliefs[source].pass_tokens(n_made)

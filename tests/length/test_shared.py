@@ -153,7 +153,7 @@ def test_an_evaluation_begins_new_rounds() -> None:
 
 
 class Ledger:
-    """Costs and gains, booked evaluation by evaluation; rows that draft do so in step and share its cost."""
+    """Costs and gains, booked evaluation by evaluation; rows that draft do so in step."""
 
     def __init__(self, curve: CostCurve | None = CURVE) -> None:
         self.costs, self.budget = CostModel(curve), RegretBudget()
@@ -278,19 +278,20 @@ def test_evaluations_are_learnt_and_booked_once(seed: int) -> None:
 
 
 class Watched(AutoLength):
-    """Keeps each round, with how much of its text the draft had not read."""
+    """Keeps each round, how much of its text the draft had not read, and how many rows are said to draft."""
 
     def __init__(self, curve: CostCurve) -> None:
         super().__init__(curve)
-        self.rounds = list[tuple[Round, int]]()
+        self.rounds = list[tuple[Round, int, int]]()
 
     def start_row(self, *, drops: bool = False) -> AutoRow:
         watched = self
 
         class Row(AutoRow):
             def observe(self, round_: Round) -> None:
-                watched.rounds.append((round_, self.n_unread))
+                n_unread = self.n_unread
                 super().observe(round_)
+                watched.rounds.append((round_, n_unread, watched.shared.n_drafted))
 
         return Row(self.shared, drops=drops)
 
@@ -298,16 +299,17 @@ class Watched(AutoLength):
 @pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("name", ["informed", "stretches"])
 def test_rows_that_decide_for_themselves_are_booked_as_they_should_be(name: str, n_rows: int) -> None:
-    """Who has a part in the draft steps, they say themselves; the ledger reads it from their rounds."""
+    """Who has a part in the draft steps, they say themselves; their rounds show it."""
     on = machine("f16", 0.6)
     policy, ledger = Watched(on.curve()), Ledger(on.curve())
     play_rows(policy, on, [text(name, seed) for seed in range(n_rows)], seed=5)
     n_shadows = n_parted = 0
     while policy.rounds:
         n = policy.rounds[0][0].n_rows
-        rounds, n_unread = zip(*policy.rounds[:n], strict=True)
+        rounds, n_unread, n_drafted = zip(*policy.rounds[:n], strict=True)
         del policy.rounds[:n]
         ledger.enter(rounds, n_unread)
+        assert set(n_drafted) == {max(sum(round_.n_draft_steps > 0 for round_ in rounds), 1)}
         n_shadows += sum(round_.shadow is not None for round_ in rounds)
         n_parted += len({round_.n_draft_steps > 0 for round_ in rounds}) == 2
     assert n_shadows > 5
@@ -391,6 +393,7 @@ def test_a_row_that_paused_has_no_part_in_later_draft_steps() -> None:
     before, row.has_drafted, seconds = found.budget.gain, True, found.costs.seconds(3)
     found.observe(Round(drafted(2), (), 0, 3, 1, 5, 2, 0.004, seconds), 0)
     assert found.budget.gain - before == pytest.approx(1.0 - (seconds + 0.004) * found.plain_rate(1))
+    assert found.n_drafted == 1
 
 
 def test_draft_steps_that_one_row_made_alone_are_booked() -> None:
@@ -403,6 +406,7 @@ def test_draft_steps_that_one_row_made_alone_are_booked() -> None:
         row.has_drafted = True
     for n_steps in (1, 5):
         found.observe(Round(drafted(n_steps), (), 0, 8, 2, 2, n_steps, 0.002 * n_steps, seconds), 0)
+    assert (found.n_drafted, rows[0].has_drafted) == (2, False)
     assert found.budget.gain - before == pytest.approx(2.0 - (seconds + 0.010) * found.plain_rate(2))
 
 
