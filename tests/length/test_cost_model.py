@@ -424,6 +424,7 @@ def test_outliers_of_both_signs_are_no_change() -> None:
     model = started(PAIR, {1: LASTING, 4: LASTING})
     for i, sign in enumerate((1, 1, -1, -1, 1, 1, -1)):
         assert moves(model, 4, sign * FAR_OFF) == both(1 / (PROBED + LASTING + 1 + i), sign * OUTLIER)
+        assert model.is_surprised
 
 
 def test_outliers_with_usual_timings_between_them_are_no_change() -> None:
@@ -478,7 +479,8 @@ def test_a_hiccup_of_a_width_is_forgotten_with_its_next_timing(prior: CostCurve 
     model = CostModel(prior)
     model.observe_verify(width, 3 * 0.0292)
     model.observe_verify(width, 0.0292)
-    assert model.seconds(width) == pytest.approx(0.0292, rel=0.1)
+    assert model.seconds(width) == pytest.approx(0.0292)
+    assert not model.is_surprised
 
 
 @pytest.mark.parametrize("times", [1.3, 1.45])
