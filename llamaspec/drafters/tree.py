@@ -31,12 +31,10 @@ class TreeDrafter(ModelDrafter):
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """A tree, or a chain."""
-        growth = self.trees.tree(TreeGrowth)
         has_room = len(context) + DEEPEST <= self.context_size
-        is_plain = self.tokens is None and self.constraint is None
-        if growth is None or self.is_silent or not is_plain or not has_room:
-            return ModelDrafter.propose(self, context, length)
-        return self._grow(context, growth)
+        can_grow = has_room and not self.is_silent and self.tokens is None and self.constraint is None
+        growth = self.trees.tree(TreeGrowth) if can_grow else None
+        return ModelDrafter.propose(self, context, length) if growth is None else self._grow(context, growth)
 
     def _grow(self, context: TokenArray, growth: Growth) -> Drafting:
         known, tree = self.known(context), CandidateTree()

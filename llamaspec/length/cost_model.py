@@ -51,9 +51,10 @@ class CostModel:
 
     def __init__(self, prior: CostCurve | None = None, allowed: Collection[int] | None = None) -> None:
         self._allowed, self.is_blank = allowed, allowed is None and prior is None  # nothing said of widths
-        seconds = dict(zip(prior.widths, prior.verify_seconds, strict=True)) if prior else {}
-        self._widths = {_place(w): Average(log(s), PROBED) for w, s in seconds.items()}
-        self._widths.setdefault(1, Average(log(PLAIN_SECONDS), 0))
+        self._widths = {1: Average(log(PLAIN_SECONDS), 0)}
+        for width, seconds in zip(prior.widths, prior.verify_seconds, strict=True) if prior else ():
+            place = _place(width)
+            self._widths[place] = Average(log(seconds) - POWER * log(width / place), PROBED)
         step = prior.draft_step_seconds if prior else 0.0
         self._step = Average(log(step or STEP_RATIO * exp(self._widths[1].log)), PROBED if step else 0)
         self._scale = 0.0  # logarithm, of all times
@@ -151,20 +152,21 @@ class CostModel:
         self._cover(max(width, place))
         off = log(seconds / self.seconds(width))
         average = self._widths.setdefault(place, Average(log(self._seconds[place]), 0))
-        was_held_up = self.n_timed == {width: 1} and off < -OUTLIER
-        if not self.n_timed or was_held_up:  # as busy as the machine is today
+        is_first, is_second = not self.n_timed, [*self.n_timed.values()] == [1]
+        if is_first or (self.n_timed == {width: 1} and off < -OUTLIER):  # as busy as the machine is today
             self._scale += off
-            self._n_far = 0
-            if not self.is_blank and not was_held_up and abs(off) > FOREIGN:
-                self._n_far, self._stale = 1, inf
-                self._widths = {1: Average(self._widths[1].log, 0), place: average}
-                self._step = Average(self._widths[1].log + log(STEP_RATIO), 0)
+            self._n_far = int(is_first and self._is_foreign)  # or was held up
             average.n = max(average.n, 1)
         else:
             if not average.n and width > 1:  # many positions cost no more than one by one
                 off = min(off, log(LINEAR * width * self._seconds[1] / self._seconds[width]))
             self._scale += self._learn(average, off, self.n_timed.get(width, 0))
+        if is_second and self._is_foreign:
+            self._widths = {1: Average(self._widths[1].log, 0), place: average}
+            self._step, self._stale = Average(self._widths[1].log + log(STEP_RATIO), 0), inf
         self.n_timed[width] = self.n_timed.get(width, 0) + 1
+        if self.n_timed[width] in (1, LASTING):  # it is doubted from now on, or no longer
+            self._stale = inf
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""
@@ -201,6 +203,11 @@ class CostModel:
         average.n = min(average.n + 1, MOST)
         self._stale += abs(own * off)
         return together * off
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether what was known before is of another machine."""
+        return not self.is_blank and abs(self._scale) > FOREIGN
 
     def _timings(self, width: int) -> int:
         average = self._widths.get(_place(width))

@@ -327,10 +327,10 @@ def test_an_average_remembers_so_many_timings(n: int) -> None:
 
 
 def test_prices_are_computed_anew_after_a_hundredth() -> None:
-    model = started(PAIR, {1: 1})
-    assert moves(model, 4, 0.04) == both(0.0, 0.04 * 0.8)  # a fifth of 0.04 is not yet seen
-    surprise(model, 4, 0.04)
-    assert log(model.seconds(4) / model.seconds(1) * 20 / 31) == pytest.approx(0.04 / 5 + 0.04 / 6)
+    model = started(PAIR, {1: 1, 4: LASTING})
+    assert moves(model, 4, 0.06) == both(0.0, 0.06 * 7 / 8)  # an eighth of 0.06 is not yet seen
+    surprise(model, 4, 0.06)
+    assert log(model.seconds(4) / model.seconds(1) * 20 / 31) == pytest.approx(0.06 / 8 + 0.06 / 9)
 
 
 def test_growth_with_the_context_reaches_widths_not_measured_meanwhile() -> None:
@@ -483,7 +483,7 @@ def test_a_hiccup_of_a_width_is_forgotten_with_its_next_timing(prior: CostCurve 
     assert not model.is_surprised
 
 
-@pytest.mark.parametrize("times", [1.3, 1.45])
+@pytest.mark.parametrize("times", [1.3, 1.45, 3.0])
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_hiccup_of_the_first_timing_leaves_no_trace(width: int, times: float) -> None:
     """It had scaled all times, and only its own width was corrected: no draft ever seemed to pay again."""
@@ -491,6 +491,31 @@ def test_a_hiccup_of_the_first_timing_leaves_no_trace(width: int, times: float) 
     surprise(model, width, log(times), -log(times))
     assert believed(model) == pytest.approx(list(Q4_0.values()))
     assert model.draft_step_seconds() == pytest.approx(0.0006)
+
+
+def test_what_is_twice_far_off_is_of_another_machine() -> None:
+    model = probed(Q4_0)
+    surprise(model, 1, log(3.0))
+    assert model.is_surprised
+    assert model.learned().widths != (1,)
+    surprise(model, 1, 0.0)
+    assert model.learned().widths == (1,)
+    assert not model.knows_step
+
+
+def test_a_probed_width_between_those_known_by_themselves_keeps_its_time() -> None:
+    """It stood for its neighbour, which was never wider than a tenth."""
+    model = probed({1: 10.0, 24: 50.0})
+    assert believed(model, (24,)) == pytest.approx([50.0], rel=0.02)
+
+
+def test_a_width_that_was_timed_often_is_no_longer_doubted() -> None:
+    """It is padded, then, though none of its timings was a surprise."""
+    model = CostModel(curve({1: 10.0, 2: 21.0, 3: 20.0}))
+    surprise(model, 2, *(0.0,) * (LASTING - 1))
+    assert model.cheapest_width(2) == 2
+    surprise(model, 2, 0.0)
+    assert model.cheapest_width(2) == 3
 
 
 def test_a_hiccup_of_width_1_moves_no_width_that_was_timed() -> None:
