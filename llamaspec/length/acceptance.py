@@ -42,13 +42,13 @@ class Acceptance:
         log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence) + shift
         return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0
 
-    def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
+    def learn(self, outcome: float, confidence: float = 0.5) -> None:
         """Learn from one verified token, accepted (1) or not (0): a step of logistic regression."""
         p, x = self.probability(confidence), _logit(confidence)
         curvature = max(p * (1.0 - p), FLATTEST)
         of_level = self._level_variance + x * self._covariance
         of_slope = self._covariance + x * self._slope_variance
-        total = of_level + x * of_slope + 1.0 / (count * curvature)
+        total = of_level + x * of_slope + 1.0 / curvature
         surprise = (outcome - p) / (curvature * total)
         self.level += of_level * surprise
         self.slope += of_slope * surprise

@@ -47,10 +47,10 @@ class Plain:
         log_odds = self.at(confidence) @ self.mean + z * np.sqrt(self.covariance[0, 0]) + shift
         return float(1 / (1 + np.exp(-log_odds)))
 
-    def learn(self, outcome: float, confidence: float = 0.5, count: float = 1.0) -> None:
+    def learn(self, outcome: float, confidence: float = 0.5) -> None:
         x, p = self.at(confidence), self.probability(confidence)
         information = max(p * (1 - p), 0.02)
-        gain = self.covariance @ x / (x @ self.covariance @ x + 1 / (count * information))
+        gain = self.covariance @ x / (x @ self.covariance @ x + 1 / information)
         self.mean = self.mean + gain * (outcome - p) / information
         self.covariance = self.covariance - np.outer(gain, x @ self.covariance)
 
@@ -68,7 +68,7 @@ def test_beliefs_are_those_of_the_filter_in_matrices(kind: str, seed: int) -> No
     rng = np.random.default_rng(seed)
     usual = found, plain = Acceptance(0.4, 0.6), Plain.of_all(0.4, 0.6)
     steps = [(n, *rng.random(3).tolist()) for n in rng.choice([0, 1, 1, 3, 70], 120).tolist()]
-    for i, (n, outcome, confidence, count) in enumerate(steps):
+    for i, (n, outcome, confidence, elsewhere) in enumerate(steps):
         if i == 60 and kind == "a text":
             found, plain = found.of_text(), plain.of_text(0.14)
         elif i == 60 and kind == "a copied text":
@@ -76,11 +76,11 @@ def test_beliefs_are_those_of_the_filter_in_matrices(kind: str, seed: int) -> No
         outcome = outcome if i % 2 else float(confidence < 0.7)  # what is sure is rejected
         found.pass_tokens(n)
         plain.pass_tokens(n)
-        found.learn(outcome, confidence, 0.1 + count)
-        plain.learn(outcome, confidence, 0.1 + count)
+        found.learn(outcome, confidence)
+        plain.learn(outcome, confidence)
         if found is not usual[0]:
-            usual[0].learn(count, 0.3)
-            usual[1].learn(count, 0.3)
+            usual[0].learn(elsewhere, 0.3)
+            usual[1].learn(elsewhere, 0.3)
         for sure in (0.001, 0.3, 0.5, 0.999):
             for z in (-1.0, 0.0, 2.0):
                 assert found.probability(sure, z) == pytest.approx(plain.probability(sure, z), rel=1e-9)
