@@ -52,6 +52,7 @@ class AutoRow:
         }
         self._limits: dict[Source, int] = {}  # draft tokens of the open round, at most
         self._tries: Source | None = None  # whose draft is only tried in it
+        self._plain_rate = 0.0  # tokens per second without drafts, in it
         self._rate = 0.0  # tokens per second that time is worth in it; 0 where nothing may be drafted
         self._hope = 0.0  # tokens that a draft which is tried may be worth, with luck
         self._alone: list[float] = []  # prices of the open round, if no other row has a part in them
@@ -79,7 +80,7 @@ class AutoRow:
         n, source = len(draft), draft.source
         if source is self._tries and (source in FREE or not self._drops):
             n = 0
-        elif self._drops and source is self._shared.drafting and draft.parents is None:
+        elif n and self._drops and source is self._shared.drafting and draft.parents is None:
             n, _ = self._most_valuable(draft)
         self._pledge.n_draft, self._pledge.is_drafting = n, False
         return n
@@ -142,22 +143,23 @@ class AutoRow:
         pledge.is_asking, pledge.n_draft, pledge.has_drafted = True, 0, False
         self._limits, self._tries, self._rate, self._alone = {}, None, 0.0, []
         n_rows = shared.n_rows
+        self._plain_rate = shared.plain_rate(n_rows)  # 0: as many positions may not be evaluated
         if shared.wants_plain or not shared.knows_plain or not costs.knows(n_rows):
             return
-        plain_rate = shared.plain_rate(n_rows)  # 0: as many positions may not be evaluated
-        faster = self._plan_model(plain_rate) if plain_rate and shared.drafting in shared.sources else 1.0
-        self._rate = plain_rate * faster
+        faster = self._plan_model() if self._plain_rate and shared.drafting in shared.sources else 1.0
+        self._rate = self._plain_rate * faster
         faster = faster if faster > 1.0 else COPYING
         n_timed = costs.n_timed.get(costs.cheapest_width(n_rows) or n_rows, 1)
         at_first, at_last = CHECK_AFTER * n_timed ** min(faster, MOST_GAIN), (faster - 1.0) / CHECK_SHARE
         if shared.n_since_plain >= min(at_first, CHECK_AFTER + at_last):
             shared.wants_plain, self._limits, self._tries, self._rate = True, {}, None, 0.0
 
-    def _plan_model(self, rate: float) -> float:
+    def _plan_model(self) -> float:
         """A draft that should pay, or a try; returns how much faster than plain decoding the row gets."""
+        rate = self._plain_rate
         costs, source, step = self._shared.costs, self._shared.drafting, self._step_seconds()
         seconds = [price + n * step for n, price in enumerate(self._prices())]
-        limit = self._affordable(seconds, rate)
+        limit = self._affordable(seconds)
         gains = expected_accepted(self._beliefs[source].probability(), limit)
         faster = speed_up(seconds, gains, rate) if costs.knows_step else 1.0
         if faster > 1.0:
@@ -177,7 +179,7 @@ class AutoRow:
 
         Where nothing is drafted, one as a shadow. `ahead`: the confidences of what could be copied.
         """
-        shared, plain_rate = self._shared, self._shared.plain_rate(self._shared.n_rows)
+        shared = self._shared
         if not self._rate or (source in COPIES and source not in shared.sources):
             return 0
         plan = self._plan_tree() if self._branches else None
@@ -185,8 +187,8 @@ class AutoRow:
         if source is Source.GRAMMAR:
             return _best([*range(longest + 1)], prices, rate)[0]
         is_tried = self._tries is shared.drafting
-        draft_worth = self._hope if is_tried else rate / plain_rate - 1.0  # of what stands aside for a copy
-        believed, limit = shared.calibrations[source].probability, self._affordable(prices, plain_rate)
+        draft_worth = self._hope if is_tried else rate / self._plain_rate - 1.0  # what a copy must beat
+        believed, limit = shared.calibrations[source].probability, self._affordable(prices)
         for luck in (0.0, LUCK) if self._n_since_copy >= COPY_WAIT else (0.0,):
             chances = [believed(confidence, luck) for confidence in ahead[:longest] or (0.5,) * longest]
             n, worth = _best([0.0, *accumulate(accumulate(chances, mul))], prices[: limit + 1], rate)
@@ -207,9 +209,8 @@ class AutoRow:
         usual = shared.trees.usual(self._beliefs[source].probability())
         if self._rate * prices[-1] > limit * usual[1]:
             return None  # second candidates are not worth their positions
-        plain_rate = shared.plain_rate(shared.n_rows)
-        steps = self._step_seconds() * np.array(shared.costs.wide_steps(WIDEST))
-        rate = plain_rate * tree_speed_up(usual, plain_rate * prices, plain_rate * steps)
+        plain, steps = self._plain_rate, self._step_seconds() * np.array(shared.costs.wide_steps(WIDEST))
+        rate = plain * tree_speed_up(usual, plain * prices, plain * steps)
         if rate < EDGE * self._rate:
             return None
         return TreePlan(shared.trees, usual, rate * prices, rate * steps, rate)
@@ -224,13 +225,13 @@ class AutoRow:
         """What the next draft step costs this row, which may share it."""
         return self._shared.costs.draft_step_seconds() / self._shared.n_drafting(self._pledge)
 
-    def _affordable(self, seconds: Sequence[float], plain_rate: float) -> int:
+    def _affordable(self, seconds: Sequence[float]) -> int:
         """The most draft tokens that may all be rejected without losing more than may be lost.
 
         `seconds`: [n] what n tokens cost.
         """
-        left = self._shared.budget.left
-        return max((n for n, each in enumerate(seconds) if plain_rate * each <= left), default=0)
+        left, rate = self._shared.budget.left, self._plain_rate
+        return max((n for n, each in enumerate(seconds) if rate * each <= left), default=0)
 
     def _expect(self, draft: Draft) -> list[tuple[float, float]]:
         """[n] how likely the first n tokens of a draft are all accepted, and how many are, on average."""
@@ -249,9 +250,9 @@ class AutoRow:
 
     def _most_valuable(self, draft: Draft) -> tuple[int, float]:
         """How many of its tokens to verify, and what that is worth, in tokens."""
-        prices, plain_rate = self._prices(), self._shared.plain_rate(self._shared.n_rows)
-        limit = self._affordable(prices, plain_rate)
-        return _best([n for _, n in self._expect(draft)[: limit + 1]], prices, self._rate)
+        prices = self._prices()
+        within = self._expect(draft)[: self._affordable(prices) + 1]
+        return _best([n for _, n in within], prices, self._rate)
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next tokens of a draft are worth more than to stop here."""
