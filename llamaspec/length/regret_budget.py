@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ALLOWED = 1.8  # plain tokens of each row that a text may lose at first
-RATE = 0.006  # and more for every token
+ALLOWED = 2.2  # plain tokens of each row that a text may lose at first
+RATE = 0.003  # and more for every token
 SAVED = 1.1  # of what earlier texts have won, that a text may lose besides
 RECENT = 16  # rounds that are booked anew where plain decoding turns out to take another time
 
