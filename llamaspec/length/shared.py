@@ -19,6 +19,7 @@ from llamaspec.values import Round, Source
 
 COPIES = (Source.NGRAM, Source.STORE)
 FREE = frozenset({*COPIES, Source.GRAMMAR})  # sources that cost no draft step
+RICH, HOPE = 8.0, 1.0  # plain tokens: who may lose as many hopes for cheap widths; standard deviations
 HICCUP = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 
 
@@ -88,7 +89,8 @@ class Shared:
     def level_seconds(self, own: Pledge) -> list[float]:
         """[n] a row's share of what n draft tokens of it cost, and of those level with it.
 
-        Where the curve has steps, one position alone never pays for the step that all would share.
+        Where the curve has steps, one position alone never pays for the step that all would share. A text
+        that has won much finds out whether widths not timed yet are cheaper than believed.
         """
         n_level, total = 1, 1
         for other in self.present():
@@ -96,9 +98,12 @@ class Shared:
                 is_level = other.is_drafting and other.n_draft <= own.n_draft
                 n_level += is_level
                 total += 1 if is_level else 1 + other.n_draft
-        reach = max(self.costs.reach, self.costs.cheapest_width(total + n_level) or 0)  # padding is free
+        dared = int(self.budget.left)  # positions, should each cost as much as one alone
+        padded = self.costs.cheapest_width(total + n_level) or 0
+        reach = max(self.costs.reach, dared, padded)
         n_more = min(self.longest, max((reach - total) // n_level, 1))
-        times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level))
+        hope = HOPE * (self.budget.left > RICH)
+        times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), -hope)
         return [(seconds - times[0]) / n_level for seconds in times]
 
     def learn_acceptance(self, round_: Round, of_text: Acceptance) -> None:

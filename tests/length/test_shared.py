@@ -15,7 +15,7 @@ from llamaspec.length.cost_model import CostModel
 from llamaspec.length.prior import FREE_LOG_ODDS, LOG_ODDS
 from llamaspec.length.regret_budget import ALLOWED, SAVED, RegretBudget
 from llamaspec.length.row_length import AutoRow
-from llamaspec.length.shared import Pledge, Shared
+from llamaspec.length.shared import HOPE, RICH, Pledge, Shared
 from llamaspec.values import NO_DRAFT, Draft, Round, Source
 from simulated import machine, text
 from simulator import play_rows
@@ -82,6 +82,29 @@ def test_the_longest_draft_is_the_last_that_is_priced() -> None:
     own = pledge(1)
     for longest in (0, 1, 5):
         assert len(shared(own, curve=STEPS, longest=longest).level_seconds(own)) == longest + 1
+
+
+def test_further_where_it_could_be_paid_for_if_each_position_cost_as_much_as_one_alone() -> None:
+    known, own = CostCurve((1, 2, 4), (1.0, 1.1, 1.3), 0.2), pledge(0, is_drafting=True)
+    for left, priced in ((7.9, 8), (10.9, 10), (40.0, 16)):
+        among = shared(own, curve=known, longest=15)
+        among.budget.left = left
+        assert len(among.level_seconds(own)) == priced
+
+
+def test_who_may_lose_much_hopes_that_widths_not_timed_are_cheap() -> None:
+    known, own = CostCurve((1, 2, 4), (1.0, 1.1, 1.3), 0.2), pledge(0, is_drafting=True)
+    among = shared(own, curve=known, longest=15)
+    among.budget.left = RICH
+    believed = among.level_seconds(own)
+    among.budget.left = RICH + 0.1
+    hoped = among.level_seconds(own)
+    cheaper = [(1.0 + b) / (1.0 + a) for a, b in zip(hoped, believed, strict=False)]
+    assert cheaper[0] == 1.0
+    assert max(cheaper[1], cheaper[3]) < 1.05 < 1.25 < cheaper[7]  # widths 2 and 4 are known, 8 is not
+    assert hoped[1:8] == pytest.approx(
+        [seconds - 1.0 for seconds in among.costs.batch_seconds(range(1, 9), -HOPE)[1:]]
+    )
 
 
 def test_no_further_than_twice_the_known_widths() -> None:
