@@ -19,7 +19,7 @@ from llamaspec.values import Round, Source
 
 COPIES = (Source.NGRAM, Source.STORE)
 FREE = frozenset({*COPIES, Source.GRAMMAR})  # sources that cost no draft step
-RICH, HOPE = 8.0, 1.0  # plain tokens: who may lose as many hopes for cheap widths; standard deviations
+HOPE = 1.0  # standard deviations by which widths may be cheaper, for a text that any draft's loss cannot harm
 HICCUP = 1.3  # an evaluation is booked with at most this multiple of the time it should have taken
 
 
@@ -99,10 +99,10 @@ class Shared:
                 n_level += is_level
                 total += 1 if is_level else 1 + other.n_draft
         dared = int(self.budget.left)  # positions, should each cost as much as one alone
-        padded = self.costs.cheapest_width(total + n_level) or 0
+        padded = self.costs.cheapest_width(total + n_level) or 0  # padding is free
         reach = max(self.costs.reach, dared, padded)
         n_more = min(self.longest, max((reach - total) // n_level, 1))
-        hope = HOPE * (self.budget.left > RICH)
+        hope = HOPE * (self.budget.left > self.longest)
         times = self.costs.batch_seconds(range(total, total + n_more * n_level + 1, n_level), -hope)
         return [(seconds - times[0]) / n_level for seconds in times]
 

@@ -203,7 +203,7 @@ def test_a_cold_start_feels_its_way_to_wide_evaluations(seed: int) -> None:
     """Width 4 is cheap here, 16 thrice as dear: who believed that of width 4 drafted 16 tokens at once."""
     on, easy = machine("dip", 0.6, jitter=0.0), passage(np.full(256, 0.9), np.full(256, 0.9), seed)
     ran = play(AutoLength(), on, easy)
-    assert 3 < max(ran.lengths[:4]) <= 8
+    assert 3 < max(ran.lengths[:6]) <= 8
     assert ran.to_plain <= 1.08 * play(FixedLength(3), on, easy).to_plain
 
 

@@ -13,7 +13,6 @@ from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.row_length import AutoRow
-from llamaspec.length.shared import RICH
 from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead, tree_speed_up
 from llamaspec.values import Draft, Round, Source
 
@@ -134,7 +133,7 @@ def opened(curve: CostCurve, *, trees: bool = True) -> tuple[AutoLength, AutoRow
         path = tuple(range(n)) if i % 5 < 3 else ()
         seconds, step = curve.verify_seconds[n], n * curve.draft_step_seconds
         row.observe(Round(drafted(n), path, 0, n + 1, 1, i + 1, n, step, seconds))
-    policy.shared.budget.left = RICH - 1.0  # no width is hoped to be cheaper than it was
+    policy.shared.budget.left = 8.0  # no width is hoped to be cheaper than it was
     return policy, row
 
 
