@@ -7,7 +7,8 @@
 
 The physics: a memory-bound target costs about the same for one position as for a few, so draft tokens
 that are accepted are nearly free. Arms are interleaved in one process, prompt by prompt, because machines
-drift; every figure is a ratio to plain decoding in the same turn. Texts are compared before speeds.
+drift; every figure is a ratio to plain decoding in the same turn, with `--against` to that of "now". Texts
+are compared before speeds.
 A table goes to stderr; the last line of stdout is one JSON object.
 """
 
@@ -29,7 +30,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from checkout_arms import Checkout
+from checkout_arms import BEFORE, NOW, Checkouts
 from foresight import bound_seconds
 from help_text import help_text
 from llama_cpp_arms import LlamaCpp
@@ -173,10 +174,10 @@ def main(
     ):
         if depth:
             texts = [_deep(pair, texts, i, depth) for i in range(len(texts))]
-        peers: list[LlamaCpp | Checkout] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
+        peers: list[LlamaCpp | Checkouts] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
         if against is not None:
             probe = stored_probe(pair).value
-            peers.append(stack.enter_context(Checkout(against, pair, probe.curve if probe else None)))
+            peers.append(stack.enter_context(Checkouts(against, pair, probe.curve if probe else None)))
         arms = _arms(pair, lengths, trees)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
@@ -335,16 +336,19 @@ def _run(
 
 
 def _scores(runs: list[Run]) -> Iterator[Score]:
-    plain = {
-        (run.temperature, run.prompt, run.turn): run.tokens_per_second for run in runs if run.arm == "plain"
+    speeds = {
+        (run.arm, run.temperature, run.prompt, run.turn): run.tokens_per_second
+        for run in runs
+        if run.arm in {"plain", f"{NOW}: plain"}
     }
     keys = sorted(dict.fromkeys((run.temperature, run.arm) for run in runs), key=lambda key: key[0])
     for temperature, arm in keys:
         own = [run for run in runs if (run.temperature, run.arm) == (temperature, arm)]
+        plain = f"{NOW}: plain" if arm.startswith((BEFORE, NOW)) else "plain"
         ratios: dict[int, float] = {}
         for prompt in sorted({run.prompt for run in own}):
             ratios[prompt] = statistics.median(
-                run.tokens_per_second / plain[temperature, prompt, run.turn]
+                run.tokens_per_second / speeds[plain, temperature, prompt, run.turn]
                 for run in own
                 if run.prompt == prompt
             )
