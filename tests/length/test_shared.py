@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llamaspec.length import cost_model
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
@@ -323,11 +324,15 @@ class Watched(AutoLength):
 
 @pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("name", ["informed", "stretches"])
-def test_rows_that_decide_for_themselves_are_booked_as_they_should_be(name: str, n_rows: int) -> None:
+@pytest.mark.parametrize("seed", [9, 10])
+def test_rows_that_decide_for_themselves_are_booked_as_they_should_be(
+    seed: int, name: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who has a part in the draft steps, they say themselves; their rounds show it."""
+    monkeypatch.setattr(cost_model, "STALE", 0.0)  # else prices are as old as whoever asked last left them
     on = machine("f16", 0.6)
     policy, ledger = Watched(on.curve()), Ledger(on.curve())
-    play_rows(policy, on, [text(name, seed) for seed in range(n_rows)], seed=6)
+    play_rows(policy, on, [text(name, n) for n in range(n_rows)], seed=seed)
     n_shadows = n_parted = 0
     while policy.rounds:
         n = policy.rounds[0][0].n_rows
