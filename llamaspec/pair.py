@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from llamaspec.drafters.foreign import ForeignVocabulary
+from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.drafters.past import PastTexts
 from llamaspec.drafters.tree_growth import TreeLength
 from llamaspec.engine.scheduler import Scheduler
@@ -23,6 +24,7 @@ from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.openmp import end_own_threads
@@ -139,7 +141,8 @@ class Pair:
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to draft; default: as many as pay, learnt from stream to stream.
+            How many tokens to draft; default: as many as pay, learnt from stream to stream; of `NoDrafter()`
+            none, so that nothing is planned.
         drafter : Drafter, optional
             Who drafts; default what the pair was opened with. `NoDrafter()` is plain decoding.
         on_prefill : callable, optional
@@ -167,7 +170,9 @@ class Pair:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         others: list[Closing] = []
-        length = (policy or self._length).start_row(drops=RULES[rule].drops)
+        if policy is None:
+            policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
+        length = policy.start_row(drops=RULES[rule].drops)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
             trees = length if isinstance(length, TreeLength) else None

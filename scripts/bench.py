@@ -7,8 +7,8 @@
 
 The physics: a memory-bound target costs about the same for one position as for a few, so draft tokens
 that are accepted are nearly free. Arms are interleaved in one process, prompt by prompt, because machines
-drift; every figure is a ratio to plain decoding in the same turn, with `--against` to that of "now". Texts
-are compared before speeds.
+drift; every figure is a ratio to plain decoding in the same turn: "before" and "now" to that of "now", all
+others to "plain". Texts are compared before speeds.
 A table goes to stderr; the last line of stdout is one JSON object.
 """
 

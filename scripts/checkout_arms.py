@@ -4,9 +4,9 @@
     python scripts/bench.py --against ../before
 
 The other checkout runs in a process of its own, on the same files, with the same Python and the same
-llama.cpp, and so does this one once more ("now"), arm by arm in turns: a process that does nothing else has
-been up to 3 % faster than the benchmark's own. Both are set against plain decoding of the latter. What a
-probe found here is the prior of both.
+llama.cpp, and so does this one once more ("now"), arm by arm in turns: the same code in another process, or
+a minute later, differs by a few percent. Both are set against plain decoding of "now". What a probe found
+here is the prior of both.
 """
 
 from __future__ import annotations

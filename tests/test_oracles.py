@@ -134,6 +134,16 @@ def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> N
                 assert found.tokens == right, f"temperature {temperature}, {n_draft} draft tokens"
 
 
+def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would try widths and plan rounds, so that what drafts are compared with would be slower."""
+    monkeypatch.setattr(AutoLength, "start_row", lambda self, drops: pytest.fail("asked"))
+    target = store.path("llama", Recipe(dtype="q8_0"))
+    with opened(target, target) as pair:
+        assert len(pair.stream(PROMPTS[0], drafter=NoDrafter(), max_tokens=8).run().tokens) == 8
+        with pytest.raises(pytest.fail.Exception, match="asked"):
+            pair.stream(PROMPTS[0])
+
+
 def test_same_seed_same_tokens_with_penalties_and_no_truncation(store: ModelStore) -> None:
     """Penalties depend on the path of draft tokens; without truncation every token can come."""
     target = Recipe(dtype="q8_0")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.events import Completion
-from llamaspec.length.fixed_length import FixedLength
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.parameters import Sampling
@@ -48,5 +47,5 @@ class Task:
         ).run()
 
     def run_plain(self, pair: Pair, *, n_before: int = 0) -> Completion:
-        """The same by plain decoding, with nothing that only drafts need."""
-        return self.run(pair, FixedLength(0), n_before=n_before, drafter=NoDrafter())
+        """The same by plain decoding."""
+        return self.run(pair, n_before=n_before, drafter=NoDrafter())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from command import Answer, invoke, naming, run
-from llamaspec import AutoLength, FixedLength, Sampling, open_pair
+from llamaspec import FixedLength, Sampling, open_pair
 from llamaspec.measure.compare import run_compare
 from llamaspec.measure.task import Task
 from model_store import ModelStore
@@ -162,16 +162,6 @@ def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models:
     assert alone[0] != alone[1]
     assert found.same_text
     assert {run.n_cached for arm in found.arms for run in arm.runs} == {0}, "each reads the whole prompt"
-
-
-def test_plain_decoding_needs_no_automatic_length(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would try widths and plan rounds, which makes what drafts are compared with slower."""
-    monkeypatch.setattr(AutoLength, "start_row", lambda self, drops: pytest.fail("asked"))
-    with open_pair(*models) as pair:
-        task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(temperature=2.0), 5, 8, "coupled")
-        assert len(task.run_plain(pair).tokens) == 8
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
