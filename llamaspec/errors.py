@@ -12,7 +12,7 @@ LlamaspecError
 └── EvaluationError           llama.cpp failed while it computed
     ├── EvaluationAbortedError  somebody asked for it
     ├── ScoresError             the model's scores are not numbers
-    └── WorkerError             a worker on another machine cannot be reached, or was lost
+    └── WorkerError             a worker on another machine cannot be reached
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EvaluationAbortedError(EvaluationError):
 
 
 class WorkerError(EvaluationError):
-    """A worker on another machine cannot be reached, or was lost."""
+    """A worker on another machine cannot be reached."""
 
 
 class ScoresError(EvaluationError):

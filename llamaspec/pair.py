@@ -253,12 +253,6 @@ class Pair:
         """Empty both KV caches, as if nothing had been evaluated."""
         self._scheduler.forget()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a worker of the target was lost: then every text ends with a WorkerError."""
-        workers = self.target.weights.workers
-        return workers is not None and workers.is_lost
-
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
         self._scheduler.close()

@@ -9,7 +9,7 @@ import pytest
 
 import local_worker
 from command import environment
-from llamaspec.llama.workers import has_rpc
+from llamaspec.llama.rpc import has_rpc
 from local_worker import Worker
 
 needs_rpc = pytest.mark.skipif(

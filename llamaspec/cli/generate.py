@@ -33,7 +33,6 @@ from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
-from llamaspec.errors import WorkerError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import keep_prior
@@ -140,14 +139,12 @@ def generate(
                 on_prefill=progress.part,
                 constraint=constraint,
             )
-            interrupted, lost = _consume(stream, output, progress)
+            interrupted = _consume(stream, output, progress)
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
         keep_texts(pair)
         if before is not None:
             _explain(before, policy, stream, decoding)
-    if lost is not None:
-        raise lost
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -160,10 +157,8 @@ def _prompt(
     return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
 
 
-def _consume(
-    stream: TextStream, output: GenerateOptions, progress: SlowProgress
-) -> tuple[bool, WorkerError | None]:
-    """Write the text as it comes; answers whether the person interrupted, and whether a worker was lost."""
+def _consume(stream: TextStream, output: GenerateOptions, progress: SlowProgress) -> bool:
+    """Write the text as it comes; answers whether the person interrupted."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
@@ -171,10 +166,8 @@ def _consume(
             for span in piece.spans if not output.as_json else ():
                 write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:
-        return True, None
-    except WorkerError as error:
-        return False, error
-    return False, None
+        return True
+    return False
 
 
 def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: GenerateOptions) -> None:

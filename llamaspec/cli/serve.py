@@ -158,7 +158,6 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
             with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
                 told = f"{service.model_name} is served at {url_of(opened)}"
                 make_server(app, service, lambda: say(told)).run(sockets=[opened])
-            pair.target.weights.check_workers()  # a supervisor may start it anew
         finally:
             keep_prior(pair, policy)
             keep_texts(pair)

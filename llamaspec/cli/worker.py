@@ -12,7 +12,7 @@ from llamaspec.cli.terminal import say
 from llamaspec.errors import WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import find_devices
-from llamaspec.llama.workers import PORT, serve_worker
+from llamaspec.llama.rpc import PORT, serve_worker
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,

@@ -219,7 +219,6 @@ class Context:
     def decode(self, stretches: Sequence[Stretch]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
         pointer, batch = self.pointer, self._batch.fill(stretches)
-        self._weights.check_workers()
         self.cache.begin()
         self._choose_threads(pointer)
         if batch.n_tokens < LONG:
@@ -234,7 +233,6 @@ class Context:
 
     def _check(self, status: int) -> None:
         """Raise what llama.cpp's answer means."""
-        self._weights.check_workers()
         if status == 0:
             return
         if status == 1:
@@ -286,7 +284,6 @@ class Context:
         return np.concatenate(views, axis=1)
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
-        self._weights.check_workers()  # only now everything has been computed
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))

@@ -77,7 +77,6 @@ def open_context(
     with runtime.raising_callbacks():
         context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
-        weights.check_workers()
         raise MemoryFullError(
             f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
             f"{runtime.last_error()}; use a smaller context"
@@ -91,7 +90,7 @@ def context_size_for(weights: Weights, options: ModelOptions) -> int:
     n_bytes, room = int(lib.llama_model_size(model)), runtime.available_bytes()
     if weights.devices:
         free = sum(device_of(handle).free_bytes for handle in weights.devices)
-        room = max(0, free - n_bytes) if weights.workers is not None else free  # CPUs report all they have
+        room = max(0, free - n_bytes) if options.workers else free  # CPUs report all they have
     elif runtime.can_offload() and options.offloads:
         gpus = [device for device in find_devices() if device.is_gpu]
         room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.errors import LlamaspecError, WorkerError
+from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
 from llamaspec.llama.cached_sequence import CachedSequence
-from llamaspec.llama.compaction import Moved
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_file import DamagedError, is_private, read_prefixes, write_prefixes
@@ -78,7 +77,7 @@ class PrefixFolder:
         try:
             for model, path in zip(models, paths, strict=True):
                 if (cache := model.prefix_cache) is not None:
-                    room -= write_prefixes(path, path.stem, _sound(model, cache), room)
+                    room -= write_prefixes(path, path.stem, cache.take_out(), room)
             others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in paths]
             for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
                 room -= path.lstat().st_size
@@ -86,8 +85,6 @@ class PrefixFolder:
                     path.unlink()
         except OSError as error:
             tell(f"prefixes cannot be saved in {self.path}: {error.strerror}")
-        except WorkerError as error:
-            tell(f"prefixes are not saved: {error}")
 
     def file_of(self, model: LlamaModel) -> Path:
         """Where prefixes of a model lie: other weights, formats or builds of llama.cpp have other files."""
@@ -98,13 +95,6 @@ class PrefixFolder:
             options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
         ])  # fmt: skip
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
-
-
-def _sound(model: LlamaModel, cache: KVCache) -> Iterator[Moved]:
-    """What a cache holds, each once it is known that no worker was lost while it was read."""
-    for moved in cache.take_out():
-        model.weights.check_workers()
-        yield moved
 
 
 def _put_in(cache: KVCache, path: Path, key: str) -> int:

@@ -21,9 +21,9 @@ from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.nextn import EAGLE
 from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.rpc import connect
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.llama.workers import Workers
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
@@ -47,7 +47,7 @@ class Weights:
     MemoryFullError
         The machine has no room for the weights.
     WorkerError
-        A worker cannot be reached, or was lost while it was given weights.
+        A worker cannot be reached.
     DeviceError
         There is no such device.
     """
@@ -55,17 +55,10 @@ class Weights:
     def __init__(self, path: Path, options: ModelOptions, on_load: LoadProgress | None = None) -> None:
         self.path = path
         runtime.start()
-        self.workers = Workers(options.workers) if options.workers else None
-        try:
-            self.devices = _devices(options, self.workers)
-            check_gguf(path)
-            ensure_tried(path, options.n_ctx, on_load)
-            model = self._load(options, on_load)
-        except BaseException:
-            if self.workers is not None:
-                self.workers.close()
-            raise
-        self._handle: Handle | None = Handle(model, _freeing(self.workers))
+        self.devices = _devices(options)
+        check_gguf(path)
+        ensure_tried(path, options.n_ctx, on_load)
+        self._handle: Handle | None = Handle(self._load(options, on_load), lib.llama_model_free)
         try:
             self._check_kind()
         except ModelFileError:
@@ -129,11 +122,6 @@ class Weights:
         row = n_heads_kv * lib.llama_model_n_embd(model) / max(1, lib.llama_model_n_head(model))
         return float(n_layers * row * (bytes_per_key + bytes_per_value))
 
-    def check_workers(self) -> None:
-        """Raise WorkerError if a worker was lost: nothing that was computed since then may be used."""
-        if self.workers is not None:
-            self.workers.check()
-
     def close(self) -> None:
         """Free the weights, once no context needs them; more than once is allowed."""
         if hasattr(self, "vocabulary"):
@@ -158,12 +146,11 @@ class Weights:
             parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
         if options.tensor_split:
             parameters.tensor_split = (ctypes.c_float * lib.LLAMA_MAX_DEVICES)(*options.tensor_split)
-        workers = self.workers
 
         def report(fraction: float, _user_data: object) -> bool:
             if on_load is not None:
                 on_load(fraction)
-            return workers is None or not workers.is_lost
+            return True
 
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         parameters.load_mtp = options.heads
@@ -171,9 +158,6 @@ class Weights:
         with runtime.raising_callbacks():
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
         del callback  # it had to live until here
-        if workers is not None and workers.is_lost and model:
-            lib.llama_model_free(model)
-        self.check_workers()
         if model:
             return model
         reason = runtime.last_error()
@@ -184,26 +168,15 @@ class Weights:
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
 
 
-def _freeing(workers: Workers | None) -> Callable[[Any], object]:
-    """Frees weights, and then lets the workers go on which they lay."""
-
-    def free(model: Any) -> None:
-        lib.llama_model_free(model)
-        if workers is not None:
-            workers.close()
-
-    return free
-
-
-def _devices(options: ModelOptions, workers: Workers | None) -> list[int] | None:
+def _devices(options: ModelOptions) -> list[int] | None:
     """llama.cpp's handles of what computes offloaded layers; None where llama.cpp chooses.
 
     Its own choice knows no workers, which are not registered, so that drafts stay at home.
     """
-    remote = workers.devices if workers is not None else []
+    remote = connect(options.workers) if options.workers else []
     if options.devices is not None:
         return [_named(name, remote) for name in options.devices]
-    if workers is None:
+    if not options.workers:
         return None
     gpus = gpus_among(find_devices())
     return [*remote, *device_handles([device.name for device in gpus])]

@@ -107,22 +107,16 @@ def make_server(app: ASGIApp, service: Service, ready: Callable[[], None]) -> Se
         h11_max_incomplete_event_size=64 << 10,
         timeout_graceful_shutdown=int(grace) + LAST_SECONDS,
     )
-    return Server(config, service.queue, grace, ready, lambda: service.pair.is_lost)
+    return Server(config, service.queue, grace, ready)
 
 
 class Server(uvicorn.Server):
     """uvicorn's, which leaves signals and the queue in order."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        queue: RowQueue,
-        grace_seconds: float,
-        ready: Callable[[], None],
-        is_lost: Callable[[], bool],
+        self, config: uvicorn.Config, queue: RowQueue, grace_seconds: float, ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._is_lost = is_lost
         self._queue, self._grace_seconds, self._ready = queue, grace_seconds, ready
         self._grace: threading.Timer | None = None
 
@@ -130,10 +124,6 @@ class Server(uvicorn.Server):
         """Accept requests, and say so."""
         await super().startup(sockets)
         self._ready()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Whether to stop."""
-        return await super().on_tick(counter) or self._is_lost()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop in order."""

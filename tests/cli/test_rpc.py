@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from command import ENTRY, environment, expected, invoke, naming, said
+from command import ENTRY, environment, expected, invoke, naming, run, said
 from local_worker import free_port
 from rpc_workers import needs_rpc, running_worker
 
@@ -38,9 +38,20 @@ def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Pat
     assert written[:n] == beginning[:n]
     assert process.returncode == 1
     assert "Traceback" not in complaints.decode()
-    assert complaints.decode().splitlines()[-1] == (
-        f"llamaspec: the worker {worker.address} was lost: it closed the connection; "
-        f"start it and run this again"
+    line = complaints.decode().splitlines()[-1]
+    assert line.startswith("llamaspec: a worker was lost")
+    assert line.endswith("; start it and run this again")
+
+
+@needs_rpc
+def test_a_worker_that_never_answers(models: list[Path]) -> None:
+    """As one does that serves another client."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        line = said(run("generate", *naming(models), "--rpc", address, "x"))
+    assert line == (
+        f"llamaspec: {address} is busy with another client, or is no worker; "
+        f"a worker serves one client at a time"
     )
 
 

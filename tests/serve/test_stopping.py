@@ -80,9 +80,8 @@ def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> 
             == 200
         )
         worker.kill()
-        answer = httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS)
-        assert answer.status_code == 500
-        assert "was lost" in answer.text
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS)
         assert server.ended() == 1
         until(lambda: server.lines[-1].endswith("start it and run this again"))
     assert not any("Traceback" in line for line in server.lines)
