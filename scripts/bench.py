@@ -14,7 +14,6 @@ A table goes to stderr; the last line of stdout is one JSON object.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -53,7 +52,6 @@ from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import auto_length
 from llamaspec.measure.pair_files import ModelFile, PairFiles
-from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import stored_prior, stored_probe
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Round
@@ -79,7 +77,6 @@ class Run:
     same_text: bool | None  # as plain decoding in the same turn; None where the arm promises no such thing
     acceptance_rate: float | None = None
     overhead_share: float | None = None  # controller time / decode time
-    prediction: float | None = None  # seconds that the cost model predicted / measured, rounds that happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,6 @@ class Score:
     same_text: bool | None
     acceptance_rate: float | None  # mean over prompts
     overhead_share: float | None
-    predictions: tuple[float, float, float] | None  # least, median and greatest
     per_prompt: dict[int, float] = field(default_factory=dict)
 
 
@@ -282,15 +278,14 @@ def _turn(
     temperature, prompt, turn = case
     shift = (prompt + turn) % len(arms)
     order = [*list(arms)[shift:], *list(arms)[:shift]]
-    done: dict[str, tuple[Completion, LengthPolicy, LengthPolicy]] = {}  # with the policies before and after
+    done: dict[str, tuple[Completion, LengthPolicy]] = {}
     for name in order:
         policy = arms[name]()
-        before = copy.deepcopy(policy)
         completion = _run(pair, lambda: policy, text, temperature, turn, max_tokens)  # noqa: B023
-        done[name] = completion, before, policy
+        done[name] = completion, policy
         rounds += done[name][0].rounds
     plain = done["plain"][0]
-    for name, (completion, before, policy) in done.items():
+    for name, (completion, _) in done.items():
         summary = completion.summary
         yield Run(
             name,
@@ -302,21 +297,11 @@ def _turn(
             completion.tokens == plain.tokens,
             summary.acceptance_rate,
             summary.overhead_seconds / summary.decode_seconds,
-            _prediction(before, policy, completion),
         )
-    fixed = {policy.n_draft: run for run, _, policy in done.values() if isinstance(policy, FixedLength)}
+    fixed = {policy.n_draft: run for run, policy in done.values() if isinstance(policy, FixedLength)}
     if len(plain.tokens):
-        seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _, _ in done.values()])
+        seconds = bound_seconds(fixed[max(fixed)].rounds, [run.rounds for run, _ in done.values()])
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
-
-
-def _prediction(before: LengthPolicy, after: LengthPolicy, completion: Completion) -> float | None:
-    reasons = None
-    if isinstance(before, AutoLength) and isinstance(after, AutoLength):
-        reasons = explain(before, completion.rounds, after.shared.trials)
-    return (
-        reasons.predicted_seconds / reasons.measured_seconds if reasons and reasons.measured_seconds else None
-    )
 
 
 def _run(
@@ -361,7 +346,6 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
     shares = [run.overhead_share for run in own if run.overhead_share is not None]
     same = [run.same_text for run in own if run.same_text is not None]
     rates = [run.acceptance_rate for run in own if run.acceptance_rate is not None]
-    predictions = [run.prediction for run in own if run.prediction is not None]
     return Score(
         arm=arm,
         temperature=temperature,
@@ -372,9 +356,6 @@ def _score(arm: str, temperature: float, own: list[Run], ratios: dict[int, float
         same_text=all(same) if same else None,
         acceptance_rate=statistics.mean(rates) if rates else None,
         overhead_share=statistics.median(shares) if shares else None,
-        predictions=(min(predictions), statistics.median(predictions), max(predictions))
-        if predictions
-        else None,
         per_prompt=ratios,
     )
 
@@ -390,7 +371,6 @@ def _show(scores: list[Score], description: str) -> None:
         "same text",
         "accepted",
         "overhead",
-        "predicted",
     )
     for title in titles:
         table.add_column(title, justify="left" if title == "arm" else "right")
@@ -404,7 +384,6 @@ def _show(scores: list[Score], description: str) -> None:
             {True: "yes", False: "NO", None: "-"}[score.same_text],
             f"{score.acceptance_rate:.0%}" if score.acceptance_rate is not None else "-",
             f"{score.overhead_share:.1%}" if score.overhead_share is not None else "-",
-            "{1:.2f} ({0:.2f}-{2:.2f})".format(*score.predictions) if score.predictions else "-",
         )
     for temperature in dict.fromkeys(score.temperature for score in scores):
         for name, kinds in HINDSIGHT.items():

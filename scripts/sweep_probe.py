@@ -23,7 +23,7 @@ from llamaspec import LlamaspecError, ModelOptions, open_pair
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import FULL, QUICK, measure
-from llamaspec.measure.saturation import conclusions
+from llamaspec.measure.reasons import conclusions
 
 
 @dataclass(frozen=True, slots=True)

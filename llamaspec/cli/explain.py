@@ -1,4 +1,4 @@
-"""Why the automatic length drafted as it did, told in plain words and small tables on stderr."""
+"""What drafting cost and gained in a text, told in plain words and small tables on stderr."""
 
 from __future__ import annotations
 
@@ -9,73 +9,65 @@ from llamaspec.measure.reasons import Reasons
 
 
 def verdict(reasons: Reasons) -> str:
-    """One sentence: does drafting pay here?"""
+    """One sentence: did drafting pay, and what decides it?"""
+    if reasons.break_even_acceptance is not None:
+        needed = f"at these costs it needs an acceptance of {reasons.break_even_acceptance:.2f}"
+    elif reasons.is_conclusive:
+        needed = "at these costs it never does, at any acceptance"
+    else:
+        needed = "which acceptance it needs is not known yet: too little was timed; llamaspec probe tells"
+    if not reasons.n_judged and not reasons.n_copies_judged:
+        return f"no draft token was verified, so drafting gained nothing in this text; {needed}"
+    if reasons.gained_seconds is None:
+        return f"whether drafting paid in this text is not known: there was no plain round; {needed}"
+    paid = "paid" if reasons.gained_seconds > 0 else "did not pay"
     if reasons.acceptance is None:
-        pays = reasons.gained_seconds > 0
-        return f"looking draft tokens up in earlier text {'pays' if pays else 'does not pay'} in this text"
-    if reasons.break_even_acceptance is None and not reasons.break_even_is_known:
-        return "whether drafting pays here is not known yet: too little has been timed; llamaspec probe tells"
-    if reasons.break_even_acceptance is None:
-        return "drafting does not pay on this machine for this pair, at any acceptance"
-    pays = reasons.acceptance > reasons.break_even_acceptance
-    return (
-        f"drafting {'pays' if pays else 'does not pay'} here now: it needs an acceptance of "
-        f"{reasons.break_even_acceptance:.2f}, the next draft token has {reasons.acceptance:.2f}"
-    )
+        return f"looking draft tokens up in earlier text {paid} in this text"
+    return f"drafting {paid} in this text: {needed}, verified draft tokens had {reasons.acceptance:.2f}"
 
 
-def explain(reasons: Reasons, console: Console, exact_widths: frozenset[int] | None = None) -> None:
-    """Print the choices, the costs, the acceptance probabilities, the prediction and the verdict."""
+def explain(reasons: Reasons, console: Console) -> None:
+    """Print the choices, the costs, the acceptance, what was gained and the verdict."""
     n_rounds = sum(count.n_rounds for count in reasons.lengths) or 1
-    console.print("draft tokens per round: " + ", ".join(
+    console.print("verified draft tokens per round: " + ", ".join(
         f"{count.n_draft} in {count.n_rounds / n_rounds:.0%}" for count in reasons.lengths
     ))  # fmt: skip
-    if exact_widths is not None:
-        console.print("bit-identical widths: " + ", ".join(str(width) for width in sorted(exact_widths)))
     console.print(_cost_table(reasons))
     console.print(f"overhead of a round: {1e3 * reasons.overhead_seconds:.2f} ms")
-    if reasons.acceptance is not None:
+    if reasons.draft_step_seconds:
         console.print(f"a draft token costs {1e3 * reasons.draft_step_seconds:.2f} ms")
+    if reasons.n_judged:
         console.print(_confidence_table(reasons))
-    if reasons.n_ngram_verified:
-        share = reasons.n_ngram_accepted / reasons.n_ngram_verified
+    if reasons.n_copies_judged:
+        share = reasons.n_copies_accepted / reasons.n_copies_judged
         console.print(
-            f"looked up in earlier text: {reasons.n_ngram_accepted} of {reasons.n_ngram_verified} verified "
+            f"looked up in earlier text: {reasons.n_copies_accepted} of {reasons.n_copies_judged} verified "
             f"draft tokens accepted ({share:.0%})"
         )
-    predicted, measured = reasons.predicted_tokens_per_second, reasons.measured_tokens_per_second
-    if predicted is not None and measured is not None:
-        console.print(
-            f"speed: predicted {predicted:.1f} tokens/s for the rounds that happened, measured {measured:.1f}"
-        )
     gained = reasons.gained_seconds
-    console.print(
-        f"against plain decoding: {abs(gained):.2f} s {'won' if gained >= 0 else 'lost'}; "
-        f"{reasons.explored_seconds:.2f} s spent on {reasons.n_tries} drafts not worth verifying"
-    )
+    if gained is not None:
+        console.print(f"against plain decoding: {abs(gained):.2f} s {'saved' if gained >= 0 else 'lost'}")
+    if reasons.n_unverified:
+        console.print(
+            f"{reasons.n_unverified} drafts were not worth verifying: {reasons.unverified_seconds:.2f} s"
+        )
     console.print(verdict(reasons))
 
 
 def _cost_table(reasons: Reasons) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("positions at once", "ms", "rounds timed", "evaluated as"):
+    for title in ("positions at once", "ms", "rounds timed"):
         table.add_column(title, justify="right")
     for cost in reasons.widths:
-        padded = "" if cost.padded_to == cost.width else str(cost.padded_to)
-        table.add_row(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed), padded)
+        table.add_row(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed))
     return table
 
 
 def _confidence_table(reasons: Reasons) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("confidence", "verified", "accepted", "estimated"):
+    for title in ("confidence", "verified", "accepted"):
         table.add_column(title, justify="right")
     for group in reasons.bins:
-        rate = group.acceptance_rate
-        table.add_row(
-            f"{group.low:.1f}-{group.high:.1f}",
-            str(group.n_judged),
-            "" if rate is None else f"{rate:.0%}",
-            f"{group.believed:.0%}",
-        )
+        rate = f"{group.n_accepted / group.n_judged:.0%}" if group.n_judged else ""
+        table.add_row(f"{group.low:.1f}-{group.high:.1f}", str(group.n_judged), rate)
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -35,7 +34,7 @@ from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.measure.attention_choice import TextSize
-from llamaspec.measure.learned_length import keep_prior
+from llamaspec.measure.learned_length import keep_prior, learned_costs
 from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -125,7 +124,6 @@ def generate(
         find_files(models, text=TextSize.expected(text, decoding.max_tokens)), models, keeps_texts=True
     ) as pair:
         policy = make_policy(pair, decoding)
-        before = copy.deepcopy(policy) if output.explain else None
         constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(
@@ -143,8 +141,8 @@ def generate(
         _report(pair, stream, seed, decoding.rule, output)
         keep_prior(pair, policy)
         keep_texts(pair)
-        if before is not None:
-            _explain(before, policy, stream, decoding)
+        if output.explain:
+            _explain(policy, stream, decoding)
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -191,11 +189,8 @@ def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: Genera
             click.echo(line, err=True)
 
 
-def _explain(
-    before: LengthPolicy, after: LengthPolicy, stream: TextStream, decoding: DecodingOptions
-) -> None:
-    if isinstance(before, AutoLength) and isinstance(after, AutoLength):
-        reasons = explain(before, stream.completion.rounds, after.shared.trials)
-        print_reasons(reasons, stderr_console())
+def _explain(policy: LengthPolicy, stream: TextStream, decoding: DecodingOptions) -> None:
+    if isinstance(policy, AutoLength):
+        print_reasons(explain(stream.completion.rounds, learned_costs(policy)), stderr_console())
     else:
         say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

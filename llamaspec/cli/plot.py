@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.probe import Probe
-from llamaspec.measure.saturation import break_even_seconds, verdict
+from llamaspec.measure.reasons import break_even_seconds, verdict
 
 _BREAK_EVEN = "break-even: the same as single tokens, if every draft token is accepted"
 

@@ -22,12 +22,13 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
 from llamaspec.measure.fitting import forget_attention
 from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
-from llamaspec.measure.saturation import (
+from llamaspec.measure.reasons import (
     ACCEPTANCES,
-    best_fixed_length,
+    best_length,
     conclusions,
     dips,
     knees,
+    round_seconds,
     saturation_width,
     verdict,
 )
@@ -198,8 +199,9 @@ def _show_conclusions(found: Probe, console: Console) -> None:
     table.add_column("acceptance")
     table.add_column("best draft length", justify="right")
     table.add_column("predicted speed-up", justify="right")
+    seconds = round_seconds(curve)
     for acceptance in ACCEPTANCES:
-        best = best_fixed_length(curve, acceptance)
+        best = best_length(seconds, acceptance)
         table.add_row(f"{acceptance:.2f}", str(best.n_guesses), f"{best.speed_up:.2f}x")
     console.print(table)
     console.print(verdict(curve))

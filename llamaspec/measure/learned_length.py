@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.bit_exactness import exact_widths
 from llamaspec.measure.store import store_prior, stored_prior, stored_probe
 from llamaspec.pair import Pair
@@ -37,6 +38,11 @@ def known_exact_widths(pair: Pair) -> frozenset[int]:
     """Batch widths that are bit-identical with width 1: as a probe has found, or found now."""
     known = stored_probe(pair).value
     return known.identical_widths if known is not None else exact_widths(pair)
+
+
+def learned_costs(policy: AutoLength) -> CostCurve | None:
+    """What a policy knows of this pair's costs."""
+    return policy.experience().curve
 
 
 def keep_prior(pair: Pair | Stage, policy: LengthPolicy) -> None:

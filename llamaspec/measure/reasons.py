@@ -1,31 +1,178 @@
-"""Why the automatic length chose what it chose, for people to read.
+"""Whether drafting pays: what measured costs say for any acceptance, and what the rounds of one text gained.
 
-A policy knows no clock: the same rounds give the same decisions. So nothing is counted while a text is made;
-its rounds are played again. tests/measure/test_reasons.py.
+Prices are a `CostCurve`, from a probe or from what a length policy has learnt. Nothing is measured here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
-from llamaspec.length.acceptance import verified_tokens
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.cost_model import CostModel
-from llamaspec.length.shared import FREE, Shared
-from llamaspec.measure.saturation import break_even
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.measure.probe import Probe
 from llamaspec.values import Round, Source
 
-SURE = 1.64  # standard deviations of cost within which a verdict must hold
-APART = {Source.NGRAM: -1, Source.STORE: -1, Source.GRAMMAR: -2}  # whose confidences are not a draft model's
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+CONCLUSIVE_WIDTH = 9  # kernels change at 2, 4, 5, 8 and 9; where narrow widths do not pay, a wider one may
+COPIES = {Source.NGRAM, Source.STORE}
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
+_COPIED, _FORCED = -1, -2  # in place of a bin
+
+
+@dataclass(frozen=True, slots=True)
+class BestFixedLength:
+    """The best constant number of draft tokens, and what it is worth."""
+
+    n_guesses: int  # 0 where drafting does not pay
+    speed_up: float  # predicted tokens per second, divided by those of plain decoding
+
+
+@dataclass(frozen=True, slots=True)
+class Dip:
+    """A wider batch that costs less than a narrower one."""
+
+    width: int
+    cheaper_width: int
+
+
+def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
+    """The constant number of draft tokens with the highest predicted speed.
+
+    Section 3 of Leviathan et al., arXiv 2211.17192, with a measured cost for every width.
+
+    Parameters
+    ----------
+    seconds : [longest + 1]
+        Of a round with 0, 1, ... draft tokens.
+    acceptance : float
+        Probability that a draft token is accepted given that those before it are, in [0, 1].
+
+    Examples
+    --------
+    >>> best_length([1.0, 1.25], acceptance=0.5)
+    BestFixedLength(n_guesses=1, speed_up=1.2)
+
+    Raises
+    ------
+    ValueError
+        The acceptance is no probability.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance must be in [0, 1], got {acceptance}")
+    n_tokens = np.cumsum(float(acceptance) ** np.arange(len(seconds)))
+    speeds = n_tokens * seconds[0] / np.asarray(seconds)
+    best = int(np.argmax(speeds))
+    return BestFixedLength(best, float(speeds[best]))
+
+
+def break_even(seconds: Sequence[float]) -> float | None:
+    """The smallest constant acceptance above which drafting beats plain decoding; None if none does."""
+    if best_length(seconds, 1.0).n_guesses == 0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):  # bisection, because more acceptance never makes a round worth less
+        middle = (low + high) / 2
+        low, high = (low, middle) if best_length(seconds, middle).n_guesses else (middle, high)
+    return high
+
+
+def round_seconds(curve: CostCurve, overhead: float = 0.0) -> list[float]:
+    """[K] a round with K draft tokens: straight lines between widths, padded where a wider one is cheaper."""
+    widths = np.arange(1, curve.widths[-1] + 1)
+    padded = _padded(np.interp(widths, curve.widths, curve.verify_seconds))
+    rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds + overhead).tolist()
+    return rounds
+
+
+def break_even_seconds(curve: CostCurve) -> list[float]:
+    """[n] what evaluating each measured width may cost, drafting aside, to be as fast as single tokens.
+
+    If all draft tokens are accepted; where fewer are, a batch must cost less.
+
+    Examples
+    --------
+    >>> break_even_seconds(CostCurve((1, 2), (1.0, 1.0), 0.25))
+    [1.0, 1.75]
+    """
+    single, step = curve.verify_seconds[0], curve.draft_step_seconds
+    return [width * single - (width - 1) * step for width in curve.widths]
+
+
+def dips(curve: CostCurve) -> list[Dip]:
+    """Widths for which a wider batch is at least 3 % cheaper: the cheapest of these."""
+    found = []
+    for i, (width, seconds) in enumerate(zip(curve.widths, curve.verify_seconds, strict=True)):
+        wider = [(s, w) for w, s in zip(curve.widths[i + 1 :], curve.verify_seconds[i + 1 :], strict=True)]
+        if wider and min(wider)[0] < 0.97 * seconds:
+            found.append(Dip(width, min(wider)[1]))
+    return found
+
+
+def knees(curve: CostCurve) -> list[int]:
+    """Widths after which a position more costs more than twice as much as the one before.
+
+    Padding to a cheaper width is reckoned in; a rise below a tenth of a single position is none.
+    """
+    rises = np.diff(_padded(curve.verify_seconds)) / curve.verify_seconds[0] / np.diff(curve.widths)
+    before = np.concatenate([[0.0], rises[:-1]])
+    is_knee = rises > np.maximum(2 * before, 0.1)
+    return [width for width, sharp in zip(curve.widths, is_knee, strict=False) if sharp]
+
+
+def saturation_width(curve: CostCurve) -> int:
+    """The width up to which a position more costs less than half of a single one, as seen from width 1."""
+    first, widest = curve.verify_seconds[0], 1
+    for width, seconds in zip(curve.widths[1:], curve.verify_seconds[1:], strict=True):
+        if seconds - first > 0.5 * first * (width - 1):
+            break
+        widest = width
+    return widest
+
+
+def _padded(seconds: ArrayLike) -> NDArray[np.float64]:
+    """Each width at the price of the cheapest that is at least as wide."""
+    padded: NDArray[np.float64] = np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1]
+    return padded
+
+
+def verdict(curve: CostCurve) -> str:
+    """One plain sentence: does drafting pay, as far as was measured?"""
+    needed = break_even(round_seconds(curve))
+    if needed is not None:
+        return f"drafting does not pay on this machine for this pair below an acceptance of {needed:.2f}"
+    if curve.widths[-1] < CONCLUSIVE_WIDTH:
+        return (
+            f"whether drafting pays on this machine for this pair is not known yet: only {len(curve.widths)} "
+            f"widths timed, up to {curve.widths[-1]}"
+        )
+    return "drafting does not pay on this machine for this pair, at any acceptance"
+
+
+def conclusions(found: Probe) -> dict[str, Any]:
+    """A probe and what follows from it, for JSON."""
+    curve, seconds = found.curve, round_seconds(found.curve)
+    return {
+        **asdict(found),
+        "identical_widths": sorted(found.identical_widths),
+        "saturation_width": saturation_width(curve),
+        "knees": knees(curve),
+        "dips": [asdict(dip) for dip in dips(curve)],
+        "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
+        "break_even_acceptance": break_even(seconds),
+        "verdict": verdict(curve),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class LengthCount:
-    """How often a number of draft tokens was made."""
+    """How often a number of draft tokens was verified."""
 
     n_draft: int
     n_rounds: int
@@ -33,155 +180,116 @@ class LengthCount:
 
 @dataclass(frozen=True, slots=True)
 class WidthCost:
-    """What an evaluation of the target is believed to cost."""
+    """What an evaluation of the target costs."""
 
-    width: int
-    seconds: float
-    n_timed: int  # rounds that measured it; 0 = from the prior or the neighbours
-    padded_to: int  # the width evaluated in its place
+    width: int  # positions
+    seconds: float  # mean of this text's evaluations, or what the policy expects where there was none
+    n_timed: int  # rounds of this text
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceBin:
-    """Verified draft tokens whose confidence lies in (low, high]; the first bin includes 0."""
+    """Draft tokens whose confidence lies in (low, high]; the first bin includes 0."""
 
     low: float
     high: float
-    n_judged: int
+    n_judged: int  # accepted, or the first that was rejected in a round
     n_accepted: int
-    believed: float  # acceptance in the middle of the bin, as calibrated now
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted divided by verified; None where nothing was verified."""
-        return self.n_accepted / self.n_judged if self.n_judged else None
 
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """The beliefs of the automatic length, and what came of them."""
+    """What drafting cost and gained in one text."""
 
     lengths: tuple[LengthCount, ...]  # ascending
     widths: tuple[WidthCost, ...]  # ascending
-    draft_step_seconds: float
-    overhead_seconds: float
-    bins: tuple[ConfidenceBin, ...]
-    acceptance: float | None  # of the draft model's next token; None: no model drafts
-    n_ngram_verified: int  # n-gram draft tokens that were verified
-    n_ngram_accepted: int
-    break_even_acceptance: float | None  # above which drafting pays at these costs; None = never
-    break_even_is_known: bool  # the same holds at the bounds of what the costs may be: None is sure
-    n_predicted_tokens: int  # tokens of the rounds whose time was predicted: all but the first ones
-    predicted_seconds: float  # what these rounds should have cost, each predicted before it happened
-    measured_seconds: float  # what they cost
-    gained_seconds: float  # against plain decoding, by its believed cost; < 0 = lost
-    n_tries: int  # rounds that drafted, but found nothing worth verifying
-    explored_seconds: float  # lost by these
+    bins: tuple[ConfidenceBin, ...]  # without tokens that were copied, or forced by a constraint
+    draft_step_seconds: float | None  # None: nothing drafted, and no price is known
+    overhead_seconds: float  # of a round
+    n_copies_judged: int  # draft tokens that were copied from earlier text
+    n_copies_accepted: int
+    n_unverified: int  # rounds whose draft tokens were all dropped before verification
+    unverified_seconds: float  # lost by these
+    plain_seconds: float | None  # a round without a draft; None: unknown
+    gained_seconds: float | None  # against plain decoding; < 0: lost
+    break_even_acceptance: float | None  # above which drafting pays at these costs; None: never
+    is_conclusive: bool  # whether None above is known: wide evaluations have been timed
 
     @property
-    def predicted_tokens_per_second(self) -> float | None:
-        """Tokens of the predicted rounds divided by their predicted time."""
-        return self.n_predicted_tokens / self.predicted_seconds if self.predicted_seconds > 0 else None
+    def n_judged(self) -> int:
+        """Draft tokens of a model that were accepted, or the first that was rejected in a round."""
+        return sum(group.n_judged for group in self.bins)
 
     @property
-    def measured_tokens_per_second(self) -> float | None:
-        """Tokens of the same rounds divided by their measured time."""
-        return self.n_predicted_tokens / self.measured_seconds if self.measured_seconds > 0 else None
+    def acceptance(self) -> float | None:
+        """Probability that a verified draft token of a model was accepted, given those before it."""
+        return sum(group.n_accepted for group in self.bins) / self.n_judged if self.n_judged else None
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts rounds as they are played again."""
-
-    gain_before: float  # plain tokens
-    lengths: Counter[int] = field(default_factory=Counter)
-    verified: Counter[int] = field(default_factory=Counter)  # by confidence bin; or one of APART
-    accepted: Counter[int] = field(default_factory=Counter)
-    n_tokens: int = 0
-    predicted_seconds: float = 0.0
-    measured_seconds: float = 0.0
-    n_tries: int = 0
-    explored_seconds: float = 0.0
-
-    def expect(self, round_: Round, costs: CostModel, n_unread: int) -> None:
-        """Compare a round with what it should cost, before it teaches anything."""
-        self.n_tokens += round_.n_accepted + 1
-        self.measured_seconds += round_.seconds
-        self.predicted_seconds += costs.seconds(round_.width) + costs.overhead_seconds
-        if round_.n_draft_steps:
-            n_steps = costs.narrow_steps(round_.n_priced_steps, round_.n_draft_scored)
-            self.predicted_seconds += costs.drafting_seconds(n_steps, n_unread)
-
-    def count(self, round_: Round) -> None:
-        """Count the draft and what came of it."""
-        self.lengths[len(round_.draft)] += 1
-        if round_.shadow is not None and not len(round_.draft):
-            self.n_tries += 1
-            self.explored_seconds += round_.draft_seconds
-        for confidence, is_accepted in verified_tokens(round_):
-            bin_ = sum(confidence > edge for edge in EDGES[1:-1])
-            i = APART.get(round_.source, bin_)
-            self.verified[i] += 1
-            self.accepted[i] += is_accepted
-
-
-def explain(policy: AutoLength, rounds: Iterable[Round], trials: Iterable[tuple[int, float]] = ()) -> Reasons:
-    """Costs, acceptance and choices of a policy in the text whose rounds these are.
+def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
+    """What drafting cost and gained.
 
     Parameters
     ----------
-    policy : AutoLength
-        A copy made before the text. It plays the rounds again.
     rounds : iterable of Round
-        All rounds of a text that ran alone.
-    trials : iterable of (width, seconds)
-        What was timed before the text, if the policy knew nothing.
+        All of a text that ran alone.
+    curve : CostCurve, optional
+        What the length policy knows of costs, from this text and from earlier ones.
     """
-    shared, row, tally = policy.shared, policy.start_row(), _Tally(policy.shared.budget.gain)
-    for trial in [*trials][len(shared.trials) :]:
-        if row.trial_width():
-            row.observe_trial(*trial)
+    rounds = list(rounds)
+    judged, accepted, timed = Counter[int](), Counter[int](), defaultdict[int, list[float]](list)
     for round_ in rounds:
-        if shared.knows_plain:
-            tally.expect(round_, shared.costs, row.n_unread)
-        row.observe(round_)
-        tally.count(round_)
-    return _reasons(policy, tally)
-
-
-def _reasons(policy: AutoLength, tally: _Tally) -> Reasons:
-    shared, costs = policy.shared, policy.shared.costs
-    calibration, plain_seconds = shared.calibrations[shared.drafting], 1 / shared.plain_rate(1)
-    needed, *bounds = (break_even(_round_seconds(shared, z)) for z in (0.0, -SURE, SURE))
+        timed[round_.width].append(round_.verify_seconds)
+        for confidence, is_accepted in _judged(round_):
+            group = _group(round_.source, confidence)
+            judged[group] += 1
+            accepted[group] += is_accepted
+    overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
+    unverified = [round_ for round_ in rounds if round_.n_dropped and not len(round_.draft)]
+    n_steps = sum(round_.n_draft_steps for round_ in rounds)
+    step = sum(round_.draft_seconds for round_ in rounds) / n_steps if n_steps else None
+    if step is None and curve is not None:
+        step = curve.draft_step_seconds
+    plain = [r.seconds for r in rounds if r.width == 1 and not r.n_draft_steps]
+    plain_seconds = statistics.median(plain) if plain else None
+    if plain_seconds is None and curve is not None:
+        plain_seconds = curve.verify_seconds[0] + overhead
+    n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
+    spent = sum(round_.seconds for round_ in rounds)
+    expected = {} if curve is None else dict(zip(curve.widths, curve.verify_seconds, strict=True))
+    counts = Counter(len(round_.draft) for round_ in rounds)
     return Reasons(
-        lengths=tuple(LengthCount(n, count) for n, count in sorted(tally.lengths.items())),
+        lengths=tuple(LengthCount(n, counts[n]) for n in sorted(counts)),
         widths=tuple(
-            WidthCost(w, costs.seconds(w), costs.n_timed.get(w, 0), costs.cheapest_width(w) or w)
-            for w in range(1, shared.longest + 2)
+            WidthCost(w, statistics.fmean(timed[w]) if timed[w] else expected[w], len(timed[w]))
+            for w in sorted({*timed, *expected})
         ),
-        draft_step_seconds=costs.draft_step_seconds(),
-        overhead_seconds=costs.overhead_seconds,
         bins=tuple(
-            ConfidenceBin(a, b, tally.verified[i], tally.accepted[i], calibration.probability((a + b) / 2))
-            for i, (a, b) in enumerate(pairwise(EDGES))
+            ConfidenceBin(low, high, judged[i], accepted[i]) for i, (low, high) in enumerate(pairwise(EDGES))
         ),
-        acceptance=shared.usual[shared.drafting].probability() if shared.sources - FREE else None,
-        n_ngram_verified=tally.verified[-1],
-        n_ngram_accepted=tally.accepted[-1],
-        break_even_acceptance=needed,
-        break_even_is_known={bound is None for bound in bounds} == {needed is None},
-        n_predicted_tokens=tally.n_tokens,
-        predicted_seconds=tally.predicted_seconds,
-        measured_seconds=tally.measured_seconds,
-        gained_seconds=(shared.budget.gain - tally.gain_before) * plain_seconds,
-        n_tries=tally.n_tries,
-        explored_seconds=tally.explored_seconds,
+        draft_step_seconds=step,
+        overhead_seconds=overhead,
+        n_copies_judged=judged[_COPIED],
+        n_copies_accepted=accepted[_COPIED],
+        n_unverified=len(unverified),
+        unverified_seconds=sum(round_.draft_seconds for round_ in unverified),
+        plain_seconds=plain_seconds,
+        gained_seconds=None if plain_seconds is None else n_tokens * plain_seconds - spent,
+        break_even_acceptance=None if curve is None else break_even(round_seconds(curve, overhead)),
+        is_conclusive=curve is not None and curve.widths[-1] >= CONCLUSIVE_WIDTH,
     )
 
 
-def _round_seconds(shared: Shared, z: float) -> list[float]:
-    """[K] of one row with K draft tokens, `z` standard deviations dearer than believed."""
-    costs = shared.costs
-    batch = costs.batch_seconds(range(1, shared.longest + 2), z)
-    step = costs.draft_step_seconds(z)
-    return [seconds + n * step + costs.overhead_seconds for n, seconds in enumerate(batch)]
+def _judged(round_: Round) -> Iterator[tuple[float, bool]]:
+    """Confidence and acceptance of draft tokens up to the first rejected one; of siblings, the best."""
+    for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
+        children = round_.draft.children(node)
+        if children:
+            yield round_.confidences[children[0]], children[0] == drawn
+
+
+def _group(source: Source, confidence: float) -> int:
+    """The bin of a draft token; those whose confidence is not a model's are counted apart."""
+    if source in COPIES:
+        return _COPIED
+    return _FORCED if source is Source.GRAMMAR else sum(confidence > edge for edge in EDGES[1:-1])

@@ -10,7 +10,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import QUICK, Effort, measure
-from llamaspec.measure.saturation import round_seconds
+from llamaspec.measure.reasons import round_seconds
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from command import generate
 from llamaspec import AutoLength, FixedLength, Sampling, open_pair
 from llamaspec.cli.decoding_options import DecodingOptions, make_policy
-from llamaspec.cli.explain import verdict
-from llamaspec.measure.reasons import explain
 
 
 def timeline_data(page: Path) -> dict[str, object]:
@@ -29,14 +26,15 @@ def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
     answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
     assert answer.code == 0
     for part in (
-        "draft tokens per round:",
+        "verified draft tokens per round:",
         "positions at once",
         "overhead of a round: ",
-        "confidence",
         "against plain decoding",
     ):
         assert part in answer.stderr
-    assert re.search(r"drafting (pays|does not pay)", answer.stderr.splitlines()[-1])
+    assert re.search(
+        r"drafting (paid|did not pay|gained nothing) in this text", answer.stderr.splitlines()[-1]
+    )
 
 
 def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:
@@ -87,29 +85,3 @@ def test_policies(models: list[Path]) -> None:
         assert isinstance(make_policy(pair, asked(None)), AutoLength)
     with pytest.raises(ValueError, match="drop --draft-length"):
         asked(3, exact=True)
-
-
-@pytest.mark.parametrize(
-    ("break_even", "is_known", "acceptance", "says"),
-    [
-        (None, True, 0.9, "drafting does not pay on this machine for this pair, at any acceptance"),
-        (None, False, 0.9, "whether drafting pays here is not known yet"),
-        (
-            0.62,
-            True,
-            0.7,
-            "drafting pays here now: it needs an acceptance of 0.62, the next",
-        ),
-        (0.62, True, 0.3, "drafting does not pay here now: it needs an acceptance of 0.62"),
-    ],
-)
-def test_a_verdict_is_only_as_sure_as_its_data(
-    break_even: float | None, is_known: bool, acceptance: float, says: str
-) -> None:
-    why = replace(
-        explain(AutoLength(), []),
-        break_even_acceptance=break_even,
-        break_even_is_known=is_known,
-        acceptance=acceptance,
-    )
-    assert verdict(why).startswith(says)

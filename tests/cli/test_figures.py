@@ -36,61 +36,74 @@ from texts import Letters
 
 REASONS = Reasons(
     lengths=(LengthCount(0, 10), LengthCount(3, 30)),
-    widths=(WidthCost(1, 0.010, 12, 1), WidthCost(3, 0.025, 0, 4), WidthCost(4, 0.020, 7, 4)),
+    widths=(WidthCost(1, 0.010, 12), WidthCost(3, 0.025, 0), WidthCost(4, 0.020, 7)),
+    bins=(ConfidenceBin(0.0, 0.1, 0, 0), ConfidenceBin(0.9, 1.0, 8, 6)),
     draft_step_seconds=0.004,
     overhead_seconds=0.0015,
-    bins=(ConfidenceBin(0.0, 0.1, 0, 0, 0.05), ConfidenceBin(0.9, 1.0, 8, 6, 0.9)),
-    acceptance=0.75,
-    n_ngram_verified=10,
-    n_ngram_accepted=4,
-    break_even_acceptance=0.5,
-    break_even_is_known=True,
-    n_predicted_tokens=100,
-    predicted_seconds=4.0,
-    measured_seconds=5.0,
+    n_copies_judged=10,
+    n_copies_accepted=4,
+    n_unverified=7,
+    unverified_seconds=0.25,
+    plain_seconds=0.011,
     gained_seconds=1.5,
-    n_tries=7,
-    explored_seconds=0.25,
+    break_even_acceptance=0.5,
+    is_conclusive=True,
 )
 
 
 def explained(reasons: Reasons) -> list[str]:
     out = io.StringIO()
-    explain(reasons, Console(file=out, width=120), frozenset({4, 1}))
+    explain(reasons, Console(file=out, width=120))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
 def test_what_explain_says_of_known_reasons() -> None:
     assert explained(REASONS) == [
-        "draft tokens per round: 0 in 25%, 3 in 75%",
-        "bit-identical widths: 1, 4",
-        "positions at once ms rounds timed evaluated as",
+        "verified draft tokens per round: 0 in 25%, 3 in 75%",
+        "positions at once ms rounds timed",
         "1 10.00 12",
-        "3 25.00 0 4",
+        "3 25.00 0",
         "4 20.00 7",
         "overhead of a round: 1.50 ms",
         "a draft token costs 4.00 ms",
-        "confidence verified accepted estimated",
-        "0.0-0.1 0 5%",
-        "0.9-1.0 8 75% 90%",
+        "confidence verified accepted",
+        "0.0-0.1 0",
+        "0.9-1.0 8 75%",
         "looked up in earlier text: 4 of 10 verified draft tokens accepted (40%)",
-        "speed: predicted 25.0 tokens/s for the rounds that happened, measured 20.0",
-        "against plain decoding: 1.50 s won; 0.25 s spent on 7 drafts not worth verifying",
-        "drafting pays here now: it needs an acceptance of 0.50, the next draft token has 0.75",
+        "against plain decoding: 1.50 s saved",
+        "7 drafts were not worth verifying: 0.25 s",
+        "drafting paid in this text: at these costs it needs an acceptance of 0.50, verified draft tokens "
+        "had 0.75",
     ]
 
 
 def test_what_explain_says_of_a_loss() -> None:
-    told = explained(replace(REASONS, gained_seconds=-0.5, acceptance=0.25))
-    assert "against plain decoding: 0.50 s lost; 0.25 s spent on 7 drafts not worth verifying" in told
-    assert told[-1].startswith("drafting does not pay here now: it needs an acceptance of 0.50")
-    assert told[-1].endswith("the next draft token has 0.25")
+    told = explained(replace(REASONS, gained_seconds=-0.5, bins=(ConfidenceBin(0.0, 1.0, 8, 2),)))
+    assert "against plain decoding: 0.50 s lost" in told
+    assert told[-1].startswith("drafting did not pay in this text: at these costs it needs")
+    assert told[-1].endswith("verified draft tokens had 0.25")
 
 
-@pytest.mark.parametrize(("gained", "says"), [(0.5, "pays in"), (-0.5, "does not pay in")])
-def test_the_verdict_on_text_that_is_looked_up(gained: float, says: str) -> None:
-    looked_up = replace(REASONS, acceptance=None, gained_seconds=gained)
-    assert verdict(looked_up) == f"looking draft tokens up in earlier text {says} this text"
+NOTHING: dict[str, Any] = {"bins": (), "n_copies_judged": 0, "gained_seconds": -0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bins": ()}, "looking draft tokens up in earlier text paid in this text"),
+        ({"bins": (), "gained_seconds": -0.5}, "looking draft tokens up in earlier text did not pay in"),
+        (
+            NOTHING,
+            "no draft token was verified, so drafting gained nothing in this text; at these costs it needs "
+            "an acceptance of 0.50",
+        ),
+        (NOTHING | {"break_even_acceptance": None}, "it never does, at any acceptance"),
+        (NOTHING | {"break_even_acceptance": None, "is_conclusive": False}, "is not known yet: too little"),
+        ({"gained_seconds": None}, "whether drafting paid in this text is not known"),
+    ],
+)
+def test_a_verdict_is_only_as_sure_as_its_data(changes: dict[str, Any], says: str) -> None:
+    assert says in verdict(replace(REASONS, **changes))
 
 
 # After a text

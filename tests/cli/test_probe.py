@@ -14,7 +14,7 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure import store as curves
 from llamaspec.measure.bit_exactness import exact_widths
 from llamaspec.measure.probe import Effort, measure
-from llamaspec.measure.saturation import Dip, dips, knees, saturation_width, verdict
+from llamaspec.measure.reasons import Dip, dips, knees, saturation_width, verdict
 from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
