@@ -19,7 +19,6 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.llama.pairing import check_pair, difference
-from llamaspec.llama.placing import place_models
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.values import MTP
@@ -46,7 +45,6 @@ def open_pair(
     past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
-    placement: bool = True,
     on_load: LoadProgress | None = None,
 ) -> Pair:
     """Load a target and, if given, its draft.
@@ -62,9 +60,6 @@ def open_pair(
         Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
     past : PastTexts, optional
         Earlier texts of this target that may be copied from, too.
-    placement : bool
-        Where the GPUs have no room for everything, choose what goes there; `gpu_layers` and `devices` in the
-        options are not touched. Else it is as llama.cpp does: all layers, or an error.
 
     Raises
     ------
@@ -84,8 +79,6 @@ def open_pair(
 
     def open_with_heads(path: Path, head_path: Path | None) -> Pair:
         options = target_options or ModelOptions()
-        if placement:
-            options = place_models((path, options), ((), options)).target
         return _open_with_heads(path, head_path, options, draft_options, on_load, start, past, ngram=ngram)
 
     stages: Sequence[str | Path] = ()
@@ -104,9 +97,6 @@ def open_pair(
         return open_with_heads(resolve_model(target), draft_path)
     path, options = resolve_model(target), draft_options or _DRAFT_OPTIONS
     places = [] if draft_path is None else [draft_path, *map(resolve_model, stages)]
-    if placement:
-        placed = place_models((path, target_options or ModelOptions()), (places, options))
-        target_options, options = placed.target, placed.draft
     with ExitStack() as opened:  # closes what is open where something goes wrong
         target_model = LlamaModel(path, target_options, on_load)
         opened.callback(target_model.close)

@@ -25,10 +25,10 @@ from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.fixed_length import FixedLength
+from llamaspec.llama.devices import computing_devices
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.openmp import end_own_threads
-from llamaspec.llama.placing import computing_devices
 from llamaspec.protocols import (
     Constraint,
     Drafter,

@@ -20,7 +20,7 @@ from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.attention_choice import TextSize
-from llamaspec.measure.pair_files import ModelFile, PairFiles, place_files
+from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
 
@@ -60,9 +60,6 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="The same for the draft, on this machine."),
     click.option("--tensor-split", "-ts", type=SHARES, default=(), metavar="N,N,...",
                  help="Shares of the target's layers on these devices; default: by their free memory."),
-    click.option("--placement", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
-                 help="Where the GPUs have no room for both models: auto = choose which layers go there, but "
-                      "for what these options say; off = all, as llama.cpp does."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
                  help="A machine that runs llamaspec worker, or llama.cpp's rpc-server of the same version, "
                       "and computes the target's layers, alone or with others. Private networks only."),
@@ -113,7 +110,6 @@ class ModelChoice:
     draft_device: tuple[str, ...] | None
     tensor_split: tuple[float, ...]
     rpc: tuple[str, ...]
-    placement: str  # auto or off
     no_draft: bool = False
     stages: tuple[str, ...] = ()  # the draft's draft, and so on
 
@@ -208,7 +204,7 @@ def find_files(
 ) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
 
-    Layers are placed on devices. How attention is computed is measured where it is not known.
+    How attention is computed is measured where it is not known.
 
     Parameters
     ----------
@@ -229,7 +225,7 @@ def find_files(
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    files = _placed(shaped(_find(choice, fetched_model)), choice)
+    files = shaped(_find(choice, fetched_model))
     return fit_files(files, choice, is_thorough=is_thorough, text=text, n_texts=n_texts)
 
 
@@ -246,11 +242,7 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
-    return fit_files(_placed(found, choice), choice, may_measure=False)
-
-
-def _placed(files: PairFiles, choice: ModelChoice) -> PairFiles:
-    return files if choice.placement == "off" else place_files(files)
+    return fit_files(found, choice, may_measure=False)
 
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:

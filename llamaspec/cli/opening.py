@@ -39,7 +39,6 @@ def open_files(files: PairFiles, choice: ModelChoice, *, keeps_texts: bool = Fal
             past=_past(files) if files.ngram and _or(choice.past_texts, keeps_texts) else None,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
-            placement=False,  # decided with the files
             on_load=progress,
         )
     _warn(pair)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llamaspec.errors import DeviceError
 from llamaspec.llama import runtime
+from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import ggml_function
 
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
@@ -28,11 +29,6 @@ class Device:
         """Whether layers can be offloaded to it."""
         return "GPU" in self.kind
 
-    @property
-    def is_unified(self) -> bool:
-        """Whether its memory is main memory."""
-        return self.kind == "integrated GPU" or self.name.startswith(("MTL", "Metal"))
-
 
 def find_devices() -> tuple[Device, ...]:
     """All devices of this machine, those that llama.cpp prefers first."""
@@ -43,6 +39,20 @@ def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Those that llama.cpp offloads to where it chooses: integrated ones only if there are no others."""
     cards = tuple(device for device in devices if device.kind == "GPU")
     return cards or tuple(device for device in devices if device.is_gpu)
+
+
+def computing_devices(
+    options: ModelOptions, n_layers: int, found: Sequence[Device] | None = None
+) -> frozenset[str]:
+    """What a model loaded like this computes on, of `found` or here; `n_layers` without the output."""
+    found = find_devices() if found is None else found
+    names = options.devices
+    if names is None:
+        names = tuple(device.name for device in gpus_among(found)) if options.offloads else ()
+    is_whole = options.gpu_layers is None or options.gpu_layers > n_layers
+    if not names or not options.offloads:
+        return frozenset({"CPU"})
+    return frozenset(names) if is_whole else frozenset({*names, "CPU"})
 
 
 def device_handles(names: Sequence[str]) -> list[int]:

@@ -31,7 +31,6 @@ from llamaspec.measure.findings import (
     Machine,
     busy_finding,
     machine_findings,
-    placement_finding,
     room_finding,
     thread_finding,
 )
@@ -61,7 +60,6 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
     machine = look_at_machine()
     yield from machine_findings(machine)
     yield from busy_finding(machine)
-    yield placement_finding(machine, files.placement)
     draft = files.draft
     reads = None if draft is None else what_it_reads(draft.path)
     if draft is not None and reads:  # without its target it is nothing
@@ -84,7 +82,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             yield from model_findings(machine, examined[role])
             yield from attention_findings(role, file, model.context_size)
         if examined:
-            yield room_finding(machine, list(examined.values()), files.placement)
+            yield room_finding(machine, list(examined.values()))
         yield from heads_findings(files)
         yield from texts_findings(files)
         if files.draft is None:

@@ -13,7 +13,6 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.llama.devices import Device, as_size
 from llamaspec.llama.facts import MemoryFacts, ModelFacts
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.placement import Placement
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CROWDED = 0.9  # of the free memory; computing needs some more than weights and contexts
@@ -145,19 +144,8 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
     return Finding(OK, topic, text + (" (default)" if asked is None else ""))
 
 
-def placement_finding(machine: Machine, placement: Placement | None) -> Finding:
-    """What lies on GPUs, and why."""
-    if placement is None:
-        where = "as the options say" if machine.gpus else "everything on the CPU, there is no GPU to use"
-        return Finding(OK, "placement", where)
-    if placement.is_roomy:
-        return Finding(OK, "placement", placement.reason)
-    remedy = "choose a smaller quantisation, or close programs"
-    return Finding(WARNING, "placement", placement.reason, remedy)
-
-
-def room_finding(machine: Machine, models: Sequence[Examined], placement: Placement | None = None) -> Finding:
-    """Weights and contexts on this machine against what was free before; what was placed has room."""
+def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
+    """Weights and contexts on this machine against what was free before."""
     models = [model for model in models if not model.options.workers]
     if not models:
         return Finding(OK, "memory", "weights and context lie on the workers")
@@ -174,7 +162,7 @@ def room_finding(machine: Machine, models: Sequence[Examined], placement: Placem
     if free is None:
         return Finding(OK, "memory", f"{text}; the system does not say what is free")
     text += f", {as_size(free)} free {place}"
-    if needed <= CROWDED * free or placement is not None:
+    if needed <= CROWDED * free:
         return Finding(OK, "memory", text)
     remedy = "open a smaller context, choose a smaller quantisation, or close programs"
     if on_gpu:
