@@ -16,7 +16,7 @@ from chat_models import TALKER, write_chat_model
 from forward_requests import Count
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
-from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.batch import Batch, Segment
 from model_store import ModelStore, OpenModel, demo_pair
 from patience import PATIENCE
 from tiny_models import Recipe
@@ -98,9 +98,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
     count = Count()
     fill = Batch.fill
 
-    def counted(self: Batch, stretches: Sequence[Stretch]) -> lib.llama_batch:
-        count.stretches.extend(stretches)
-        return fill(self, stretches)
+    def counted(self: Batch, segments: Sequence[Segment]) -> lib.llama_batch:
+        count.segments.extend(segments)
+        return fill(self, segments)
 
     monkeypatch.setattr(Batch, "fill", counted)
     return count

@@ -14,7 +14,8 @@ import numpy as np
 
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.batch import Stretch
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import NO_TOKENS, TARGET, Draft, Forward, ForwardRequest, Logits, TokenArray
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
@@ -93,6 +94,13 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
             answers |= {row: view.copy() for (row, _), view in zip(together, logits, strict=True)}
         batch = [entry for entry in batch if entry[0] not in answers]
     return answers
+
+
+def kv_cache(model: LlamaModel) -> KVCache:
+    """The KV cache that all rows of a model share."""
+    cache = model._contexts[0].cache
+    assert isinstance(cache, KVCache)
+    return cache
 
 
 def full(model: LlamaModel, batch: Batch) -> list[int]:
@@ -207,16 +215,16 @@ class Rounds:
 class Count:
     """Positions that llama.cpp was given to evaluate."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
 
     @property
     def n(self) -> int:
-        return sum(len(stretch.tokens) for stretch in self.stretches)
+        return sum(len(segment.tokens) for segment in self.segments)
 
     def taken(self) -> int:
         """The number since the last look."""
         n = self.n
-        self.stretches.clear()
+        self.segments.clear()
         return n
 
 

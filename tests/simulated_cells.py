@@ -6,17 +6,15 @@ of a cell is the sequence of tokens up to it: what its keys and values depend on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.branches import Growth
-from llamaspec.llama.cached_sequence import CachedSequence
-from llamaspec.llama.cells import Bytes, Scratch
+from llamaspec.llama.cells import Bytes, CachedSequence
 from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.tree_cells import Growth
 from llamaspec.values import ForwardRequest, TokenArray
 
 Content = tuple[int, ...]  # the tokens up to and with that of the cell
@@ -67,7 +65,7 @@ class SimulatedCells:
 
     def evaluate_tree(self, growth: Growth, n_text: int, new: TokenArray) -> None:
         """Put new text, and a tree behind it, into cells."""
-        numbers = growth.numbers
+        numbers = list(growth.tips)
         before = [self.cells[i] for i in self.of(numbers[0])]
         start = min(len(before), n_text)
         content = before[start - 1].content if start else ()
@@ -120,7 +118,7 @@ class SimulatedCells:
     def can_copy(self, sequences: Sequence[int]) -> bool:
         return self._can_copy
 
-    def copy_out(self, sequence: int, start: int, scratch: Scratch | None = None) -> Bytes | None:
+    def copy_out(self, sequence: int, start: int) -> Bytes | None:
         if not self._can_copy:
             return None
         for cell in self.cells:
@@ -147,15 +145,15 @@ class Checked:
     def __init__(
         self,
         size: int = 64,
-        n_sequences: int = 6,
+        n_sequences: int = 5,
         n_branches: int = 0,
         *,
         can_copy: bool = True,
-        price: float = math.inf,
+        max_garbage: float = 1.0,
     ) -> None:
-        self.size, self.garbage = size, n_sequences - 1
+        self.size, self.garbage = size, n_sequences
         self.cells = SimulatedCells(size, can_copy=can_copy)
-        self.cache = KVCache(self.cells, size, n_sequences, n_branches, price)
+        self.cache = KVCache(self.cells, size, n_sequences, n_branches, max_garbage, min_garbage=0)
 
     def held(self, row: int) -> CachedSequence:
         return self.cache.sequence(row)
@@ -179,24 +177,38 @@ class Checked:
         for row, wanted in batch:
             held = self.held(row)
             if wanted.is_tree:
-                growth = self.cache.grow(row, wanted, rows)
-                added = np.concatenate([wanted.tokens[held.n :], wanted.draft[growth.n_old :]])
+                n_old = self.cache.grow(row, wanted, rows).n_old
+                added = np.concatenate([wanted.tokens[held.n :], wanted.draft[n_old:]])
             else:
                 added = np.concatenate([wanted.tokens[held.n :], wanted.draft])
             new.append((row, added))
         self.cache.begin()
         for (row, wanted), (_, added) in zip(batch, new, strict=True):
             held = self.held(row)
-            if held.growth is None:
+            growth = self.cache._trees.growing.get(held.number)
+            if growth is None:
                 self.cells.evaluate(held.number, held.n, added)
             else:
-                self.cells.evaluate_tree(held.growth, len(wanted.tokens), added)
+                self.cells.evaluate_tree(growth, len(wanted.tokens), added)
             end = len(self.cells.of(held.number))
         if n_padding:
             last = self.held(rows[-1])
             self.cells.evaluate(last.number, end, np.zeros(n_padding, dtype=np.int32))
         self.cache.commit(new, n_padding)
         self.check()
+
+    def interrupt(self, row: int, wanted: ForwardRequest, *, reached_llama: bool) -> None:
+        """Begin to evaluate one request; what reached llama.cpp's cells is never noted."""
+        held = self.held(row)
+        growth = self.cache.grow(row, wanted, [row]) if wanted.is_tree else None
+        self.cache.begin()
+        if not reached_llama:
+            return
+        if growth is None:
+            self.cells.evaluate(held.number, held.n, wanted.tokens[held.n :])
+        else:
+            added = np.concatenate([wanted.tokens[held.n :], wanted.draft[growth.n_old :]])
+            self.cells.evaluate_tree(growth, len(wanted.tokens), added)
 
     def run(self, row: int, wanted: ForwardRequest) -> int:
         (n_cached,) = self.prepare((row, wanted, 0))
@@ -212,12 +224,12 @@ class Checked:
         if self.cache._is_evaluating or self.cache._is_changing:
             return
         n_holders = [0] * self.size
-        for sequence in self.cache._rows.all:
+        for sequence in self.cache._sequences:
             text = tuple(sequence.tokens[: sequence.n].tolist())
             cells = sequence.cells[: sequence.n].tolist()
             for i in cells:
                 n_holders[i] += 1
-            tree = sequence.tree
+            tree = self.cache._trees.cached.get(sequence.number)
             for i in [] if tree is None else tree.cells.tolist():
                 n_holders[i] += 1
             numbers = {sequence.number: sequence.n} | {b.number: b.n for b in sequence.branches}
@@ -238,8 +250,9 @@ class Checked:
                 assert [self.cells.cells[i].position for i in found] == list(range(len(found)))
         full = [i for i, cell in enumerate(self.cells.cells) if cell.owners]
         assert full == list(range(self.cache.n_used))  # new cells follow behind all others
-        assert n_holders == self.cache._held._n_owners.tolist()
-        branches = [*self.cache._trees._free, *(b for s in self.cache._rows.all for b in s.branches)]
+        assert n_holders == self.cache._table._n_owners.tolist()
+        assert self.cache._table.n_garbage == n_holders[: self.cache.n_used].count(0)
+        branches = [*self.cache._trees.free, *(b for s in self.cache._sequences for b in s.branches)]
         assert sorted(b.number for b in branches) == [b.number for b in self.cache._trees._branches]
-        n_reserved = sum(held.n_reserved for held in self.cache._rows.of_row.values())
+        n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from forward_requests import EXACT, MEMORIES, paths, text
+from forward_requests import EXACT, MEMORIES, kv_cache, paths, text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
 from llamaspec.drafters.tree_growth import FixedTree
 from llamaspec.errors import ContextFullError
-from llamaspec.llama import clutter, context
-from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import ForwardRequest, Logits
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -179,44 +177,24 @@ def tiny_pair(store: ModelStore, kind: str, dtype: str = "f32", **options: objec
         yield pair
 
 
-@pytest.fixture
-def compactions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows that were running each time that a KV cache was compacted, which clutter soon causes here."""
-    rows: list[int] = []
-    compact = KVCache._compact
-    for module, name, value in ((clutter, "LOOK", 3), (clutter, "BLOCK", 16), (context, "MOVE", 0.5)):
-        monkeypatch.setattr(module, name, value)
-
-    def counted(self: KVCache) -> None:
-        rows.append(len(self._rows.of_row))
-        compact(self)
-
-    monkeypatch.setattr(KVCache, "_compact", counted)
-    return rows
-
-
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_texts_among_others_are_the_texts_alone(store: ModelStore, compactions: list[int], kind: str) -> None:
+def test_texts_among_others_are_the_texts_alone(store: ModelStore, kind: str) -> None:
     """With so few cells that prefixes are evicted, cells are moved, and some text has to end."""
     rng = np.random.default_rng(5)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     with tiny_pair(store, kind, n_ctx=160, n_cells=512, **EXACT) as pair:
         expected = alone(pair, texts)
-        compactions.clear()
         outcome = interleaved(pair, texts, rng, n_rows=7)
         assert_same_texts(outcome, expected, n_short=4)
         if kind in ("llama", "gemma3"):
             assert outcome.most_rows > 2
             assert outcome.n_mixed > 5
-            assert max(compactions, default=0) > 1
-            assert len(compactions) > (50 if kind == "llama" else 0)
+            assert kv_cache(pair.target).n_defragmentations > 2
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
 @pytest.mark.parametrize("kind", ["qwen35", "step35", "step35-one"])
-def test_texts_among_others_with_prediction_heads(
-    store: ModelStore, compactions: list[int], kind: str
-) -> None:
+def test_texts_among_others_with_prediction_heads(store: ModelStore, kind: str) -> None:
     """A text's hidden rows are its own, whoever shares an evaluation, leaves, or takes over a beginning."""
     rng = np.random.default_rng(7)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
@@ -224,13 +202,12 @@ def test_texts_among_others_with_prediction_heads(
     path = store.path(kind, Recipe(n_context=LONG))
     with open_pair(path, "mtp", target_options=options) as pair:
         expected = alone(pair, texts)
-        compactions.clear()
         outcome = interleaved(pair, texts, rng, n_rows=7)
         assert_same_texts(outcome, expected, n_short=4)
         if kind != "qwen35":
             assert outcome.most_rows > 2
             assert outcome.n_mixed > 5
-            assert max(compactions, default=0) > 1
+            assert kv_cache(pair.target).n_defragmentations > 0
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
@@ -312,7 +289,6 @@ class Recorder:
 def test_logits_among_others_are_those_alone_bit_by_bit(
     store: ModelStore,
     monkeypatch: pytest.MonkeyPatch,
-    compactions: list[int],
     kind: str,
     dtype: str,
     threads: int,
@@ -330,12 +306,11 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
         expected = alone(pair, texts)
         pair.forget()
         recorder.n_compared = 0
-        compactions.clear()
         outcome = interleaved(pair, texts, rng, n_rows=6)
         assert_same_texts(outcome, expected, n_short=3)
         assert recorder.n_compared > (100 if threads == 1 else 30)
         assert outcome.most_rows > 1
         if kind == "llama" and threads == 1:
-            assert max(compactions, default=0) > 1
+            assert kv_cache(pair.target).n_defragmentations > 0
             assert outcome.n_mixed > 5
         assert recorder.differing == []

@@ -24,7 +24,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
-from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.facts import active_parameters
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, ModelOptions
@@ -284,7 +284,7 @@ class AttentionTrial:
         self.close()
 
     def _decode(self, start: int, width: int, n_scored: int) -> None:
-        stretch = Stretch(0, start, self._tokens[start : start + width], n_scored)
-        status = lib.llama_decode(self._context, self._batch.fill([stretch]))
+        segment = Segment(0, start, self._tokens[start : start + width], n_scored)
+        status = lib.llama_decode(self._context, self._batch.fill([segment]))
         if status:
             raise LlamaspecError(f"llama.cpp cannot try attention (code {status})")

@@ -10,19 +10,19 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.branches import Growth
+from llamaspec.llama.tree_cells import Growth
 from llamaspec.values import ForwardRequest, TokenArray
 
 
 class Places(NamedTuple):
-    """Where the positions of a stretch are that branches."""
+    """Where the positions of a segment are that branches."""
 
     positions: TokenArray  # [n]
     owners: Sequence[Sequence[int]]  # [n] the sequences that hold each; at least one
-    end: int  # position behind the last of the stretch's own sequence
+    end: int  # position behind the last of the segment's own sequence
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive positions of one sequence, or of one with branches."""
 
     sequence: int
@@ -70,58 +70,58 @@ class Batch:
             logits=_pointer(self._wanted, ctypes.c_int8),
         )
 
-    def fill(self, stretches: Sequence[Stretch]) -> lib.llama_batch:
+    def fill(self, segments: Sequence[Segment]) -> lib.llama_batch:
         """The batch that evaluates these positions; valid until the next call."""
         end, branches = 0, False
         if self._owners is not None:
             self._pointers[:], self._n_sequences[:], self._owners = self._own_pointers, 1, None
-        for stretch in stretches:
-            start, end = end, end + len(stretch.tokens)
-            self._token[start:end] = stretch.tokens
-            self._position[start:end] = np.arange(stretch.start, stretch.start + end - start, dtype=np.int32)
-            self._sequence[start:end] = stretch.sequence
+        for segment in segments:
+            start, end = end, end + len(segment.tokens)
+            self._token[start:end] = segment.tokens
+            self._position[start:end] = np.arange(segment.start, segment.start + end - start, dtype=np.int32)
+            self._sequence[start:end] = segment.sequence
             self._wanted[start:end] = 0
-            self._wanted[end - stretch.n_scored : end] = 1
-            if self._hidden is not None and stretch.hidden is not None:
-                self._hidden[start:end] = stretch.hidden
-            if stretch.places is not None:
-                self._position[start:end] = stretch.places.positions
+            self._wanted[end - segment.n_scored : end] = 1
+            if self._hidden is not None and segment.hidden is not None:
+                self._hidden[start:end] = segment.hidden
+            if segment.places is not None:
+                self._position[start:end] = segment.places.positions
                 branches = True
         if branches:
-            self._place(stretches)
+            self._place(segments)
         self._batch.n_tokens = end
         return self._batch
 
-    def _place(self, stretches: Sequence[Stretch]) -> None:
+    def _place(self, segments: Sequence[Segment]) -> None:
         """Let positions that branch belong to all their sequences."""
-        lists = [stretch.places.owners for stretch in stretches if stretch.places is not None]
+        lists = [segment.places.owners for segment in segments if segment.places is not None]
         self._owners = np.array([number for owners in lists for each in owners for number in each], np.int32)
         end, address = 0, self._owners.ctypes.data
-        for stretch in stretches:
-            start, end = end, end + len(stretch.tokens)
-            if stretch.places is not None:
-                for i, owners in enumerate(stretch.places.owners, start):
+        for segment in segments:
+            start, end = end, end + len(segment.tokens)
+            if segment.places is not None:
+                for i, owners in enumerate(segment.places.owners, start):
                     self._n_sequences[i], self._pointers[i] = len(owners), address
                     address += self._owners.itemsize * len(owners)
 
 
-def branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Stretch:
+def branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Segment:
     """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
     n, n_old = len(request.tokens), growth.n_old
     behind = [n + depth for depth in growth.depths]
     positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
     tip = growth.tips[number]
-    owners = [growth.numbers] * (n - start) + growth.owners
+    owners = [list(growth.tips)] * (n - start) + growth.owners
     places = Places(positions, owners, n if tip < 0 else behind[tip] + 1)
     new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
-    return Stretch(number, start, new, request.n_scored, places=places)
+    return Segment(number, start, new, request.n_scored, places=places)
 
 
-def padding(last: Stretch, n: int, n_scorable: int) -> Stretch:
+def padding(last: Segment, n: int, n_scorable: int) -> Segment:
     """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
     end = last.start + len(last.tokens) if last.places is None else last.places.end
-    return Stretch(last.sequence, end, tokens, max(0, min(n, n_scorable)))
+    return Segment(last.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 
 def _pointer(array: np.ndarray, kind: type) -> object:

@@ -26,13 +26,10 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
-from llamaspec.llama.batch import Batch, Stretch, branching, padding
-from llamaspec.llama.branches import n_leaves
-from llamaspec.llama.cells import LlamaCells
-from llamaspec.llama.clutter import BLOCK, DENSE, MOVE, MOVE_FAR
+from llamaspec.llama.batch import Batch, Segment, branching, padding
+from llamaspec.llama.cells import LlamaCells, Rows
 from llamaspec.llama.handles import Handle
-from llamaspec.llama.hidden_rows import Rows
-from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.kv_cache import BLOCK, GARBAGE, KVCache, Prepared
 from llamaspec.llama.layer_rows import layer_rows, show_layer
 from llamaspec.llama.new_context import (
     can_restore_states,
@@ -42,8 +39,9 @@ from llamaspec.llama.new_context import (
     open_context,
 )
 from llamaspec.llama.options import N_BRANCHES, ModelOptions
-from llamaspec.llama.state_cache import Snapshots, StateCache
+from llamaspec.llama.recurrent import Checkpoints, RecurrentCache
 from llamaspec.llama.threads import governor
+from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
@@ -104,16 +102,16 @@ class Context:
             nextn.show_hidden_rows(pointer, scored_only=scored_only)
         self._governor = governor() if options.threads is None else None
         self._n_threads = options.threads or runtime.default_threads()
-        self.cache: KVCache | StateCache
+        self.cache: KVCache | RecurrentCache
         if weights.keeps_states and head is None:  # heads keep keys and values
-            snapshots = Snapshots(pointer) if can_restore_states(weights) else None
-            self.cache = StateCache(pointer, n_ctx, snapshots)
+            checkpoints = Checkpoints(pointer) if can_restore_states(weights) else None
+            self.cache = RecurrentCache(pointer, n_ctx, checkpoints)
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
-            price = MOVE * (DENSE if options.flash_attention == "off" else 1.0)
-            price = MOVE_FAR if leaves_main_memory(weights, options) else price
-            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches, price)
+            # A GPU passes over garbage fast, and moving cells goes through main memory.
+            max_garbage = 1.0 if leaves_main_memory(weights, options) else GARBAGE
+            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches, max_garbage)
 
     @property
     def pointer(self) -> Any:
@@ -130,7 +128,7 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
-        stretches: list[Stretch] = []
+        segments: list[Segment] = []
         new: list[tuple[int, TokenArray]] = []
         n_positions, n_scored, n_branches = n_padding, 0, 0
         for _, request in batch:
@@ -139,19 +137,19 @@ class Context:
         if n_branches > N_BRANCHES and len(batch) > 1:
             return self._evaluate_in_halves(batch, n_padding)
         for row, request in batch:
-            stretch = self._stretch(row, request, batch)
-            stretches.append(stretch)
-            new.append((row, stretch.tokens))
-            n_positions += len(stretch.tokens)
-            n_scored += stretch.n_scored
+            segment = self._segment(row, request, batch)
+            segments.append(segment)
+            new.append((row, segment.tokens))
+            n_positions += len(segment.tokens)
+            n_scored += segment.n_scored
         if n_padding:
-            stretches.append(padding(stretches[-1], n_padding, self.max_scored - n_scored))
-            n_scored += stretches[-1].n_scored
+            segments.append(padding(segments[-1], n_padding, self.max_scored - n_scored))
+            n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
-        if isinstance(self.cache, StateCache):
-            self.cache.take_snapshot(n_scored)
-        self.decode(stretches)
+        if isinstance(self.cache, RecurrentCache):
+            self.cache.take_checkpoint(n_scored)
+        self.decode(segments)
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
             self._keep_hidden(new)
@@ -193,9 +191,9 @@ class Context:
         first = [logits.copy() for logits in self.evaluate(batch[:half])]
         return first + self.evaluate(batch[half:], n_padding)
 
-    def _stretch(
+    def _segment(
         self, row: int, request: ForwardRequest, batch: Sequence[tuple[int, ForwardRequest]]
-    ) -> Stretch:
+    ) -> Segment:
         held = self.cache.sequence(row)
         if request.is_tree:
             assert isinstance(self.cache, KVCache)
@@ -204,7 +202,7 @@ class Context:
         new = request.tokens[held.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))
-        return Stretch(held.number, held.n, new, request.n_scored)
+        return Segment(held.number, held.n, new, request.n_scored)
 
     def _keep_hidden(self, evaluated: Sequence[tuple[int, TokenArray]]) -> None:
         """Note the hidden rows of what has just been committed."""
@@ -213,12 +211,12 @@ class Context:
         for row, tokens in evaluated:
             start, end = end, end + len(tokens)
             sequence = self.cache.sequence(row)
-            n_text = len(tokens) if sequence.tree is None else len(tokens) - len(sequence.tree.tokens)
+            n_text = self.cache.n_text(row, len(tokens))
             sequence.hidden.add(sequence.n - n_text, rows[start : start + n_text])
 
-    def decode(self, stretches: Sequence[Stretch]) -> None:
+    def decode(self, segments: Sequence[Segment]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
-        pointer, batch = self.pointer, self._batch.fill(stretches)
+        pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin()
         self._choose_threads(pointer)
         if batch.n_tokens < LONG:

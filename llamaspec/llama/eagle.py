@@ -13,11 +13,11 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.llama.batch import Batch, Stretch
+from llamaspec.llama.batch import Batch, Segment
+from llamaspec.llama.cells import Rows
 from llamaspec.llama.context import Context
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.head import Head
-from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.layer_rows import HAVE_LAYER_ROWS, layers_read
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.new_context import EAGLE_BATCH
@@ -46,7 +46,7 @@ class Encoder:
         # It knows no positions; llama.cpp wants those that come next, of some sequence.
         start = lib.llama_memory_seq_pos_max(lib.llama_get_memory(self._context.pointer), 0) + 1
         nothing = np.zeros(len(rows), dtype=np.int32)
-        self._context.encode(self._batch.fill([Stretch(0, start, nothing, len(rows), rows)]))
+        self._context.encode(self._batch.fill([Segment(0, start, nothing, len(rows), rows)]))
         return self._context.hidden_rows(len(rows)).copy()
 
 
@@ -101,5 +101,5 @@ def try_eagle(weights: Weights, options: ModelOptions) -> None:
     encode = Encoder(context, len(layers_read(weights.pointer)) * target_width(weights))
     rows = encode(np.zeros((2, encode.width), dtype=np.float32))
     ends = np.array([0, weights.vocabulary.size - 1], dtype=np.int32)
-    context.decode([Stretch(0, 0, ends, 2, rows)])
+    context.decode([Segment(0, 0, ends, 2, rows)])
     context.close()

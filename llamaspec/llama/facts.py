@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.state_cache import StateCache
+from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def try_memory(model: LlamaModel, context: Context) -> MemoryFacts:
         turned[-N_REJECTED:] = 0
         (n_kept,) = model.prepare([(_ROW, ForwardRequest(TARGET, turned), 0)])
         cache = context.cache
-        snapshot_bytes, snapshot_seconds = cache.try_snapshot() if isinstance(cache, StateCache) else (0, 0.0)
+        snapshot_bytes, snapshot_seconds = (
+            cache.time_checkpoint() if isinstance(cache, RecurrentCache) else (0, 0.0)
+        )
         return MemoryFacts(
             bytes_per_token=per_token,
             fixed_bytes=max(0, round(first - per_token)),

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.batch import Stretch
-from llamaspec.llama.cached_sequence import shared
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import HiddenRows, Rows, shared
 from llamaspec.llama.context import Context
-from llamaspec.llama.hidden_rows import HiddenRows, Rows
 from llamaspec.values import MTP, NO_TOKENS, ForwardRequest, Logits, TokenArray
 
 Encoder = Callable[[Rows], Rows]  # [n, any width] to [n, E]
@@ -106,11 +105,11 @@ class Head:
     def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
         """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
         scores_all = self._encoder is not None and any(reading.n_scored for reading in batch)
-        stretches = [self._stretch(reading, scores_all=scores_all) for reading in batch]
+        segments = [self._segment(reading, scores_all=scores_all) for reading in batch]
         keys = [(r.row, self._keys(r)[self.context.cache.sequence(r.row).n :]) for r in batch]
-        self.context.decode(stretches)
+        self.context.decode(segments)
         self.context.cache.commit(keys)
-        return self._answers(batch, stretches)
+        return self._answers(batch, segments)
 
     def is_ready(self, reading: Reading) -> bool:
         """Whether what was prepared can still be read: not if the target has forgotten it since."""
@@ -163,22 +162,22 @@ class Head:
             keys[len(gap.keys)] = _OWN - reading.row % -_OWN
         return keys
 
-    def _stretch(self, reading: Reading, *, scores_all: bool) -> Stretch:
+    def _segment(self, reading: Reading, *, scores_all: bool) -> Segment:
         held = self.context.cache.sequence(reading.row)
         start = held.n + self._gap(reading).n_left_out
         n_passed = int(self._encoder is not None and start == 0)
         new = reading.tokens[start + n_passed :]
         rows = reading.rows(start + n_passed, self._encoder)
         n_scored = len(new) if scores_all else reading.n_scored
-        return Stretch(held.number, held.n + n_passed, new, n_scored, rows)
+        return Segment(held.number, held.n + n_passed, new, n_scored, rows)
 
-    def _answers(self, batch: Sequence[Reading], stretches: Sequence[Stretch]) -> list[tuple[Logits, Rows]]:
-        n_scored = sum(stretch.n_scored for stretch in stretches)
-        n_rows = n_scored if self._scored_only else sum(len(stretch.tokens) for stretch in stretches)
+    def _answers(self, batch: Sequence[Reading], segments: Sequence[Segment]) -> list[tuple[Logits, Rows]]:
+        n_scored = sum(segment.n_scored for segment in segments)
+        n_rows = n_scored if self._scored_only else sum(len(segment.tokens) for segment in segments)
         logits, rows = self.context.logits(n_scored), self.context.hidden_rows(n_rows)
         answers, scored, end = [], 0, 0
-        for reading, stretch in zip(batch, stretches, strict=True):
-            scored, end = scored + stretch.n_scored, end + len(stretch.tokens)
+        for reading, segment in zip(batch, segments, strict=True):
+            scored, end = scored + segment.n_scored, end + len(segment.tokens)
             last = scored if self._scored_only else end
             n = reading.n_scored
             answers.append((logits[scored - n : scored], rows[last - n : last]))

@@ -17,10 +17,10 @@ from types import TracebackType
 import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
+from llamaspec.llama.cells import HiddenRows, Rows
 from llamaspec.llama.context import Context
 from llamaspec.llama.eagle import open_eagle
 from llamaspec.llama.head import Head, Reading
-from llamaspec.llama.hidden_rows import HiddenRows, Rows
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import EAGLE, SCORED_ROWS_ONLY, check_heads

@@ -1,10 +1,9 @@
 """The KV cache of a context as a cache of token sequences: prefixes are found again, nobody says "go back".
 
 Before an evaluation a row's sequence is cut to what it shares with the request, and takes over what another
-sequence knows more of; sharing costs no memory. Cells are only ever appended: rejected tokens whose cells lie
-between those of other rows stay there, as garbage, until they cost too much. The cells of a
-sequence so always ascend with its positions, and attention adds up in the same order as for the text alone.
-tests/test_rows.py compares, bit by bit, with texts that are alone.
+sequence knows more of; sharing costs no memory. If room is needed, the least recently used prefixes that
+nobody uses are evicted. If that is not enough, or rejected tokens have left much garbage between the rows'
+cells, the cache is defragmented. tests/test_rows.py compares, bit by bit, with texts that are alone.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.branches import Growth
-from llamaspec.llama.cached_sequence import CachedSequence, RowSequences, best_of
-from llamaspec.llama.cells import Bytes, Cells, Scratch
-from llamaspec.llama.clutter import MOVE, Clutter
-from llamaspec.llama.compaction import Moved, copied_out
-from llamaspec.llama.held_cells import HeldCells
-from llamaspec.llama.parked import ParkedPrefixes
-from llamaspec.llama.tree_cells import TreeCells
+from llamaspec.llama.cells import Bytes, CachedSequence, Cells, CellTable, CopiedSequence
+from llamaspec.llama.tree_cells import Growth, TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
-SLACK = 0.875  # part of the cells that may be full when unused prefixes are given up
+SLACK = 0.875  # part of the cells that may be live when unused prefixes are evicted
+BLOCK = 256  # cells: llama.cpp's attention goes over whole blocks
+GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others then pays within 50 steps
 
 
 class KVCache:
@@ -38,100 +33,138 @@ class KVCache:
     size : int
         Number of cells.
     n_sequences : int
-        Sequences that llama.cpp can tell apart; the last one holds the garbage.
+        llama.cpp's sequences for rows and prefixes. The next one holds the garbage.
     n_branches : int
-        More sequences, for branches of trees.
-    price : float
-        Of moving a cell (`Clutter`).
+        Sequences behind that, for branches of trees.
+    max_garbage : float
+        Part of the full cells that may be garbage before the cache is defragmented; 1 = only if it is full.
+    min_garbage : int
+        Cells of garbage that are never worth it.
     """
 
     def __init__(
-        self, cells: Cells, size: int, n_sequences: int, n_branches: int = 0, price: float = MOVE
+        self,
+        cells: Cells,
+        size: int,
+        n_sequences: int,
+        n_branches: int = 0,
+        max_garbage: float = GARBAGE,
+        min_garbage: int = BLOCK,
     ) -> None:
-        self._cells = cells
-        self._size = size
-        self._held = HeldCells(cells, size, garbage=n_sequences - 1)
-        self._trees = TreeCells(self._held, range(n_sequences, n_sequences + n_branches))
-        self._rows = RowSequences(n_sequences - 1)
+        self._cells, self._size = cells, size
+        self._max_garbage, self._min_garbage = max_garbage, min_garbage
+        self._table = CellTable(cells, size, garbage=n_sequences)
+        self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
+        self._sequences = [CachedSequence(i) for i in range(n_sequences)]
+        self._of_row: dict[int, CachedSequence] = {}
         self._clock = itertools.count(1)
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
-        self._n_compactions = 0
-        self._parked, self._clutter = ParkedPrefixes(self._held), Clutter(self._held, price)
-        self._scratch = Scratch()
+        self.n_defragmentations = 0
+
+    @property
+    def size(self) -> int:
+        """Cells."""
+        return self._size
+
+    @property
+    def n_used(self) -> int:
+        """Cells that hold something."""
+        return self._table.top
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some row is running."""
+        return bool(self._of_row)
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room.
 
-        Again from the beginning where cells had to be moved: what could not be moved is cached no more.
+        Starts again if cells had to be moved: what could not be moved is cached no more.
         """
         while True:
-            n_before = self._n_compactions
-            answers: list[int | ContextFullError] = []
-            for entry in batch:
-                try:
-                    answers.append(self.prepare(*entry))
-                except ContextFullError as error:  # noqa: PERF203
-                    answers.append(error)
-            if self._clutter.is_due():
-                self._tidy()
-            if self._n_compactions == n_before:
+            n_before = self.n_defragmentations
+            answers = [self._answer(*entry) for entry in batch]
+            if self._is_fragmented and self._cells.can_copy([each.number for each in self._prefixes()]):
+                self.defragment()
+            if self.n_defragmentations == n_before:
                 return answers
 
-    def prepare(self, row: int, request: ForwardRequest, n_padding: int = 0) -> int:
-        """Cut the row's sequence to the request, extend it by what others know, reserve cells for the rest.
+    @property
+    def _is_fragmented(self) -> bool:
+        return self._table.n_garbage > max(self._min_garbage, self._max_garbage * self._table.top)
 
-        Returns the number of cached tokens. Raises ContextFullError, which concerns this row alone.
-        """
+    def _answer(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
         if self._is_changing or self._is_evaluating:
             self._settle()
         self._is_changing = True
-        sequence = self._rows.of_row.get(row)
-        is_new = sequence is None
-        if sequence is None:
-            sequence = self._rows.assign(row)
-            self._held.cut(sequence, 0)
-        n_read = 0 if sequence.tree is None else self._trees.go_on(sequence, request)
+        try:
+            n_cached: int | ContextFullError = self._prepare(row, request, n_padding)
+        except ContextFullError as error:
+            n_cached = error
+        self._is_changing = False
+        return n_cached
+
+    def _prepare(self, row: int, request: ForwardRequest, n_padding: int) -> int:
+        """Cut the row's sequence to the request, add what others know of it, reserve cells for the rest."""
+        sequence = self._of_row.get(row) or self._assign(row)
+        n_read = self._trees.go_on(sequence, request)
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
-        if is_new:
-            room = self._size - self._held.top - self._rows.n_reserved
-            self._parked.fetch(sequence, request.tokens[:n_before], self._rows.all, room)
         n = min(sequence.shared(request.tokens), n_before)
+        sequence.n_reserved = 0
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
+            self._table.cut(sequence, n)
             least = TAKE_OVER if n else 1  # a row that begins takes what it gets
-            other = None
             if n_before >= n + least:
-                others = [other for other in self._rows.all if other is not sequence]
-                other, n_other = best_of(others, request.tokens[:n_before], n + least)
-            self._held.cut(sequence, n)
-            if other is not None:
-                self._held.take_over(sequence, other, n_other)
-                other.last_used = next(self._clock)
+                self._take_over(sequence, request.tokens[:n_before], n + least)
             n = sequence.n + n_read
             sequence.n_reserved, sequence.n_padding = request.n_tokens - n + n_padding, n_padding
-        else:
-            sequence.n_reserved = 0
         sequence.last_used = next(self._clock)
         try:
             self._make_room(sequence)
         except ContextFullError:
-            sequence.n_reserved, self._is_changing = 0, False
+            sequence.n_reserved = 0
             raise
-        self._is_changing = False
         return n
+
+    def _assign(self, row: int) -> CachedSequence:
+        """A sequence for a new row: an empty one, or the prefix that was used least recently."""
+        unused = [sequence for sequence in self._sequences if sequence.row is None]
+        if not unused:
+            raise ContextFullError(f"{len(self._sequences)} texts are running already; wait for one to end")
+        sequence = min(unused, key=lambda sequence: (sequence.n > 0, sequence.last_used))
+        sequence.row = row
+        self._of_row[row] = sequence
+        self._table.cut(sequence, 0)
+        return sequence
+
+    def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
+        """Let a sequence hold what another knows more of some tokens, if that is so much."""
+        others = [other for other in self._sequences if other is not sequence]
+        n_shared = [other.shared(tokens) for other in others]
+        n = max(n_shared, default=0)
+        if n >= least:
+            other = others[n_shared.index(n)]
+            self._table.take_over(sequence, other, n)
+            other.last_used = next(self._clock)
+
+    def find(self, row: int) -> CachedSequence | None:
+        """What is held of a row; None before its first request."""
+        return self._of_row.get(row)
 
     def sequence(self, row: int) -> CachedSequence:
         """What is held of a prepared row."""
-        return self._rows.of_row[row]
-
-    def find(self, row: int) -> CachedSequence | None:
-        """What is held of a row that may not have asked yet."""
-        return self._rows.of_row.get(row)
+        return self._of_row[row]
 
     def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Growth:
         """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
         self._is_evaluating = True
-        return self._trees.grow(self._rows.of_row[row], request, self._rows.of_row, rows)
+        return self._trees.grow(self._of_row[row], request, self._of_row, rows)
+
+    def n_text(self, row: int, n_new: int) -> int:
+        """How many of a row's positions that were just committed are text, not draft tokens of a tree."""
+        tree = self._trees.cached.get(self._of_row[row].number)
+        return n_new if tree is None else n_new - len(tree.tokens)
 
     def begin(self) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
@@ -144,59 +177,69 @@ class KVCache:
         """
         self._is_changing = True
         for row, tokens in evaluated:
-            sequence = self._rows.of_row[row]
-            cells = self._held.take(len(tokens))
-            if sequence.growth is None:
+            sequence = self._of_row[row]
+            cells = self._table.take(len(tokens))
+            if not self._trees.commit(sequence, tokens, cells):
                 sequence.append(tokens, cells)
-            else:
-                self._trees.commit(sequence, sequence.growth, tokens, cells)
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
         if n_padding:
-            last = self._rows.of_row[evaluated[-1][0]]
-            n = last.n if last.tree is None else last.n + len(last.tree.path(last.tree.tips[last.number]))
-            self._cells.remove(last.number, n)
+            last = self._of_row[evaluated[-1][0]]
+            self._cells.remove(last.number, self._trees.n_positions(last))
         self._is_evaluating = self._is_changing = False
 
     def release(self, row: int) -> None:
         """The row has ended; its sequence stays as a prefix that others may use."""
         was_changing, self._is_changing = self._is_changing, True
-        sequence = self._rows.of_row.pop(row, None)
+        sequence = self._of_row.pop(row, None)
         if sequence is not None:
-            if (sequence.branches or sequence.tree is not None) and not was_changing:
+            if not was_changing:
                 self._trees.end(sequence)
             sequence.row, sequence.n_reserved = None, 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
         self._is_changing = was_changing
 
     def forget(self) -> None:
-        """Empty everything."""
-        self._parked.clear()
-        self._empty()
-
-    def _empty(self) -> None:
+        """Empty everything; rows that are running read their texts again."""
         self._is_changing = True
-        self._held.clear()
-        for sequence in self._rows.all:
-            sequence.n, sequence.tree, sequence.growth, sequence.branches = 0, None, None, []
+        self._table.clear()
+        for sequence in self._sequences:
+            sequence.n, sequence.branches = 0, []
         self._trees.clear()
         self._is_evaluating = self._is_changing = False
 
-    def take_out(self) -> Iterator[Moved]:
+    def defragment(self) -> None:
+        """Move what is held to the beginning, in order and without garbage.
+
+        What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
+        reads its text again.
+        """
+        for sequence in self._of_row.values():
+            self._trees.drop(sequence)
+        copied = self._table.copy_out(self._prefixes())
+        self.forget()
+        self._is_changing = True
+        self.n_defragmentations += 1
+        for each in copied:
+            self._table.copy_in(each)
+        self._is_changing = False
+
+    def take_out(self) -> Iterator[CopiedSequence]:
         """What is held, the last used first, for `put_in` of another cache; this one is empty afterwards."""
         self._settle()
         self._is_changing = True
+        prefixes = self._prefixes()[::-1]
         try:
-            yield from copied_out(self._cells, self._rows.prefixes()[::-1])
-            yield from self._parked.moved()
+            for i, sequence in enumerate(prefixes):
+                yield self._table.copy_next(sequence, prefixes[:i])
         finally:
             self.forget()
 
     def put_in(
         self, tokens: TokenArray, content: Bytes, trunk: CachedSequence | None, n_shared: int
     ) -> CachedSequence | None:
-        """Hold a prefix that was taken out, older than all others; None where that failed or has no room.
+        """Hold a prefix that was taken out, older than all others; None if that failed or has no room.
 
         Parameters
         ----------
@@ -204,84 +247,51 @@ class KVCache:
         content : Bytes
             Of the cells behind the first `n_shared`, which `trunk` holds.
         """
-        free = self._rows.empty()
-        if free is None or self._held.top + len(tokens) - n_shared > SLACK * self._size:
+        free = [sequence for sequence in self._sequences if sequence.row is None and not sequence.n]
+        if not free or self._table.top + len(tokens) - n_shared > SLACK * self._size:
             return None
         self._is_changing = True
-        self._held.fill(free, tokens, content, trunk, n_shared)
-        free.last_used = -next(self._clock)
+        sequence = free[0]
+        sequence.append(tokens, tokens)  # its cells are known below
+        sequence.n, sequence.last_used = 0, -next(self._clock)
+        self._table.copy_in(CopiedSequence(sequence, len(tokens), trunk, n_shared, content))
         self._is_changing = False
-        return free if free.n else None
+        return sequence if sequence.n else None
 
-    @property
-    def size(self) -> int:
-        """Cells."""
-        return self._size
-
-    @property
-    def n_used(self) -> int:
-        """Cells that hold something."""
-        return self._held.top
+    def _prefixes(self) -> list[CachedSequence]:
+        """The sequences that hold something, the last used last."""
+        return sorted([each for each in self._sequences if each.n], key=lambda each: each.last_used)
 
     def _settle(self) -> None:
         """Take out what an interrupted evaluation left behind."""
         if self._is_changing:
             self.forget()
-            self._rows.release_all()
+            self._of_row.clear()
+            for sequence in self._sequences:
+                sequence.row, sequence.n_reserved = None, 0
         elif self._is_evaluating:
             self._is_changing = True
-            for sequence in self._rows.all:
-                self._trees.drop(sequence)
-                sequence.growth = None
-                self._cells.remove(sequence.number, sequence.n)
-                for branch in sequence.branches:
-                    self._cells.remove(branch.number, branch.n)
+            self._trees.settle(self._sequences)
             self._is_evaluating = self._is_changing = False
 
     def _make_room(self, asking: CachedSequence) -> None:
-        """See to it that the cells that rows have reserved are empty."""
-        n_reserved = self._rows.n_reserved
-        if self._held.top + n_reserved <= self._size:
+        """See to it that the cells that rows have reserved are empty, or raise ContextFullError."""
+        table, size = self._table, self._size
+        n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
+        if table.top + n_reserved <= size:
             return
-        for sequence in self._rows.of_row.values():
+        for sequence in self._of_row.values():
             if not sequence.n_reserved:
                 self._trees.drop(sequence)
-        for sequence in self._rows.unused():
-            if self._held.n_live + n_reserved <= SLACK * self._size:
+        for sequence in self._prefixes():
+            if table.n_live + n_reserved <= SLACK * size:
                 break
-            self._held.cut(sequence, 0)
-        n_wanted = self._held.n_live + n_reserved
-        if n_wanted > self._size:
+            if sequence.row is None:
+                table.cut(sequence, 0)
+        n_wanted = table.n_live + n_reserved
+        if n_wanted > size:
             n_own = asking.n + asking.n_reserved
             others = f", other texts hold {n_wanted - n_own}" if n_wanted > n_own else ""
-            raise ContextFullError(
-                f"the context of {self._size} tokens is full: this text needs {n_own}{others}"
-            )
-        if self._held.top + n_reserved > self._size:
-            self._compact()
-
-    def _tidy(self) -> None:
-        """Where clutter is dear, put unused prefixes aside and close the gaps, if all can be copied."""
-        unused = self._rows.unused()
-        is_dear = self._clutter.is_dear(self._rows.n_reserved, unused)
-        if is_dear and self._cells.can_copy([sequence.number for sequence in self._rows.prefixes()]):
-            self._is_changing = True
-            self._parked.put_aside(unused)
-            self._compact()
-            self._is_changing = False
-
-    def _compact(self) -> None:
-        """Move what is held to the beginning, in order and without the garbage.
-
-        What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
-        reads its text again.
-        """
-        for sequence in self._rows.of_row.values():
-            self._trees.drop(sequence)
-        self._scratch.reset()
-        moved = list(copied_out(self._cells, self._rows.prefixes(), self._scratch))
-        self._empty()
-        self._is_changing = True
-        self._n_compactions += 1
-        for move in moved:
-            self._held.put_back(move)
+            raise ContextFullError(f"the context of {size} tokens is full: this text needs {n_own}{others}")
+        if table.top + n_reserved > size:
+            self.defragment()

@@ -15,14 +15,14 @@ from types import TracebackType
 import numpy as np
 
 from llamaspec.errors import ContextFullError, ModelFileError
-from llamaspec.llama.branches import n_leaves
-from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.new_context import leaves_main_memory
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
-from llamaspec.llama.state_cache import StateCache
+from llamaspec.llama.recurrent import RecurrentCache
+from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
@@ -261,8 +261,8 @@ class LlamaModel:
     def _evaluate_alone(self, row: int, request: ForwardRequest) -> Logits:
         context = self._of_row[row]
         cache = context.cache
-        assert isinstance(cache, StateCache)
-        if cache.reads_first(request, cache.sequence(row).n):
+        assert isinstance(cache, RecurrentCache)
+        if cache.reads_first(request):
             n_before = len(request.tokens) - request.n_logits
             context.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
         return context.evaluate([(row, request)])[0]
@@ -286,5 +286,5 @@ def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int
 
 
 def _cached(context: Context, tokens: TokenArray) -> int:
-    assert isinstance(context.cache, StateCache)
+    assert isinstance(context.cache, RecurrentCache)
     return context.cache.shared(tokens)

@@ -31,7 +31,7 @@ def can_restore_states(weights: Weights) -> bool:
 
 
 def n_sequences(options: ModelOptions) -> int:
-    """Sequences of rows that llama.cpp tells apart: it wants room for one row of logits for each."""
+    """Sequences for rows and prefixes: llama.cpp wants room for one row of logits for each."""
     return max(2, min(N_SEQUENCES, options.max_scored))
 
 
@@ -64,7 +64,7 @@ def open_context(
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
     if other is not None:
         parameters.ctx_other = other
-    parameters.n_seq_max = 1 if keeps_states else n_sequences(options) + (0 if is_head else N_BRANCHES)
+    parameters.n_seq_max = 1 if keeps_states else n_sequences(options) + 1 + (0 if is_head else N_BRANCHES)
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
     parameters.swa_full = True

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamaspec.files import replacing
-from llamaspec.llama.cells import Bytes
-from llamaspec.llama.compaction import Moved
+from llamaspec.llama.cells import Bytes, CopiedSequence
 from llamaspec.values import TokenArray
 
 _MAGIC = b"llamaspec prefixes 1\n"
@@ -41,7 +40,7 @@ class DamagedError(Exception):
     """The file is not as it was written, or was written for something else."""
 
 
-def write_prefixes(path: Path, key: str, moved: Iterator[Moved], limit: int) -> int:
+def write_prefixes(path: Path, key: str, moved: Iterator[CopiedSequence], limit: int) -> int:
     """Write prefixes as they come, until the file would have more than `limit` bytes; how many bytes it has.
 
     Raises

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama import runtime
-from llamaspec.llama.cached_sequence import CachedSequence
+from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_file import DamagedError, is_private, read_prefixes, write_prefixes

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamaspec.errors import ContextFullError, PairError
-from llamaspec.llama.batch import Stretch
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import Rows
 from llamaspec.llama.context import Context
 from llamaspec.llama.head import Reading
-from llamaspec.llama.hidden_rows import Rows
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits
@@ -52,7 +52,7 @@ class SharedHead:
 
     def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
         """Logits [1, V] and the hidden row [1, E] behind the last token of each."""
-        self.context.decode([self._stretch(reading) for reading in batch])
+        self.context.decode([self._segment(reading) for reading in batch])
         logits, rows = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
         return [(logits[i : i + 1], rows[i : i + 1]) for i in range(len(batch))]
 
@@ -85,8 +85,8 @@ class SharedHead:
             return ContextFullError("the target has not cached this text")
         return n_read
 
-    def _stretch(self, reading: Reading) -> Stretch:
+    def _segment(self, reading: Reading) -> Segment:
         cached = self._target.cached(reading.row)
         assert cached is not None  # prepared
         rows = reading.rows(len(reading.tokens) - 1)
-        return Stretch(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows)
+        return Segment(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from forward_requests import EXACT, TOLERANCE, RandomTrees, assert_same, evaluate, full, paths, text
 from llamaspec.errors import EvaluationAbortedError
+from llamaspec.llama.batch import Segment
 from llamaspec.llama.options import N_BRANCHES
 from llamaspec.values import TARGET, ForwardRequest, Logits
 from model_store import OpenModel
@@ -122,8 +125,8 @@ def test_an_evaluation_that_is_aborted_leaves_no_trace(opened: OpenModel) -> Non
     (context,) = model._contexts
     decode = context.decode
 
-    def aborted(stretches: object) -> None:
-        decode(stretches)  # type: ignore[arg-type]
+    def aborted(segments: Sequence[Segment]) -> None:
+        decode(segments)
         context.decode = decode  # type: ignore[method-assign]
         raise EvaluationAbortedError("aborted")
 

@@ -60,7 +60,7 @@ def test_it_does_not_read_the_first_token_of_a_text(store: ModelStore, evaluated
         wanted = ForwardRequest(MTP, text(21))
         pair.heads.prepare([(-1, wanted, 0)])
         pair.heads.evaluate([(-1, wanted)])
-        assert [(stretch.start, len(stretch.tokens)) for stretch in evaluated.stretches] == [(0, 20), (1, 20)]
+        assert [(segment.start, len(segment.tokens)) for segment in evaluated.segments] == [(0, 20), (1, 20)]
 
 
 def test_it_computes_what_eagle_3_is(store: ModelStore) -> None:

@@ -20,7 +20,7 @@ from head_requests import Asking, drafting, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
 from llamaspec.llama import nextn
-from llamaspec.llama.batch import Stretch
+from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context
 from llamaspec.llama.head import Head
 from llamaspec.llama.heads import PredictionHeads
@@ -236,7 +236,7 @@ def test_each_head_computes_its_own_layer(store: ModelStore, opened: OpenModel) 
     logits = []
     for head in range(3):
         context = Context(target.weights, target.options, head)
-        context.decode([Stretch(0, 0, text(5), 1, hidden)])
+        context.decode([Segment(0, 0, text(5), 1, hidden)])
         logits.append(context.logits(1)[0].copy())
         context.close()
     assert all(np.abs(a - b).max() > 0.1 for a, b in itertools.combinations(logits, 2))

@@ -96,9 +96,8 @@ def test_interrupted_evaluations_leave_later_answers_right(
 
 OWN_CODE = (
     "_cache.py",
-    "cached_sequence.py",
     "cells.py",
-    "compaction.py",
+    "recurrent.py",
     "context.py",
     "model.py",
     "batch.py",

@@ -32,12 +32,13 @@ LONG = Recipe(n_context=2048)
 
 
 def test_more_rows_than_sequences(opened: OpenModel) -> None:
-    """The row that comes too late is told; once another has ended there is room."""
+    """As many rows as positions that a draft scores at once; once, the last of them had no sequence."""
     model = opened(max_scored=4)
-    answers = model.prepare([(row, request(5, row), 0) for row in range(4)])
-    assert [type(answer) for answer in answers] == [int, int, int, ContextFullError]
+    answers = model.prepare([(row, request(5, row), 0) for row in range(5)])
+    assert [type(answer) for answer in answers] == [int, int, int, int, ContextFullError]
+    model.evaluate([(row, request(5, row)) for row in range(4)])
     model.release(1)
-    assert model.prepare([(3, request(5, 3), 0)]) == [0]
+    assert model.prepare([(4, request(5, 4), 0), (0, request(6, 0), 0)]) == [0, 5]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def test_the_last_used_comes_first_and_is_given_up_last() -> None:
         source.cache.release(row)
     assert moved(source, goal) == [20, 30]  # no room for the oldest
     goal.run(5, request(20, 5))
-    assert [sequence.n for sequence in goal.cache._rows.all if sequence.row is None and sequence.n] == [20]
     assert goal.run(6, request(20, 2)) == 19
 
 
@@ -72,7 +71,7 @@ def test_ctrl_c_while_a_prefix_is_put_in_leaves_nothing_of_it() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_put_in_keeps_its_order_whatever_follows(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    source, goal, rows = Checked(160, 8), Checked(160, 8), RandomRows(rng, longest=50, n_rows=5)
+    source, goal, rows = Checked(160, 7), Checked(160, 7), RandomRows(rng, longest=50, n_rows=5)
 
     def some(checked: Checked, n: int) -> None:
         for _ in range(n):
@@ -175,8 +174,8 @@ def test_a_damaged_file_is_none_and_written_anew(
     written, given = set[bytes](), list[bytes]()
     copy_out, copy_in = LlamaCells.copy_out, LlamaCells.copy_in
 
-    def copied_out(self: LlamaCells, sequence: int, start: int, scratch: Any = None) -> Any:
-        content = copy_out(self, sequence, start, scratch)
+    def copied_out(self: LlamaCells, sequence: int, start: int) -> Any:
+        content = copy_out(self, sequence, start)
         written.add(b"" if content is None else content.tobytes())
         return content
 

@@ -7,8 +7,7 @@ import pytest
 
 from forward_requests import MEMORIES, Count, RandomRows, evaluate, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama import cells, clutter, context, runtime
-from llamaspec.llama.state_cache import SPACING
+from llamaspec.llama.recurrent import SPACING
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 
@@ -45,26 +44,6 @@ def test_how_long_a_prefix_must_be_to_be_taken_over(
     assert evaluated.taken() == 1
     model.forward(request(4 + n + 1), row=1)
     assert evaluated.taken() == cost
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_prefix_that_was_put_aside_costs_nothing(
-    opened: OpenModel, evaluated: Count, monkeypatch: pytest.MonkeyPatch, has_room: bool
-) -> None:
-    """Neither evaluations meanwhile, nor whoever wants it; without memory for it, it stays where it is."""
-    monkeypatch.setattr(clutter, "LOOK", 1)
-    monkeypatch.setattr(clutter, "BLOCK", 1)
-    monkeypatch.setattr(context, "MOVE", 0.0)
-    monkeypatch.setattr(cells, "LARGE", 0)
-    model = opened()
-    monkeypatch.setattr(runtime, "available_bytes", lambda: 1 << 40 if has_room else 0)
-    model.forward(request(100), row=0)
-    model.release(0)
-    model.forward(request(20, 1), row=1)
-    assert model.cache_use()[0] == (20 if has_room else 120)
-    evaluated.taken()
-    model.forward(request(100), row=2)
-    assert evaluated.taken() == 1
 
 
 @pytest.mark.parametrize("kind", CUT)
