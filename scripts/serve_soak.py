@@ -243,7 +243,6 @@ class Client:
             "/",
             "/metrics",
             "/props",
-            "/slots",
             "/health",
             "/v1/models",
             "/openapi.json",

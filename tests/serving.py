@@ -20,9 +20,9 @@ from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.protocols import LengthPolicy
-from llamaspec.serve.server import make_server, open_socket, serving, url_of
+from llamaspec.serve import ServeSettings
+from llamaspec.serve.app import Server, open_socket, serving, url_of
 from llamaspec.serve.service import Service
-from llamaspec.serve.settings import ServeSettings
 
 PATIENCE_SECONDS = 60.0  # on a machine that does other things, too
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
@@ -81,7 +81,7 @@ class Served:
 
     def n_running(self) -> int:
         """Rows that run."""
-        return len(self.service.queue.rows()[0])
+        return len(self.service.queue.sequences()[0])
 
 
 def parse_events(text: str) -> list[tuple[str | None, Any]]:
@@ -111,7 +111,7 @@ def served(
     of = None if template is None else ChatTemplate.of(pair.target, template)
     opened, is_ready = open_socket(config), threading.Event()
     with opened, serving(pair, policy or FixedLength(3), of, config, log.append) as (app, service):
-        server = make_server(app, service, is_ready.set)
+        server = Server(app, service, is_ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
         url = url_of(opened)
         thread.start()

@@ -27,8 +27,7 @@ from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.parameters import Sampling
-from llamaspec.serve.arenas import share_one_arena
-from llamaspec.serve.settings import PADDING, ServeSettings
+from llamaspec.serve import PADDING, ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes
 
@@ -141,8 +140,7 @@ Examples:
 def serve(options: ServeOptions, models: ModelChoice) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
     check_installed()
-    share_one_arena()
-    from llamaspec.serve.server import make_server, open_socket, serving, url_of  # an extra
+    from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
         files = find_files(
@@ -157,7 +155,7 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
         try:
             with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
                 told = f"{service.model_name} is served at {url_of(opened)}"
-                make_server(app, service, lambda: say(told)).run(sockets=[opened])
+                Server(app, service, lambda: say(told)).run(sockets=[opened])
         finally:
             keep_prior(pair, policy)
             keep_texts(pair)
@@ -172,9 +170,10 @@ def check_installed() -> None:
     LlamaspecError
         The extra is not installed.
     """
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise LlamaspecError(
-            'the server needs starlette and uvicorn; install them with: pip install "llamaspec[serve]"'
+            "the server needs starlette, uvicorn and prometheus_client; install them with: "
+            'pip install "llamaspec[serve]"'
         )
 
 

@@ -1,0 +1,79 @@
+"""The HTTP server. `ServeSettings` is here, so that reading the command line does not import starlette."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+PADDING = 64  # KV cells that a sequence may need beside its own tokens, for a draft that is verified
+MAX_PARALLEL = 16  # sequences that a draft model evaluates at once
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may cost before its body is parsed."""
+
+    body_bytes: int = 8 << 20
+    body_seconds: float = 30.0  # until the whole body has arrived
+    json_depth: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """The options of `llamaspec serve` that concern HTTP and the queue.
+
+    Raises
+    ------
+    ValueError
+        A value is out of range, or other machines could reach the server without a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0 = any free port
+    parallel: int = 4  # sequences that run at once
+    max_queue: int = 64  # requests that may wait
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    no_auth: bool = False
+    cors_origins: tuple[str, ...] = ()
+    alias: str | None = None  # the model's name in answers
+    request_timeout: float | None = 600.0  # seconds
+    grace_seconds: float = 30.0  # for running requests when the server stops
+    keep_alive_seconds: float = 10.0  # between comments in a silent stream
+    log_format: LogFormat = "text"
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}")
+        if not 1 <= self.parallel <= MAX_PARALLEL:
+            raise ValueError(f"parallel must be from 1 to {MAX_PARALLEL}, got {self.parallel}")
+        if self.max_queue < 0:
+            raise ValueError(f"max-queue must be >= 0, got {self.max_queue}")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ValueError(f"request-timeout must be > 0, got {self.request_timeout}")
+        if not self.grace_seconds >= 0:
+            raise ValueError(f"grace must be >= 0, got {self.grace_seconds}")
+        if any(not key.isascii() or not key.isprintable() or not key.strip() for key in self.keys):
+            raise ValueError("an API key must be printable ASCII and not empty")
+        if not self.is_local and not self.keys and not self.no_auth:
+            raise ValueError(
+                f"--host {self.host} lets other machines in; give --api-key, or --no-auth if that is meant"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def knows_key(self, given: str) -> bool:
+        """Whether a key is valid; the time taken does not depend on how much of it is right."""
+        return sum(secrets.compare_digest(given.encode(), key.encode()) for key in self.keys) > 0

@@ -1,124 +1,119 @@
-"""Counters in Prometheus' text format, with vLLM's names where it has one for the same thing.
+"""Prometheus metrics of the server, with vLLM's names where it has the same figure.
 
-Seconds of an evaluation that several rows share are divided among them, so that sums are wall clock.
-Filled by the decode thread, read by the event loop. tests/serve/test_status.py.
+Seconds of an evaluation that several sequences share are divided among them, so that sums are wall-clock
+time. Written by the decode thread, read by the event loop. tests/serve/test_metrics.py.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from llamaspec.engine.events import StopReason
-from llamaspec.serve.answers import Done, Event, Run
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+
+from llamaspec.engine.events import Completion
 from llamaspec.values import Round
 
 PREFIX = "llamaspec:"
-_HELP = {
-    "spec_decode_num_drafts_total": "Rounds that verified a draft.",
-    "spec_decode_num_draft_tokens_total": "Draft tokens verified.",
-    "spec_decode_num_accepted_tokens_total": "Draft tokens accepted.",
-    "spec_decode_num_accepted_tokens_per_pos_total": "Draft tokens accepted, by their place in the draft.",
-    "rounds_total": "Rounds of all rows, with a draft or without.",
-    "draft_tokens_by_rows_total": "Draft tokens verified, by the rows that shared the evaluation.",
-    "rounds_by_rows_total": "Rounds, by the rows that shared the evaluation.",
-    "seconds_total": "Wall clock by phase.",
-    "prompt_tokens_total": "Tokens of prompts.",
-    "prompt_tokens_cached_total": "Of them, tokens that the KV cache held before.",
-    "generation_tokens_total": "Tokens written.",
-    "request_success_total": "Rows that ended, by the reason.",
-    "requests_refused_total": "Requests refused because the queue was full.",
-    "request_queue_seconds_total": "Seconds that rows waited for a place.",
-    "request_first_token_seconds_total": "Seconds from the request to the first text.",
-}  # fmt: skip
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {  # name -> (help, labels)
+    "spec_decode_num_drafts_total": ("Rounds that verified a draft.", ()),
+    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.", ()),
+    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.", ()),
+    "spec_decode_num_accepted_tokens_per_pos_total": (
+        "Draft tokens accepted, by their position in the draft.",
+        ("position",),
+    ),
+    "rounds_total": ("Rounds of all sequences, with a draft or without.", ()),
+    "draft_tokens_by_rows_total": (
+        "Draft tokens verified, by the sequences that shared the evaluation.",
+        ("rows",),
+    ),
+    "rounds_by_rows_total": ("Rounds, by the sequences that shared the evaluation.", ("rows",)),
+    "seconds_total": ("Wall-clock time by phase.", ("phase",)),
+    "prompt_tokens_total": ("Tokens of prompts.", ()),
+    "prompt_tokens_cached_total": ("Of them, tokens that were in the KV cache.", ()),
+    "generation_tokens_total": ("Tokens generated, those of cancelled requests included.", ()),
+    "request_success_total": ("Sequences that ended, by the reason.", ("finished_reason",)),
+    "requests_refused_total": ("Requests refused because the queue was full.", ()),
+    "request_queue_seconds_total": ("Seconds that sequences waited to run.", ()),
+    "request_first_token_seconds_total": ("Seconds from the request to the first text.", ()),
+}
+_GAUGES = {
+    "num_requests_running": "Sequences that run.",
+    "num_requests_waiting": "Sequences that wait to run.",
+    "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
+    "kv_cache_tokens": "Tokens in the target's KV cache.",
+}
 
 
 class Metrics:
-    """What the server has done since it started."""
+    """Counters since the start of the server."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._counters = {
+            name: Counter(PREFIX + name, text, labels, registry=self._registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()
+        }
 
     def rounds(self, rounds: Iterable[Round]) -> None:
-        """Count rounds of a row."""
-        with self._lock:
-            for round_ in rounds:
-                self._count_round(round_)
-
-    def ended(self, run: Run, last: Event, now: float) -> None:
-        """Count a row that has ended."""
-        with self._lock:
-            self._add("request_queue_seconds_total", (run.started_at or now) - run.asked_at)
-            if run.first_at is not None:
-                self._add("request_first_token_seconds_total", run.first_at - run.asked_at)
-            if not isinstance(last, Done):
-                self._add("request_success_total", 1, f'finished_reason="{_reason(run)}"')
-                return
-            done = last.completion
-            self._add("request_success_total", 1, f'finished_reason="{done.stop_reason.value}"')
-            self._add("prompt_tokens_total", done.n_prompt_tokens)
-            self._add("prompt_tokens_cached_total", done.n_cached)
-            self._add("generation_tokens_total", done.summary.n_tokens)
-            self._add("seconds_total", done.prefill_seconds, 'phase="prefill"')
-            self._add("seconds_total", done.mask_seconds, 'phase="mask"')
+        """Count new rounds of a sequence."""
+        for round_ in rounds:
+            n, rows = round_.n_verified, str(round_.n_rows)
+            self._add("rounds_total", 1)
+            self._add("rounds_by_rows_total", 1, rows)
+            self._add("draft_tokens_by_rows_total", n, rows)
+            self._add("seconds_total", round_.draft_seconds / round_.n_rows, "draft")
+            self._add("seconds_total", round_.verify_seconds / round_.n_rows, "verify")
+            self._add("seconds_total", round_.overhead_seconds, "overhead")
+            if n:
+                self._add("spec_decode_num_drafts_total", 1)
+                self._add("spec_decode_num_draft_tokens_total", n)
+                self._add("spec_decode_num_accepted_tokens_total", round_.n_accepted)
+            for position in range(round_.n_accepted):
+                self._add("spec_decode_num_accepted_tokens_per_pos_total", 1, str(position))
 
     def refused(self) -> None:
         """Count a request that found the queue full."""
-        with self._lock:
-            self._add("requests_refused_total", 1)
+        self._add("requests_refused_total", 1)
+
+    def ended(
+        self,
+        reason: str,
+        completion: Completion | None,
+        queue_seconds: float,
+        first_text_seconds: float | None,
+    ) -> None:
+        """Count a sequence that has ended; `completion` is what it generated, None if it never began."""
+        self._add("request_success_total", 1, reason)
+        self._add("request_queue_seconds_total", queue_seconds)
+        if first_text_seconds is not None:
+            self._add("request_first_token_seconds_total", first_text_seconds)
+        if completion is not None and completion.rounds:  # else its prompt may not have been evaluated
+            self._add("prompt_tokens_total", completion.n_prompt_tokens)
+            self._add("prompt_tokens_cached_total", completion.n_cached)
+            self._add("generation_tokens_total", completion.summary.n_tokens)
+            self._add("seconds_total", completion.prefill_seconds, "prefill")
+            self._add("seconds_total", completion.mask_seconds, "mask")
 
     def draft_length_by_rows(self) -> dict[str, float]:
-        """The mean number of draft tokens in a round, by the rows that shared the evaluation."""
-        with self._lock:
-            counts = dict(self._counts)
-        return {
-            label.removeprefix('rows="').removesuffix('"'): counts["draft_tokens_by_rows_total", label] / n
-            for (name, label), n in sorted(counts.items())
-            if name == "rounds_by_rows_total"
-        }
+        """The mean number of draft tokens in a round, by the sequences that shared the evaluation."""
+        counts: dict[str, dict[str, float]] = {}
+        for name in ("draft_tokens_by_rows_total", "rounds_by_rows_total"):
+            (family,) = self._counters[name].collect()
+            counts[name] = {sample.labels["rows"]: sample.value for sample in family.samples}
+        tokens, rounds = counts["draft_tokens_by_rows_total"], counts["rounds_by_rows_total"]
+        return {rows: tokens[rows] / n for rows, n in sorted(rounds.items()) if rows in tokens}
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Everything in Prometheus' format; `gauges` are name -> (help, value) as they are now."""
-        with self._lock:
-            counts = dict(self._counts)
-        return "\n".join([*_counter_lines(counts), *_gauge_lines(gauges), ""])
+    def text(self, gauges: Mapping[str, float]) -> bytes:
+        """Prometheus' text format; `gauges` are the present values by name."""
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
+        return generate_latest(self._registry)
 
-    def _count_round(self, round_: Round) -> None:
-        rows = f'rows="{round_.n_rows}"'
-        self._add("rounds_total", 1)
-        self._add("rounds_by_rows_total", 1, rows)
-        self._add("draft_tokens_by_rows_total", round_.n_verified, rows)
-        self._add("seconds_total", round_.draft_seconds / round_.n_rows, 'phase="draft"')
-        self._add("seconds_total", round_.verify_seconds / round_.n_rows, 'phase="verify"')
-        self._add("seconds_total", round_.overhead_seconds, 'phase="overhead"')
-        if round_.n_verified:
-            self._add("spec_decode_num_drafts_total", 1)
-            self._add("spec_decode_num_draft_tokens_total", round_.n_verified)
-            self._add("spec_decode_num_accepted_tokens_total", round_.n_accepted)
-        for position in range(round_.n_accepted):
-            self._add("spec_decode_num_accepted_tokens_per_pos_total", 1, f'position="{position}"')
-
-    def _add(self, name: str, amount: float, label: str = "") -> None:
-        self._counts[name, label] += amount  # type: ignore[assignment]
-
-
-def _reason(run: Run) -> str:
-    return StopReason.INTERRUPT.value if run.answer.is_cancelled else "error"
-
-
-def _counter_lines(counts: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    for name, told in _HELP.items():
-        yield f"# HELP {PREFIX}{name} {told}"
-        yield f"# TYPE {PREFIX}{name} counter"
-        labels = sorted(label for other, label in counts if other == name) or [""]
-        for label in labels:
-            yield f"{PREFIX}{name}{{{label}}} {counts.get((name, label), 0)}".replace("{}", "")
-
-
-def _gauge_lines(gauges: Mapping[str, tuple[str, float]]) -> Iterator[str]:
-    for name, (told, value) in gauges.items():
-        yield f"# HELP {PREFIX}{name} {told}"
-        yield f"# TYPE {PREFIX}{name} gauge"
-        yield f"{PREFIX}{name} {value}"
+    def _add(self, name: str, amount: float, label: str | None = None) -> None:
+        counter = self._counters[name]
+        (counter if label is None else counter.labels(label)).inc(amount)

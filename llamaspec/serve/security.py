@@ -1,77 +1,70 @@
-"""Who may ask what: the host that was meant, the page that asks, the key, and how much is read.
+"""ASGI middleware: Host and Origin checks, API keys, limits on the body, and the log line of each request.
 
-Plain ASGI around the application. A server for this machine only answers requests that were meant for it by
-name: else a web page whose name leads here (DNS rebinding) could use it. tests/serve/test_security.py.
+A server on a loopback address answers only requests that name this machine in `Host`: else a web page whose
+name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
+from datetime import datetime, timezone
 from time import monotonic
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llamaspec.serve.faults import RequestError, fault_response
-from llamaspec.serve.settings import Limits, ServeSettings
+from llamaspec.errors import printable
+from llamaspec.serve import Limits, LogFormat, ServeSettings
+from llamaspec.serve.bodies import RequestError, error_response
 
+Write = Callable[[str], None]
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 PAGE_FILES = {"/": "index.html"} | {
     f"/{name}": name for name in ("page.css", "page.js", "markdown.js", "timeline.js")
 }
-OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/v1/health"})  # nothing of a person's is in them
+PUBLIC_PATHS = frozenset({*PAGE_FILES, "/health", "/v1/health"})  # need no key
+LONGEST_PATH = 200  # characters in the log
 
 
 class Guard:
-    """Lets requests through that may pass.
-
-    Parameters
-    ----------
-    app : ASGI application
-    settings : ServeSettings
-    """
+    """Refuses requests from other hosts and origins, without a key, or with a body that is too large."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI wants it."""
+        """The ASGI interface."""
         try:
             self._check(scope)
-        except RequestError as fault:
-            await fault_response(scope["path"], fault)(scope, receive, send)
+        except RequestError as error:
+            await error_response(scope["path"], error)(scope, receive, send)
             return
-        await self._app(scope, bounded(receive, self._settings.limits), send)
+        await self._app(scope, _bounded(receive, self._settings.limits), send)
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._settings
         host = headers.get("host", "")
-        if settings.is_local and _name(host) not in LOCAL_NAMES | {settings.host}:
+        if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
             raise RequestError(403, "this server answers for this machine only; use http://127.0.0.1")
         origin = headers.get("origin")
-        if origin is not None and not self._is_known(origin, host):
+        allowed = settings.cors_origins
+        if origin is not None and not (
+            origin.partition("://")[2] == host or origin in allowed or "*" in allowed
+        ):
             raise RequestError(403, "pages of other origins may not ask; see --cors-origin")
-        if settings.keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            given = _key(headers)
-            if given is None or not settings.knows_key(given):
+        if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
+            key = _key(headers)
+            if key is None or not settings.knows_key(key):
                 raise RequestError(401, "a valid API key is needed", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > settings.limits.body_bytes:
             raise _too_large(settings.limits)
 
-    def _is_known(self, origin: str, host: str) -> bool:
-        allowed = self._settings.cors_origins
-        return origin.partition("://")[2] == host or origin in allowed or "*" in allowed
 
-
-def bounded(receive: Receive, limits: Limits) -> Receive:
-    """The same body, unless it is too large or too slow.
-
-    Raises
-    ------
-    RequestError
-        When it is read: 413 or 408.
-    """
+def _bounded(receive: Receive, limits: Limits) -> Receive:
+    """The same body; raises RequestError 413 or 408 while it is read if it is too large or too slow."""
     deadline = monotonic() + limits.body_seconds
     n_read, is_complete = 0, False
 
@@ -97,7 +90,7 @@ def _too_large(limits: Limits) -> RequestError:
     return RequestError(413, f"the body is larger than {limits.body_bytes} bytes")
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """The name in a Host header, without the port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
@@ -107,3 +100,34 @@ def _name(host: str) -> str:
 def _key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+
+
+class RequestLog:
+    """Writes one line for each response: no keys, no query, no text of clients."""
+
+    def __init__(self, app: ASGIApp, write: Write, log_format: LogFormat) -> None:
+        self._app, self._write, self._log_format = app, write, log_format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        begin, status = monotonic(), 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            self._write(self._line(scope, status, monotonic() - begin))
+
+    def _line(self, scope: Scope, status: int, seconds: float) -> str:
+        client = (scope.get("client") or ("-",))[0]
+        path = printable(scope["path"])[:LONGEST_PATH]
+        if self._log_format == "text":
+            return f"{client} {scope['method']} {path} {status} {seconds:.3f} s"
+        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = {"time": time, "client": client, "method": scope["method"], "path": path, "status": status}
+        return json.dumps({**line, "seconds": round(seconds, 6)})

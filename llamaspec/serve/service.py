@@ -1,197 +1,153 @@
-"""What the endpoints share: the model, the queue, and how a request becomes an answer."""
+"""The state that all endpoints share, and how a response is sent: whole, or as server-sent events.
+
+A response ends when the client leaves. A slow reader pauses only its own sequences.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
-from llamaspec.serve.answers import Answer
-from llamaspec.serve.constraints import Constraints, Shape
-from llamaspec.serve.deltas import Deltas, Whole, deltas, wholes
-from llamaspec.serve.faults import RequestError
-from llamaspec.serve.fields import Fields, SamplingFields
-from llamaspec.serve.jobs import Job, Manner
+from llamaspec.serve import ServeSettings
+from llamaspec.serve.bodies import Fields, RequestError, json_depth
+from llamaspec.serve.deltas import Answer, Deltas, answers_of, deltas_of
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.prompts import Prompts
-from llamaspec.serve.questions import Question, answerable
-from llamaspec.serve.row_queue import RowQueue
-from llamaspec.serve.settings import ServeSettings
-from llamaspec.serve.sse import EventStream, gone
-from llamaspec.values import TokenArray
+from llamaspec.serve.requests import GenerationRequest, RequestBuilder
+from llamaspec.serve.scheduling import PromptProgress, RequestQueue
 
 F = TypeVar("F", bound=Fields)
-T = TypeVar("T")
-Events = Callable[[Deltas], AsyncIterator[bytes]]
-Form = Callable[[Sequence[Whole]], dict[str, Any]]
+CLIENT_LEFT = 499  # seen by the log only
+DONE = b"data: [DONE]\n\n"
 
-# Strings, the last of which may be cut off, and brackets outside of them.
-_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-CLIENT_LEFT = 499  # nobody sees it but the log
+
+class Form(Protocol):
+    """The objects of one API for one request."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response."""
+
+    def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
+        """The response as events; an exception becomes the last event."""
 
 
 @dataclass(eq=False)
 class Service:
-    """One model, served."""
+    """One pair, served."""
 
     pair: Pair
     settings: ServeSettings
-    prompts: Prompts
-    queue: RowQueue
+    builder: RequestBuilder
+    queue: RequestQueue
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
-    @cached_property
-    def constraints(self) -> Constraints:
-        """Compiled constraints."""
-        return Constraints(self.pair)
-
-    async def manner(self, shape: Shape | None) -> Manner:
-        """The manner of a text that is only continued."""
-        return Manner(constraint=None if shape is None else await self.constraints.compiled(shape))
-
-    async def asked(self, question: Question) -> tuple[TokenArray, Manner]:
-        """The prompt of a question to a chat model, and the manner of the answer."""
-        return await answerable(question, self.prompts, self.constraints)
-
-    @cached_property
+    @property
     def model_name(self) -> str:
-        """How answers name the model."""
+        """The model's name in answers."""
         return self.settings.alias or self.pair.target.path.stem
 
-    def jobs(
-        self,
-        prompts: Sequence[TokenArray],
-        fields: SamplingFields,
-        *,
-        n: int = 1,
-        max_tokens: int | None = None,
-        stops: tuple[str, ...] = (),
-        seed: int,
-        manner: Manner,
-        n_logprobs: int | None = None,
-    ) -> list[Job]:
-        """A row for each prompt and choice; choice i of a prompt has the seed + i.
-
-        Raises
-        ------
-        RequestError
-            These are more rows than can run at once, or a token id is not of the vocabulary.
-        """
-        if len(prompts) * n > self.settings.parallel:
-            raise RequestError(
-                400,
-                f"n: {len(prompts) * n} texts at once, this server runs {self.settings.parallel}",
-                field="n",
-            )
-        fields.check_tokens(self.pair.target.vocabulary_size)
-        ends = self.pair.target.vocabulary.ends if fields.ignore_eos else ()
-        sampling, drafting = fields.sampling(ends), fields.drafting()
-        return [
-            Job(
-                prompt=prompt,
-                sampling=sampling,
-                seed=seed + i,
-                max_tokens=_at_most(max_tokens, self.prompts.room(prompt)),
-                stops=stops,
-                drafting=drafting,
-                manner=manner,
-                n_logprobs=n_logprobs,
-            )
-            for prompt in prompts
-            for i in range(n)
-        ]
-
     async def respond(
-        self,
-        request: Request,
-        jobs: Sequence[Job],
-        *,
-        stream: bool,
-        events: Events,
-        form: Form,
+        self, http: Request, requests: Sequence[GenerationRequest], form: Form, stream: bool | None
     ) -> Response:
-        """The answer to a request: whole, or as it is made.
-
-        Parameters
-        ----------
-        request : Request
-        jobs : sequence of Job
-        stream : bool
-        events : callable
-            Puts deltas into the API's events; what goes wrong is raised into it.
-        form : callable
-            Puts whole rows into the API's object.
-        """
-        answer = self.queue.submit(jobs)
-        timeout = self.settings.request_timeout
+        """Generate, and answer in the form of an API."""
+        submission, timeout = self.queue.submit(requests), self.settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        of = deltas(answer, deadline, self.settings.keep_alive_seconds)
+        deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)
         if stream:
-            return EventStream(events(of), answer.close, deadline)
-        return await self._whole(request, answer, wholes(of, len(jobs)), form)
-
-    async def _whole(
-        self, request: Request, answer: Answer, rows: Awaitable[Sequence[Whole]], form: Form
-    ) -> Response:
-        making = asyncio.ensure_future(rows)
-        leaving = asyncio.ensure_future(gone(request.receive))
+            return EventStream(form.events(deltas), submission.cancel, deadline)
+        answering = asyncio.ensure_future(answers_of(deltas, len(requests)))
+        leaving = asyncio.ensure_future(_disconnected(http.receive))
         try:
-            await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not making.done():
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
                 return Response(status_code=CLIENT_LEFT)
-            return JSONResponse(form(making.result()))
+            return JSONResponse(form.whole(answering.result()))
         finally:
-            answer.close()
-            for task in (making, leaving):
-                task.cancel()
-            await asyncio.gather(making, leaving, return_exceptions=True)
-
-    def stop_string(self, completion: Completion, stops: Sequence[str]) -> str | None:
-        """The stop string that ended a text, if one did."""
-        written = self.prompts.written(completion.tokens)
-        at = len(completion.text)
-        return next((stop for stop in stops if written.startswith(stop, at)), None)
+            submission.cancel()
+            await _cancel(answering, leaving)
 
 
-def _at_most(wanted: int | None, room: int) -> int:
-    """Tokens to write; -1 and None: as many as there is room for."""
-    return room if wanted is None or wanted < 0 else min(wanted, room)
+def service_of(http: Request) -> Service:
+    """The service that a request is for."""
+    service: Service = http.app.state.service
+    return service
 
 
-async def body_of(request: Request, kind: type[F]) -> F:
-    """The body of a request, understood.
-
-    Raises
-    ------
-    RequestError
-        It is too deep.
-    ValidationError
-        It is something else.
-    """
-    body = await request.body()
-    limit: int = request.app.state.service.settings.limits.json_depth
-    if depth(body) > limit:
+async def parse_body(http: Request, kind: type[F]) -> F:
+    """The checked body of a request; RequestError or ValidationError if it is wrong."""
+    body, limit = await http.body(), service_of(http).settings.limits.json_depth
+    if json_depth(body) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
     return kind.model_validate_json(body)
 
 
-def depth(body: bytes) -> int:
-    """How deep the brackets of JSON are nested."""
-    deepest = level = 0
-    for found in _TOKENS.finditer(body):
-        if (first := found[0][:1]) in b"[{":
-            level += 1
-            deepest = max(deepest, level)
-        elif first in b"]}":
-            level -= 1
-    return deepest
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event; JSON has no line breaks of its own."""
+    line = f"event: {name}\n" if name is not None else ""
+    return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def comment(progress: PromptProgress) -> bytes:
+    """A sign of life, which clients ignore."""
+    if progress.n_read is None:
+        return b": waiting\n\n"
+    return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends events until they end, the client leaves, or the deadline (`time.monotonic`) has passed.
+
+    `cancel` is called at the end, whatever it is.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], cancel: Callable[[], None], deadline: float | None
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._cancel, self._deadline = events, cancel, deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        # The events end at the deadline; a second later also for a client that does not read.
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1.0
+        try:
+            await asyncio.wait({sending, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._cancel()
+            await _cancel(sending, leaving)
+        if not sending.cancelled():
+            with suppress(OSError):  # the client left
+                sending.result()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

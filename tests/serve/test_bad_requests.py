@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
-from llamaspec.serve.faults import RequestError, fault_of, fault_response
-from llamaspec.serve.service import depth
-from llamaspec.serve.settings import Limits
+from llamaspec.serve import Limits
+from llamaspec.serve.bodies import RequestError, as_request_error, error_response, json_depth
 from serving import CONTEXT, PATIENCE_SECONDS, Served, served
 
 HI = [{"role": "user", "content": "hi"}]
@@ -244,12 +243,12 @@ def test_depth_is_that_of_the_value(value: Any) -> None:
         inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
         return 0 if inner is None else 1 + max(map(deep, inner), default=0)
 
-    assert depth(json.dumps(value).encode()) == deep(value)
+    assert json_depth(json.dumps(value).encode()) == deep(value)
 
 
 @given(st.text(alphabet='"\\[]{}a'))
 def test_depth_of_what_is_no_json(text: str) -> None:
-    assert 0 <= depth(text.encode()) <= len(re.findall(r"[\[{]", text))
+    assert 0 <= json_depth(text.encode()) <= len(re.findall(r"[\[{]", text))
 
 
 @pytest.mark.parametrize(
@@ -269,16 +268,19 @@ def test_depth_of_what_is_no_json(text: str) -> None:
 )
 def test_each_api_has_its_own_names_for_faults(status: int, openai: str, anthropic: str) -> None:
     fault = RequestError(status, "no", field="x", code="c", retry_after=3)
-    answer = fault_response(CHAT, fault)
+    answer = error_response(CHAT, fault)
     assert (answer.status_code, answer.headers["retry-after"]) == (status, "3")
-    error = {"message": "no", "type": openai, "param": "x", "code": "c"}
+    error = {"message": "x: no", "type": openai, "param": "x", "code": "c"}
     assert json.loads(bytes(answer.body)) == {"error": error}
-    answer = fault_response(MESSAGES, fault)
-    assert json.loads(bytes(answer.body)) == {"type": "error", "error": {"type": anthropic, "message": "no"}}
+    answer = error_response(MESSAGES, fault)
+    assert json.loads(bytes(answer.body)) == {
+        "type": "error",
+        "error": {"type": anthropic, "message": "x: no"},
+    }
 
 
 def test_faults_of_all_kinds() -> None:
-    assert fault_of(PromptError("too long")).status == 400
-    assert fault_of(MemoryFullError("no room")).status == 500
-    broken = fault_of(KeyError("a secret"))
+    assert as_request_error(PromptError("too long")).status == 400
+    assert as_request_error(MemoryFullError("no room")).status == 500
+    broken = as_request_error(KeyError("a secret"))
     assert (broken.status, broken.message) == (500, "internal error: KeyError")

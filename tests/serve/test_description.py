@@ -13,9 +13,8 @@ from schemathesis import GenerationMode
 
 from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.serve.app import ENDPOINTS
-from llamaspec.serve.server import serving
-from llamaspec.serve.settings import ServeSettings
+from llamaspec.serve import ServeSettings
+from llamaspec.serve.app import ENDPOINTS, serving
 from serve_soak import TEMPLATE
 
 NAMED = "/v1/models/{name}"  # no name that is made up is there

@@ -13,8 +13,8 @@ import pytest
 from llamaspec import Sampling
 from llamaspec.engine.events import StopReason
 from llamaspec.serve.app import ENDPOINTS
-from llamaspec.serve.completions import CompletionRequest
-from llamaspec.serve.fields import Fields, SamplingFields
+from llamaspec.serve.bodies import Fields, SamplingFields
+from llamaspec.serve.openai_chat import CompletionBody
 from serving import CONTEXT, Served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def test_as_many_tokens_as_there_is_room_for(server: Served) -> None:
 
 def test_the_window_of_the_penalties() -> None:
     def sampling(**fields: Any) -> Sampling:
-        return CompletionRequest(prompt="a", presence_penalty=1.0, **fields).sampling()
+        return CompletionBody(prompt="a", presence_penalty=1.0, **fields).sampling()
 
     assert sampling().penalty_window is None  # OpenAI's
     assert sampling(repeat_penalty=1.2).penalty_window == 64
@@ -154,6 +154,6 @@ def test_every_metric_is_told(server: Served) -> None:
 
 def test_what_clients_write_is_not_kept() -> None:
     """pydantic kept short texts, up to 16,384 of them: the server's memory grew for its first hour."""
-    first, second = (CompletionRequest.model_validate_json('{"prompt": "def f(x):"}') for _ in range(2))
+    first, second = (CompletionBody.model_validate_json('{"prompt": "def f(x):"}') for _ in range(2))
     assert first.prompt == second.prompt
     assert first.prompt is not second.prompt

@@ -9,7 +9,7 @@ from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.answers import ContentDelta, ReasoningDelta
 from llamaspec.engine.events import Piece
 from llamaspec.engine.text import Span
-from llamaspec.serve.deltas import Content, Teller
+from llamaspec.serve.deltas import Content, DeltaBuilder
 from serving import Gate, Served, served, until
 
 CHAT = "/v1/chat/completions"
@@ -59,7 +59,7 @@ def test_rows_and_draft_tokens_by_rows(demo: Pair, monkeypatch: pytest.MonkeyPat
         with server.client.stream("POST", CHAT, json={**BODY, "stream": True, "n": 2}):
             until(lambda: server.client.get("/props").json()["rows"]["running"] == 2)
             gate.open()
-        until(lambda: not queue.rows()[0])
+        until(lambda: not queue.sequences()[0])
 
 
 def part(raw: str, *deltas: ContentDelta | ReasoningDelta, drafted: bool = True) -> AnswerPart:
@@ -68,7 +68,7 @@ def part(raw: str, *deltas: ContentDelta | ReasoningDelta, drafted: bool = True)
 
 def test_spans_of_what_a_parser_held_back() -> None:
     """Marks and thoughts are not among them."""
-    teller = Teller()
+    builder = DeltaBuilder()
     parts = [
         part("Hm"),
         part("m</think>", ReasoningDelta("Hmm")),
@@ -76,19 +76,19 @@ def test_spans_of_what_a_parser_held_back() -> None:
         part("it", ContentDelta("So it")),
         part(" is", ContentDelta(" is"), drafted=False),
     ]
-    told = teller.tell(parts)
+    told = builder.add(parts)
     assert isinstance(told[-1], Content)
     assert told[-1].text == "So it is"
     assert told[-1].spans == (Span("So ", False), Span("it", True), Span(" is", False))
 
 
 def test_text_that_also_stands_in_a_mark() -> None:
-    (said,) = Teller().tell([part("</think>", drafted=False), part("t", ContentDelta("t"))])
+    (said,) = DeltaBuilder().add([part("</think>", drafted=False), part("t", ContentDelta("t"))])
     assert isinstance(said, Content)
     assert said.spans == (Span("t", True),)
 
 
 def test_text_that_the_model_did_not_write_so() -> None:
-    (said,) = Teller().tell([part("a", ContentDelta("b"))])
+    (said,) = DeltaBuilder().add([part("a", ContentDelta("b"))])
     assert isinstance(said, Content)
     assert said.spans == (Span("b", False),)

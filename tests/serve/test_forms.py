@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -24,28 +25,26 @@ from pydantic import TypeAdapter
 from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
-from llamaspec.serve import chat, completions, messages, responses
-from llamaspec.serve.deltas import (
-    Content,
-    Delta,
-    Deltas,
-    End,
-    Silence,
-    wholes,
-)
-from llamaspec.serve.responses_request import ResponsesRequest
+from llamaspec.serve.anthropic import MessagesBody, MessagesForm
+from llamaspec.serve.deltas import Content, Delta, Deltas, answers_of
+from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
+from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
+from llamaspec.serve.scheduling import Finished, PromptProgress
 from serving import parse_events
 
 USUAL = StopReason.END
-CHAT = chat.ChatRequest.model_validate({"messages": [], "stream_options": {"include_usage": True}})
+NONE: Any = None  # a vocabulary that nobody asks
+STOPPING: Any = SimpleNamespace(matched_stop=lambda done, stops: "end")
+MESSAGES = MessagesBody.model_validate({"messages": [], "max_tokens": 5})
+CHAT = ChatBody.model_validate({"messages": [], "stream_options": {"include_usage": True}})
 
 
-def end(reason: StopReason = USUAL) -> End:
-    return End(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None, 2)
+def end(reason: StopReason = USUAL) -> Finished:
+    return Finished(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None, 2)
 
 
 SAID: dict[str, list[Delta]] = {
-    "text": [Silence(), Content("Hel"), Silence(3, 4), Content("lo"), end()],
+    "text": [PromptProgress(), Content("Hel"), PromptProgress(3, 4), Content("lo"), end()],
     "nothing": [end()],
     "cut": [Content("Hel"), end(StopReason.LIMIT)],
     "stop": [Content("Hel"), end(StopReason.STOP)],
@@ -101,21 +100,21 @@ def always_answering(stream: bytes) -> Iterator[str]:
             thread.join()
 
 
-def forms(form: Any, name: str) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
+def forms(make: Callable[[], Any], name: str) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
     """The object and the events."""
 
     async def events() -> str:
-        return b"".join([part async for part in form.events(of(name))]).decode()
+        return b"".join([part async for part in make().events(of(name))]).decode()
 
     async def whole() -> dict[str, Any]:
-        return json.loads(json.dumps(form.whole(await wholes(of(name), 1))))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(make().whole(await answers_of(of(name), 1))))  # type: ignore[no-any-return]
 
     return asyncio.run(whole()), parse_events(asyncio.run(events()))
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_chat(name: str) -> None:
-    whole, events = forms(chat._Form("m", 1, CHAT), name)
+    whole, events = forms(lambda: ChatForm("m", 1, CHAT, NONE), name)
     message = ChatCompletion.model_validate(whole).choices[0].message
     *chunks, (_, done) = events
     assert done == "[DONE]"
@@ -152,12 +151,12 @@ def test_chat(name: str) -> None:
     ],
 )
 def test_why_a_chat_ends(name: str, reason: str) -> None:
-    assert forms(chat._Form("m", 1, CHAT), name)[0]["choices"][0]["finish_reason"] == reason
+    assert forms(lambda: ChatForm("m", 1, CHAT, NONE), name)[0]["choices"][0]["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("name", ["text", "nothing", "cut"])
 def test_completions(name: str) -> None:
-    whole, events = forms(completions._Form("m", 1, completions.CompletionRequest(prompt="a")), name)
+    whole, events = forms(lambda: CompletionForm("m", 1, CompletionBody(prompt="a"), NONE), name)
     *chunks, (_, done) = events
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for _, chunk in chunks) == whole["choices"][0]["text"]
@@ -173,14 +172,14 @@ def test_messages(name: str) -> None:
     """Put together by Anthropic's own client, the events are the object."""
 
     def form() -> Any:
-        return messages._Form("m", 9, lambda done: "end")
+        return MessagesForm("m", MESSAGES, 9, STOPPING)
 
     async def text() -> bytes:
         return b"".join([part async for part in form().events(of(name))])
 
     stream = asyncio.run(text())
 
-    expected = ClaudeMessage.model_validate(forms(form(), name)[0])
+    expected = ClaudeMessage.model_validate(forms(form, name)[0])
     asked: Any = [{"role": "user", "content": "a"}]
     with (
         always_answering(stream) as url,
@@ -205,9 +204,9 @@ def test_messages(name: str) -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_responses(name: str) -> None:
     def form() -> Any:
-        return responses._Form("m", ResponsesRequest(input="a"), 1)
+        return ResponsesForm("m", 1, ResponsesBody(input="a"), NONE)
 
-    (whole, _), (_, events) = forms(form(), name), forms(form(), name)
+    whole, events = forms(form, name)
     OpenAIResponse.model_validate(whole)
     assert whole["store"] is False, "the server keeps nothing"
     kinds: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -246,10 +245,10 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
     made = [
         asyncio.run(events(form))
         for form in (
-            chat._Form("m", 1, CHAT),
-            completions._Form("m", 1, completions.CompletionRequest(prompt="a")),
-            messages._Form("m", 9, lambda done: None),
-            responses._Form("m", ResponsesRequest(input="a"), 1),
+            ChatForm("m", 1, CHAT, NONE),
+            CompletionForm("m", 1, CompletionBody(prompt="a"), NONE),
+            MessagesForm("m", MESSAGES, 9, STOPPING),
+            ResponsesForm("m", 1, ResponsesBody(input="a"), NONE),
         )
     ]
     assert all("secret" not in text for text in made)

@@ -21,35 +21,28 @@ from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.answers import message_of
 from llamaspec.engine.scheduler import AHEAD
 from llamaspec.errors import PromptError
-from llamaspec.serve.answers import UNREAD, Answer, Done, Failed, Wrote
-from llamaspec.serve.decoder import Decoder
-from llamaspec.serve.faults import RequestError
-from llamaspec.serve.jobs import Drafting, Job
+from llamaspec.serve.bodies import RequestError, SpeculativeFields
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.room import Room
-from llamaspec.serve.row_queue import RowQueue
+from llamaspec.serve.requests import GenerationRequest
+from llamaspec.serve.scheduling import MAX_UNREAD, Failed, Finished, Parts, RequestQueue, Submission
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, open_demo, said, served, until
 
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
 
-def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> Job:
+def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> GenerationRequest:
     tokens = pair.target.vocabulary.tokenize(prompt.encode())
-    return Job(tokens, Sampling(), seed, n, **more)
+    return GenerationRequest(tokens, Sampling(), seed, n, **more)
 
 
 @contextmanager
-def decoding(
-    pair: Pair, parallel: int = 4, max_queue: int = 64, n_cells: int = 4 * CONTEXT
-) -> Iterator[RowQueue]:
+def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64) -> Iterator[RequestQueue]:
     """What a decoder takes its rows from."""
-    metrics = Metrics()
-    rows = RowQueue(parallel, max_queue, metrics)
-    decoder = Decoder(pair, FixedLength(3), metrics, rows, Room(n_cells, pair.target.context_size))
+    queue = RequestQueue(pair, FixedLength(3), Metrics(), parallel, max_queue)
     try:
-        yield rows
+        yield queue
     finally:
-        decoder.close()
+        queue.close()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -59,18 +52,18 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-async def read(answer: Answer) -> list[str]:
+async def read(answer: Submission) -> list[str]:
     """The texts of all rows of an answer."""
-    texts = [""] * len(answer.runs)
+    texts = [""] * len(answer.states)
     while not answer.is_over:
         happened = await answer.next_event(PATIENCE_SECONDS)
         assert happened is not None
         index, event = happened
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Wrote):
+        if isinstance(event, Parts):
             texts[index] += message_of(delta for part in event.parts for delta in part.deltas).text
-        if isinstance(event, Done):
+        if isinstance(event, Finished):
             assert event.completion.text == texts[index]
     return texts
 
@@ -114,7 +107,7 @@ def test_rows_pause_instead_of_being_cut(
         pause(stream)
 
     monkeypatch.setattr(AnswerStream, "pause", noted)
-    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as queue:
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
 
         async def ask() -> list[list[str]]:
             answers = [queue.submit([job(pair, "def f(", seed, 300)]) for seed in range(3)]
@@ -139,11 +132,11 @@ def test_texts_without_a_limit_share_the_room(
 
 def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
     """Else nobody could go on before it reads."""
-    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair, n_cells=CONTEXT) as queue:
+    with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
 
         async def ask() -> tuple[list[str], list[str]]:
-            slow = queue.submit([job(pair, "def f(", 1, 300, drafting=Drafting(enabled=False))])
-            await reached(lambda: slow.runs[0].is_clogged)
+            slow = queue.submit([job(pair, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
+            await reached(lambda: slow.states[0].is_unread)
             other = await read(queue.submit([job(pair, "import os", 2, 400)]))
             return other, await read(slow)
 
@@ -160,9 +153,9 @@ def test_a_client_that_vanishes_frees_its_row_within_one_evaluation(
         async def vanish() -> int:
             answer = queue.submit([job(demo, "def f(", 1, 400)])
             await reached(lambda: gate.n_evaluations > 5)
-            answer.close()
+            answer.cancel()
             n_before = gate.n_evaluations
-            await reached(lambda: not queue.rows()[0])
+            await reached(lambda: not queue.sequences()[0])
             return gate.n_evaluations - n_before
 
         assert run(vanish()) <= 1
@@ -182,8 +175,8 @@ def test_a_connection_that_breaks_frees_its_row(
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
             connection.sendall((head + body).encode())
             until(lambda: server.n_running() == 1)
-        (running,), _ = server.service.queue.rows()
-        until(lambda: running.answer.is_cancelled)
+        (running,), _ = server.service.queue.sequences()
+        until(lambda: running.submission.is_cancelled)
         gate.open()
         until(lambda: server.n_running() == 0)
         assert gate.n_evaluations <= 1
@@ -193,7 +186,7 @@ def test_a_connection_that_breaks_frees_its_row(
 
 def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody else asks for anything, the thread waits, and goes on when the client does."""
-    n = UNREAD * 6
+    n = MAX_UNREAD * 6
     is_waiting = threading.Event()
     with decoding(demo) as queue:
         wait = queue._changed.wait
@@ -206,17 +199,17 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair, monkeypatch: p
         monkeypatch.setattr(queue._changed, "wait", noted)
 
         async def ask() -> tuple[int, list[str], list[str]]:
-            slow = queue.submit([job(demo, "def f(", 1, n, drafting=Drafting(enabled=False))])
-            await reached(lambda: slow.runs[0].is_clogged)
+            slow = queue.submit([job(demo, "def f(", 1, n, drafting=SpeculativeFields(enabled=False))])
+            await reached(lambda: slow.states[0].is_unread)
             other = await read(queue.submit([job(demo, "import os", 2, 200)]))
-            stream = slow.runs[0].stream
+            stream = slow.states[0].stream
             assert stream is not None
             n_made = len(stream.rounds)
             await reached(is_waiting.is_set)
             return n_made, other, await read(slow)
 
         n_made, other, slow = run(ask())
-    assert n_made <= UNREAD + AHEAD
+    assert n_made <= MAX_UNREAD + AHEAD
     assert other == [said(alone, "import os", 2, 200)]
     assert slow == [said(alone, "def f(", 1, n)]
 
@@ -227,7 +220,7 @@ def test_a_full_queue_refuses_and_goes_on(demo: Pair, alone: Pair, monkeypatch: 
 
         async def ask() -> list[list[str]]:
             first = queue.submit([job(demo, "def f(", 1, 5)])
-            await reached(lambda: queue.rows()[0])
+            await reached(lambda: queue.sequences()[0])
             second = queue.submit([job(demo, "def f(", 2, 5)])
             with pytest.raises(RequestError) as refused:
                 queue.submit([job(demo, "def f(", 3, 5)])
@@ -265,7 +258,7 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
 
         async def ask() -> list[str]:
             good = queue.submit([job(demo, "import os", 2, 40)])
-            empty = queue.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
+            empty = queue.submit([GenerationRequest(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
             broken = queue.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
             with pytest.raises(PromptError, match="empty"):
                 await read(empty)
@@ -305,7 +298,7 @@ def test_no_request_is_taken_while_the_server_stops(
 
         async def ask() -> tuple[list[str], list[RequestError]]:
             running = queue.submit([job(demo, "def f(", 1, 60)])
-            await reached(lambda: queue.rows()[0])
+            await reached(lambda: queue.sequences()[0])
             waiting = queue.submit([job(demo, "def f(", 2, 60)])
             queue.stop()
             with pytest.raises(RequestError) as late:
@@ -326,7 +319,7 @@ def test_ending_ends_what_runs(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> N
 
         async def ask() -> None:
             running = queue.submit([job(demo, "def f(", 1, 400)])
-            await reached(lambda: queue.rows()[0])
+            await reached(lambda: queue.sequences()[0])
             queue.end()
             gate.open()
             with pytest.raises(RequestError, match="stopping"):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llamaspec import Pair
-from llamaspec.serve.settings import ServeSettings
+from llamaspec.serve import ServeSettings
 from serving import Served, served
 
 BODY = {"prompt": "a", "max_tokens": 1}

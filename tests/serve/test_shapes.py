@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.serve.constraints import KEPT
+from llamaspec.serve.requests import MAX_COMPILED
 from serving import PATIENCE_SECONDS, Served, served, until
 
 SCHEMA: dict[str, Any] = {
@@ -132,15 +132,24 @@ def test_a_shape_and_tools_at_once_are_refused(talker: Served) -> None:
     jsonschema.validate(json.loads(whole(CHAT, answer)[0]), SCHEMA)
 
 
-def test_the_same_wish_is_compiled_once(demo: Pair) -> None:
+def test_a_schema_is_compiled_once(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_ = demo.json_schema
+
+    def noted(schema: str) -> Any:
+        compiled.append(schema)
+        return compile_(schema)
+
+    monkeypatch.setattr(demo, "json_schema", noted)
     with served(demo) as server:
+        asked = {"prompt": "a", "json_schema": SCHEMA, "max_tokens": 1}
         for seed in range(3):
-            server.post(TEXT, {"prompt": "a", "json_schema": SCHEMA, "seed": seed, "max_tokens": 1})
-        assert server.service.constraints.n_compiled == 1
-        for i in range(KEPT):
+            server.post(TEXT, {**asked, "seed": seed})
+        assert len(compiled) == 1
+        for i in range(MAX_COMPILED):
             server.post(TEXT, {"prompt": "a", "grammar": f'root ::= "{i}"', "max_tokens": 1})
-        server.post(TEXT, {"prompt": "a", "json_schema": SCHEMA, "max_tokens": 1})
-        assert server.service.constraints.n_compiled == KEPT + 2  # the first was forgotten
+        server.post(TEXT, asked)
+        assert len(compiled) == 2  # the first was forgotten
 
 
 def test_others_are_answered_while_a_schema_is_compiled(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

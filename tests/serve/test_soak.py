@@ -14,13 +14,22 @@ from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.row import Row
 from llamaspec.sampling.grammar import GrammarRow
-from llamaspec.serve.answers import Answer, Run
-from llamaspec.serve.jobs import Job
+from llamaspec.serve.requests import GenerationRequest
+from llamaspec.serve.scheduling import SequenceState, Submission
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
 from serving import CONTEXT, open_demo, said, served, until
 
 N_CLIENTS, N_REQUESTS = 4, 25  # of each client
-OF_A_REQUEST = (Answer, Run, Job, AnswerStream, TextStream, Row, GrammarRow, Completion)
+OF_A_REQUEST = (
+    Submission,
+    SequenceState,
+    GenerationRequest,
+    AnswerStream,
+    TextStream,
+    Row,
+    GrammarRow,
+    Completion,
+)
 
 
 def kept() -> Counter[str]:

@@ -12,7 +12,7 @@ from llamaspec.chat.answers import AnswerParser, message_of
 from llamaspec.chat.formats import AnswerFormat
 from llamaspec.chat.message import Message
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.serve.questions import ThinkingFields
+from llamaspec.serve.requests import ReasoningFields
 from serve_soak import TEMPLATE
 from serving import Served
 
@@ -153,9 +153,12 @@ def test_without_a_budget_it_thinks_as_long_as_it_likes(talker: Served) -> None:
     ],
 )
 def test_templates_are_told_of_effort(effort: str | None, told: dict[str, object]) -> None:
-    assert ThinkingFields().thinking(effort).kwargs == told
+    assert ReasoningFields().reasoning_options(effort).template_kwargs == told
     asked = {"reasoning_effort": "as the request says"}
-    assert ThinkingFields(chat_template_kwargs=asked).thinking(effort).kwargs == {**told, **asked}
+    assert ReasoningFields(chat_template_kwargs=asked).reasoning_options(effort).template_kwargs == {
+        **told,
+        **asked,
+    }
 
 
 def test_earlier_thoughts_are_shown_to_the_template(talker: Served) -> None:

@@ -16,9 +16,9 @@ from llamaspec.chat.formats import AnswerFormat, Reasoning
 from llamaspec.chat.message import Message, ToolCall
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
-from llamaspec.serve.chat import ChatRequest
-from llamaspec.serve.messages import CountRequest, MessagesRequest
-from llamaspec.serve.responses_request import ResponsesRequest
+from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
+from llamaspec.serve.openai_chat import ChatBody
+from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, Served, served
@@ -122,14 +122,14 @@ def test_openai_responses(client: Any) -> None:
 )
 def test_what_a_choice_of_anthropic_s_means(choice: Any, asked: tuple[str, bool, bool, bool]) -> None:
     body: Any = {"messages": USER, "tools": CLAUDES, "tool_choice": choice}
-    use = CountRequest.model_validate(body).question(takes_tools=True).tool_use
+    use = CountTokensBody.model_validate(body).chat_request(takes_tools=True).tool_use
     assert (use.choice, use.is_named, use.is_forced, use.is_parallel) == asked
     assert [tool["function"]["name"] for tool in use.offered] == (
         [] if asked[0] == "none" else ["find", "nap"]
     )
     assert not use.is_strict
     body["tools"] = [CLAUDES[0], {**CLAUDES[1], "strict": True}]
-    assert CountRequest.model_validate(body).question(takes_tools=True).tool_use.is_strict
+    assert CountTokensBody.model_validate(body).chat_request(takes_tools=True).tool_use.is_strict
 
 
 def test_anthropic(claude: Any) -> None:
@@ -246,15 +246,14 @@ def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
 
 def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks are control tokens that have text in an answer, and only there."""
-    service = talker.service
-    vocabulary = service.pair.target.vocabulary
+    builder = talker.service.builder
+    vocabulary = builder.vocabulary
     mark = vocabulary.text(vocabulary.eos).decode()
-    monkeypatch.setattr(service.prompts, "answer_format", AnswerFormat(None, Reasoning("<think>", mark)))
-    tokens = (vocabulary.eos, *vocabulary.tokenize(b"a stop b", add_special=False).tolist())
-    text = service.prompts.written(tokens).partition("stop")[0]
-    assert text.startswith(mark)
-    done = Completion(text, tokens, 1, StopReason.STOP, (), summarize([], 3), 0.0)
-    assert service.stop_string(done, ["never", "stop"]) == "stop"
+    monkeypatch.setattr(builder, "answer_format", AnswerFormat(None, Reasoning("<think>", mark)))
+    written = vocabulary.tokenize(b"a stop b", add_special=False).tolist()
+    text = mark + b"".join(map(vocabulary.piece, written)).decode().partition("stop")[0]
+    done = Completion(text, (vocabulary.eos, *written), 1, StopReason.STOP, (), summarize([], 3), 0.0)
+    assert builder.matched_stop(done, ["never", "stop"]) == "stop"
 
 
 def test_all_apis_say_the_same_to_the_template() -> None:
@@ -271,7 +270,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
         Message("tool", "slept", name="nap", tool_call_id="c"),
         Message("user", "So?"),
     ]
-    chat = ChatRequest.model_validate({"messages": [
+    chat = ChatBody.model_validate({"messages": [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Which?"}]},
         {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": [
@@ -281,7 +280,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
         {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "slept"}]},
         {"role": "user", "content": "So?"},
     ]})  # fmt: skip
-    claude = MessagesRequest.model_validate({"max_tokens": 1, "system": "Be brief.", "messages": [
+    claude = MessagesBody.model_validate({"max_tokens": 1, "system": "Be brief.", "messages": [
         {"role": "user", "content": "Which?"},
         {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Wait."},
@@ -292,7 +291,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
             {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "slept"}]},
             {"type": "text", "text": "So?"}]},
     ]})  # fmt: skip
-    response = ResponsesRequest.model_validate({"instructions": "Be brief.", "input": [
+    response = ResponsesBody.model_validate({"instructions": "Be brief.", "input": [
         {"role": "user", "content": "Which?"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
@@ -303,7 +302,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
         {"role": "user", "content": "So?"},
     ]})  # fmt: skip
     for request in (chat, claude, response):
-        assert list(request.question(takes_tools=True).messages) == expected
+        assert list(request.chat_request(takes_tools=True).messages) == expected
 
 
 GEMMA, GLM = "<|tool_call>call: <tool_call|>", "<tool_call> </arg_key><arg_value>"

@@ -1,0 +1,230 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, which coding agents use."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llamaspec.chat.answers import CallDelta, ContentDelta, ReasoningDelta
+from llamaspec.chat.message import Message
+from llamaspec.engine.events import StopReason
+from llamaspec.serve.bodies import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Content,
+    Count,
+    Fields,
+    MessageFields,
+    SamplingFields,
+    StopText,
+    anthropic_error,
+    conversation,
+    placed,
+    text_of,
+)
+from llamaspec.serve.deltas import Answer, Deltas, TextDelta, figures
+from llamaspec.serve.requests import (
+    ChatRequest,
+    ReasoningFields,
+    RequestBuilder,
+    ResponseFormat,
+    ToolChoiceFields,
+    ToolFields,
+    tool_use,
+)
+from llamaspec.serve.scheduling import Finished, PromptProgress
+from llamaspec.serve.service import event, parse_body, service_of
+
+Data = dict[str, Any]
+_FORMAT = "output_config.format"
+
+
+class ThinkingFields(Fields):
+    """Whether and how long the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+
+
+class OutputFormat(Fields):
+    """What the answer must match."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Fields):
+    """How the answer is written."""
+
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(ReasoningFields):
+    """A conversation whose tokens are counted."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
+    system: Content | None = None
+    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceFields | None = None
+    thinking: ThinkingFields | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_request(self, *, takes_tools: bool) -> ChatRequest:
+        """What the model is asked."""
+        messages = conversation(placed(self.messages), takes_tools=takes_tools)
+        if system := text_of(self.system, "system"):
+            messages = [Message("system", system), *messages]
+        thinking = self.thinking or ThinkingFields(type="adaptive")
+        wanted = None if self.output_config is None else self.output_config.format
+        return ChatRequest(
+            messages,
+            tool_use=tool_use(self.tools, self.tool_choice, None),
+            reasoning=self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled"),
+            response_format=None if wanted is None else ResponseFormat.schema(wanted.schema_, _FORMAT),
+        )
+
+
+class MessagesBody(SamplingFields, CountTokensBody):
+    """A conversation to answer."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+
+
+async def messages(http: Request) -> Response:
+    """Answer a conversation."""
+    service, body = service_of(http), await parse_body(http, MessagesBody)
+    builder, stops = service.builder, tuple(body.stop_sequences or ())
+    prompt, parameters = await builder.chat(body.chat_request(takes_tools=builder.takes_tools))
+    seed = body.seed_or_random()
+    requests = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
+    form = MessagesForm(service.model_name, body, len(prompt), builder)
+    return await service.respond(http, requests, form, body.stream)
+
+
+async def count_tokens(http: Request) -> Response:
+    """Count the tokens of a conversation."""
+    builder, body = service_of(http).builder, await parse_body(http, CountTokensBody)
+    request = body.chat_request(takes_tools=builder.takes_tools)
+    tokens, _ = await builder.chat_prompt(request, must_fit=False)
+    return JSONResponse({"input_tokens": len(tokens)})
+
+
+class MessagesForm:
+    """The message object and its events."""
+
+    def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
+        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
+        self._with_rounds = bool(body.drafting.rounds)
+        self._head = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self._open_type: str | None = None  # of the open content block
+        self._n_blocks = 0
+        self._has_calls = False
+
+    def whole(self, answers: Sequence[Answer]) -> Data:
+        """The message object."""
+        said, end = answers[0].message, answers[0].end
+        content: list[Data] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.text or not (content or said.tool_calls):
+            content.append({"type": "text", "text": said.text})
+        for call in said.tool_calls:
+            arguments = _arguments(call.arguments)
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        self._has_calls = bool(said.tool_calls)
+        usage, told = self._usage(end), figures(end, self._with_rounds)
+        return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
+
+    async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
+        """The message as events."""
+        empty: Data = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
+        yield _event("message_start", message={**self._head, **empty, "usage": usage})
+        try:
+            async for _, delta in deltas:
+                if isinstance(delta, PromptProgress):
+                    yield _event("ping")
+                    continue
+                for part in self._last(delta) if isinstance(delta, Finished) else self._add(delta):
+                    yield part
+        except Exception as error:  # noqa: BLE001  # the client is told
+            yield event(anthropic_error(error), "error")
+
+    def _add(self, delta: TextDelta) -> list[bytes]:
+        """A delta, and the beginning of its block."""
+        if isinstance(delta, CallDelta):
+            self._has_calls = True
+            return self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+        begun: list[bytes] = []
+        if isinstance(delta, ContentDelta):
+            told = {"type": "text_delta", "text": delta.text}
+            if self._open_type != "text":
+                begun = self._open({"type": "text", "text": ""})
+        elif isinstance(delta, ReasoningDelta):
+            told = {"type": "thinking_delta", "thinking": delta.text}
+            if self._open_type != "thinking":
+                begun = self._open({"type": "thinking", "thinking": "", "signature": ""})
+        else:
+            told = {"type": "input_json_delta", "partial_json": delta.text}
+        return [*begun, _event("content_block_delta", index=self._n_blocks - 1, delta=told)]
+
+    def _last(self, end: Finished) -> list[bytes]:
+        begun = [] if self._n_blocks else self._open({"type": "text", "text": ""})
+        told = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._with_rounds)}
+        return [*begun, *self._close(), _event("message_delta", **told), _event("message_stop")]
+
+    def _open(self, block: Data) -> list[bytes]:
+        """Close the open block and open another."""
+        closed, self._open_type, self._n_blocks = self._close(), block["type"], self._n_blocks + 1
+        return [*closed, _event("content_block_start", index=self._n_blocks - 1, content_block=block)]
+
+    def _close(self) -> list[bytes]:
+        if self._open_type is None:
+            return []
+        self._open_type = None
+        return [_event("content_block_stop", index=self._n_blocks - 1)]
+
+    def _stop(self, end: Finished) -> Data:
+        done = end.completion
+        stopped = done.stop_reason is StopReason.STOP
+        reason = "tool_use" if self._has_calls else "stop_sequence" if stopped else "end_turn"
+        sequence = self._builder.matched_stop(done, self._stops) if stopped else None
+        return {"stop_reason": "max_tokens" if end.is_truncated else reason, "stop_sequence": sequence}
+
+    def _usage(self, end: Finished) -> Data:
+        done = end.completion
+        return {
+            "input_tokens": done.n_prompt_tokens - done.n_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": done.n_cached,
+            "output_tokens": done.summary.n_tokens,
+            "output_tokens_details": {"thinking_tokens": end.n_reasoning},
+        }
+
+
+def _arguments(text: str) -> Data:
+    """Arguments as an object; of a truncated answer as much as there is, as Anthropic's client does."""
+    try:
+        found = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)

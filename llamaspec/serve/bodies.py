@@ -1,0 +1,356 @@
+"""Request bodies: fields that the APIs share, the conversation they hold, and errors that name a field.
+
+Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused. Error messages
+never repeat what the client sent. tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import JSONResponse
+
+from llamaspec.chat.message import Message, ToolCall
+from llamaspec.chat.template import NoTemplateError
+from llamaspec.errors import LlamaspecError, PromptError
+from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.sampling.parameters import Sampling
+
+MAX_STOPS = 32
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+_ALL_TOKENS = (1 << 31) - 1
+_NEVER = -1e30  # bias of a token that must not be drawn
+_TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+# Errors.
+
+_TYPES = {  # of errors, by HTTP status; others are an invalid_request_error
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
+class RequestError(Exception):
+    """A request cannot be answered; the message begins with the field that is wrong, if there is one.
+
+    `status` is HTTP's, `code` OpenAI's, `retry_after` in seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        self.message = message if field is None else f"{field}: {message}"
+        super().__init__(self.message)
+        self.status, self.field, self.code, self.retry_after = status, field, code, retry_after
+
+
+def bad_field(field: str, message: str) -> RequestError:
+    """The error for a field with a wrong value."""
+    return RequestError(400, message, field=field)
+
+
+def not_supported(field: str, message: str = "not supported yet") -> RequestError:
+    """The error for a known field that this server cannot obey."""
+    return RequestError(400, message, field=field, code="unsupported_parameter")
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """Any exception as an error for the client; of an internal error only its type is shown."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ValidationError):
+        return _invalid(error)
+    if isinstance(error, NoTemplateError):
+        remedy = "use /v1/completions, or start the server with --chat-template"
+        return RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
+    if isinstance(error, (PromptError, ValueError)):
+        return RequestError(400, str(error))
+    if isinstance(error, LlamaspecError):
+        return RequestError(500, str(error))
+    return RequestError(500, f"internal error: {type(error).__name__}")
+
+
+def openai_error(exception: Exception) -> dict[str, Any]:
+    """An exception as an OpenAI error object."""
+    error = as_request_error(exception)
+    kind = _OPENAI_TYPES.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+
+
+def anthropic_error(exception: Exception) -> dict[str, Any]:
+    """An exception as an Anthropic error object."""
+    error = as_request_error(exception)
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(path: str, exception: Exception) -> JSONResponse:
+    """The response to a failed request, in the form of the API at this path."""
+    error = as_request_error(exception)
+    form = anthropic_error if path.startswith("/v1/messages") else openai_error
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else None
+    return JSONResponse(form(error), error.status, headers)
+
+
+def _invalid(error: ValidationError) -> RequestError:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    # Of the alternatives of a union, the one that matched furthest is what the client meant.
+    paths = [(_path(each["loc"]), each["msg"]) for each in errors if each["loc"][:1] == first["loc"][:1]]
+    path, message = max(paths, key=lambda found: len(found[0]))
+    return RequestError(400, message.removeprefix("Value error, "), field=".".join(path) or None)
+
+
+def _path(parts: Sequence[int | str]) -> list[str]:
+    """Where an error is, without the names that pydantic gives to the alternatives of a union."""
+    return [str(part) for part in parts if isinstance(part, int) or not _is_type_name(part)]
+
+
+def _is_type_name(part: str) -> bool:
+    return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()
+
+
+# Strings, the last of which may be cut off, and brackets outside of them.
+_JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+
+
+def json_depth(body: bytes) -> int:
+    """How deep the brackets of a JSON text are nested."""
+    deepest = level = 0
+    for found in _JSON_TOKENS.finditer(body):
+        if (first := found[0][:1]) in b"[{":
+            level += 1
+            deepest = max(deepest, level)
+        elif first in b"]}":
+            level -= 1
+    return deepest
+
+
+# Fields.
+
+
+class Fields(BaseModel):
+    """A JSON object in a request."""
+
+    # By default pydantic keeps up to 16,384 short strings of clients in a cache.
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, cache_strings="none")
+
+
+class SpeculativeFields(Fields):
+    """How to draft for this request. Under the coupled rule the text does not depend on it."""
+
+    enabled: bool | None = None
+    max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    rule: Literal["coupled", "rejection", "block"] | None = None
+    ngram: bool | None = None
+    spans: bool | None = None  # mark in a chat stream which text was drafted
+    rounds: bool | None = None  # list each evaluation of the target
+
+
+class SamplingFields(Fields):
+    """How tokens are drawn; null and missing fields have llama.cpp's defaults."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+    speculative: SpeculativeFields | None = None
+
+    def sampling(self, end_tokens: Iterable[int] = ()) -> Sampling:
+        """The sampling parameters; `end_tokens` are those that `ignore_eos` excludes."""
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        if self.ignore_eos:
+            bias |= dict.fromkeys(end_tokens, _NEVER)
+        default = Sampling()
+        top_p = default.top_p if self.top_p is None else self.top_p
+        min_p = default.min_p if self.min_p is None else self.min_p
+        top_k = default.top_k if self.top_k is None else self.top_k
+        is_penalised = self.repeat_last_n != 0
+        return Sampling(
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_k=top_k if top_k is not None and top_k > 0 else None,
+            top_p=None if top_p == 1 else max(top_p or 0.0, _TINY_TOP_P),
+            min_p=min_p or None,
+            repeat_penalty=self.repeat_penalty if is_penalised and self.repeat_penalty != 1 else None,
+            presence_penalty=(is_penalised and self.presence_penalty) or None,
+            frequency_penalty=(is_penalised and self.frequency_penalty) or None,
+            penalty_window=self._penalty_window,
+            logit_bias=bias or None,
+        )
+
+    @property
+    def _penalty_window(self) -> int | None:
+        """OpenAI's two penalties alone cover what was generated, llama.cpp's the last tokens."""
+        if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
+            return None
+        if self.repeat_last_n == -1:
+            return _ALL_TOKENS
+        return self.repeat_last_n or Sampling().penalty_window
+
+    def seed_or_random(self) -> int:
+        """The seed; -1 and none mean a random one."""
+        return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
+
+    @property
+    def drafting(self) -> SpeculativeFields:
+        """How to draft."""
+        return self.speculative or SpeculativeFields()
+
+
+# Conversations.
+
+
+class ContentPart(Fields):
+    """A part of a message: text, or one of Anthropic's blocks."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None  # of tool_use, as the next two
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of tool_result, as the next
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
+
+
+Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+
+
+class FunctionFields(Fields):
+    """The name and the arguments of a call; the latter are JSON."""
+
+    name: str
+    arguments: str | None = None
+
+
+class CallFields(Fields):
+    """A tool call of the assistant."""
+
+    id: str | None = None
+    function: FunctionFields
+
+
+class MessageFields(Fields):
+    """A message of a conversation, in OpenAI's form or Anthropic's."""
+
+    role: Role
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+def conversation(messages: Sequence[tuple[str, MessageFields]], *, takes_tools: bool) -> list[Message]:
+    """The messages for the chat template; each comes with its place in the request, such as "messages.3".
+
+    RequestError if one is of a kind that is not supported, or the chat template takes no tools.
+    """
+    found: list[Message] = []
+    names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
+    for place, fields in messages:
+        for message in _messages(fields, place):
+            if not takes_tools and (message.role == "tool" or message.tool_calls):
+                raise not_supported(place, "this model's chat template takes no tools")
+            names.update({call.id: call.name for call in message.tool_calls})
+            name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
+            found.append(replace(message, name=name))
+    return found
+
+
+def placed(messages: Sequence[MessageFields]) -> list[tuple[str, MessageFields]]:
+    """Each message of the field `messages` with its place."""
+    if not messages:
+        raise bad_field("messages", "must not be empty")
+    return [(f"messages.{i}", message) for i, message in enumerate(messages)]
+
+
+def text_of(content: Content | None, place: str) -> str:
+    """The text of a message, its parts joined; RequestError if a part is not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part_text(part, f"{place}.{i}") for i, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, place: str) -> str:
+    if part.type not in ("text", "input_text", "output_text", "reasoning_text", "summary_text"):
+        raise not_supported(f"{place}.type", "only parts of text are supported here")
+    return required(part.text, f"{place}.text")
+
+
+def _messages(fields: MessageFields, place: str) -> list[Message]:
+    """A message; the tool results that are blocks in it come before it, as messages of their own."""
+    role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
+    content, is_assistant = fields.content, role == "assistant"
+    if role == "tool":
+        text = text_of(content, f"{place}.content")
+        return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
+    if fields.tool_calls and not is_assistant:
+        raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
+    called = [(call.id or "", call.function) for call in fields.tool_calls or ()]
+    calls = [ToolCall(call_id, function.name, function.arguments or "{}") for call_id, function in called]
+    text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
+    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
+    for i, part in enumerate(parts):
+        at = f"{place}.content.{i}"
+        if part.type == "thinking" and is_assistant:
+            reasoning += required(part.thinking, f"{at}.thinking")
+        elif part.type == "redacted_thinking" and is_assistant:
+            continue  # encrypted by another server
+        elif part.type == "tool_use" and is_assistant:
+            name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
+            calls.append(ToolCall(call_id, name, json.dumps(part.input or {}, ensure_ascii=False)))
+        elif part.type == "tool_result" and role == "user":
+            call_id = required(part.tool_use_id, f"{at}.tool_use_id")
+            results.append(Message("tool", text_of(part.content, f"{at}.content"), tool_call_id=call_id))
+        else:
+            text += _part_text(part, at)
+    if results and not text:
+        return results
+    message = Message(role, text, name=fields.name, tool_calls=tuple(calls), reasoning=reasoning or None)
+    return [*results, message]
+
+
+def required(value: str | None, place: str) -> str:
+    """The value; RequestError if it is missing."""
+    if value is None:
+        raise bad_field(place, "is missing")
+    return value

@@ -1,0 +1,461 @@
+"""From a checked body to what is generated: chat requests, prompts, constraints, generation requests.
+
+The chat APIs differ in names only; `ChatRequest` is what they have in common. Text of clients never becomes a
+control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_shapes.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import field as default
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+
+from llamaspec.chat.covering import conversation, texts_in
+from llamaspec.chat.formats import AnswerFormat, CallFormat
+from llamaspec.chat.message import Message
+from llamaspec.chat.template import RESERVED, ChatTemplate, NoTemplateError
+from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
+from llamaspec.chat.transcript import Transcript
+from llamaspec.engine.events import Completion
+from llamaspec.errors import ConstraintError, PromptError
+from llamaspec.pair import Pair
+from llamaspec.protocols import Constraint
+from llamaspec.sampling.grammar import WHITESPACE
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.serve.bodies import (
+    Fields,
+    RequestError,
+    SamplingFields,
+    SpeculativeFields,
+    ToolName,
+    bad_field,
+    not_supported,
+    required,
+)
+from llamaspec.values import TokenArray
+
+MAX_COMPILED = 64  # constraints that are kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reasoning:
+    """How a model should reason before it answers."""
+
+    template_kwargs: Mapping[str, Any] = default(default_factory=dict)  # variables of the chat template
+    budget: int | None = None  # tokens; 0 = none, None = no limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToolUse:
+    """Tools and how they may be used."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
+    choice: str = "auto"  # auto, none, required, or with `is_named` the name of a tool
+    is_named: bool = False
+    is_parallel: bool = True
+    is_strict: bool = False  # a schema that cannot be enforced is an error
+
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the model sees."""
+        return self.tools if self.is_named or self.choice != "none" else ()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.is_named or self.choice == "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What a text must match."""
+
+    kind: Literal["json_schema", "grammar"]
+    text: str
+    field: str  # of the request, for errors
+
+    @classmethod
+    def schema(cls, schema: Mapping[str, Any], field: str) -> ResponseFormat:
+        """JSON that a schema describes."""
+        return cls("json_schema", json.dumps(schema), field)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatRequest:
+    """What a chat model is asked, whatever the API."""
+
+    messages: Sequence[Message]
+    field: str = "messages"  # of the request, for errors
+    tool_use: ToolUse = default(default_factory=ToolUse)
+    reasoning: Reasoning = default(default_factory=Reasoning)
+    response_format: ResponseFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationParameters:
+    """What a text consists of and must match. Default: any text."""
+
+    answer_format: AnswerFormat = default(default_factory=AnswerFormat)
+    tools: Sequence[Mapping[str, Any]] = ()  # that may be called
+    starts_in_reasoning: bool = False
+    reasoning_budget: int | None = None  # tokens
+    constraint: Constraint | None = None
+    constraint_after_cut: Constraint | None = None  # replaces it once the budget has ended the reasoning
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One sequence to generate."""
+
+    prompt: TokenArray  # [n] int32
+    sampling: Sampling
+    seed: int
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
+    parameters: GenerationParameters = default(default_factory=GenerationParameters)
+    n_logprobs: int | None = None  # most probable tokens told with each token
+
+
+class ReasoningFields(Fields):
+    """Fields of every chat API that steer reasoning."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+
+    def reasoning_options(
+        self, effort: str | None = None, budget: int | None = None, off: bool = False
+    ) -> Reasoning:
+        """These fields, with those of one API: OpenAI's effort, Anthropic's budget and switch."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if effort is not None and effort != "none":
+            kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
+        enabled = self.enable_thinking if self.enable_thinking is not None else kwargs.get("enable_thinking")
+        if off or effort == "none":
+            enabled = False
+        if enabled is not None:
+            kwargs["enable_thinking"] = enabled
+        if self.thinking_budget_tokens is not None:
+            budget = self.thinking_budget_tokens
+        if budget is not None and budget < 0:
+            budget = None
+        return Reasoning(kwargs, 0 if enabled is False else budget)
+
+
+class ToolFields(Fields):
+    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
+
+    type: str | None = None
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
+    strict: bool | None = None
+    function: ToolFields | None = None
+
+
+class ToolChoiceFunction(Fields):
+    """The name of the tool in OpenAI's chat API."""
+
+    name: str
+
+
+class ToolChoiceFields(Fields):
+    """Which tool must be called; Anthropic's also has `auto`, `any` and `none` here."""
+
+    type: Literal["function", "tool", "auto", "any", "none"]
+    name: str | None = None
+    function: ToolChoiceFunction | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+def tool_use(
+    tools: Sequence[ToolFields] | None,
+    choice: str | ToolChoiceFields | None,
+    is_parallel: bool | None,
+    *,
+    nested: bool = False,
+) -> ToolUse:
+    """The tools of a request; `nested`: they are in `function`. RequestError if one is wrong."""
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools or ()):
+        place, each = f"tools.{i}", tool
+        if tool.type not in (None, "function", "custom"):
+            raise not_supported(f"{place}.type", "this server has no tools of its own")
+        if nested:
+            place = f"{place}.function"
+            if tool.function is None:
+                raise bad_field(place, "is missing")
+            each = tool.function
+        name = required(each.name, f"{place}.name")
+        function: dict[str, Any] = {"name": name}
+        if each.description is not None:
+            function["description"] = each.description
+        schema = each.input_schema if each.parameters is None else each.parameters
+        function["parameters"] = schema or {"type": "object", "properties": {}}
+        found.append({"type": "function", "function": function})
+    named: str | None = None
+    if isinstance(choice, ToolChoiceFields):
+        is_parallel = not choice.disable_parallel_tool_use if is_parallel is None else is_parallel
+        if choice.type in ("function", "tool"):
+            inner = choice.name if choice.function is None else choice.function.name
+            named = required(inner, "tool_choice.name")
+        choice = choice.type
+    choice = "required" if choice == "any" else choice or "auto"
+    if named is None and choice not in ("auto", "none", "required"):
+        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
+    is_strict = any((tool.function or tool).strict for tool in tools or ())
+    return ToolUse(found, named or choice, named is not None, is_parallel is not False, is_strict)
+
+
+class RequestBuilder:
+    """Makes prompts, constraints and generation requests for one pair.
+
+    Parameters
+    ----------
+    pair : Pair
+    template : ChatTemplate, optional
+        None: the model only continues text.
+    parallel : int
+        Sequences that run at once: one HTTP request may ask for that many.
+    """
+
+    def __init__(self, pair: Pair, template: ChatTemplate | None, parallel: int) -> None:
+        target = pair.target
+        self.template, self.vocabulary, self._parallel = template, target.vocabulary, parallel
+        self.answer_format = AnswerFormat() if template is None else AnswerFormat.of(template.source)
+        self.takes_tools = template is not None and template.takes_tools
+        self._context_size = target.context_size
+        longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
+        self._max_bytes = self._context_size * longest_token  # more cannot fit, so it is not tokenized
+        self._compile = lru_cache(MAX_COMPILED)(
+            lambda kind, text: (pair.json_schema if kind == "json_schema" else pair.grammar)(text)
+        )
+
+    # Prompts; RequestError if one is empty or leaves no room for an answer.
+
+    def text_prompt(self, text: str) -> TokenArray:
+        """Tokens of a text to continue."""
+        if not text:
+            raise bad_field("prompt", "must not be empty")
+        self._check_bytes(text, "prompt")
+        return self._checked(self.vocabulary.tokenize(text.encode()), "prompt")
+
+    def token_prompt(self, tokens: Sequence[int]) -> TokenArray:
+        """Tokens that the client made."""
+        self.check_token_ids(tokens, "prompt")
+        return self._checked(np.array(tokens, dtype=np.int32), "prompt")
+
+    def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
+        """RequestError if a token id is outside the vocabulary."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary.size:
+            raise bad_field(field, f"token ids must be from 0 to {self.vocabulary.size - 1}")
+
+    async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
+        """Tokens up to where the answer begins, and whether it begins with reasoning.
+
+        Raises
+        ------
+        RequestError
+            It is too long, or a field cannot be obeyed.
+        NoTemplateError, TemplateError
+            There is no template, or it refuses.
+        """
+        use, kwargs = request.tool_use, request.reasoning.template_kwargs
+        if use.tools and not self.takes_tools:
+            raise not_supported("tools", "this model's chat template takes no tools")
+        if use.is_forced and not use.tools:
+            raise bad_field("tool_choice", "there are no tools")
+        if use.is_named and use.choice not in {tool["function"]["name"] for tool in use.tools}:
+            raise bad_field("tool_choice", "names none of the tools; name one")
+        if taken := RESERVED.intersection(kwargs):
+            names = ", ".join(sorted(taken))
+            raise bad_field("chat_template_kwargs", f"the server sets {names}; leave that out")
+        return await run_in_threadpool(self._render, request, must_fit)
+
+    def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
+        if self.template is None:
+            raise NoTemplateError("the model has no chat template")
+        messages, tools = request.messages, request.tool_use.offered
+        self._check_bytes("".join(texts_in([conversation(messages), tools])), request.field)
+        kwargs = request.reasoning.template_kwargs
+        rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
+        tokens = Transcript(self.vocabulary).read(rendered)
+        starts_in_reasoning = self.answer_format.begins_thinking(rendered.text)
+        return self._checked(tokens, request.field) if must_fit else tokens, starts_in_reasoning
+
+    def _checked(self, tokens: TokenArray, field: str) -> TokenArray:
+        if len(tokens) == 0:
+            raise bad_field(field, "must not be empty")
+        if len(tokens) >= self._context_size:
+            raise self._too_long(f"{len(tokens)} tokens", field)
+        return tokens
+
+    def _check_bytes(self, text: str, field: str) -> None:
+        n = len(text.encode())
+        if n > self._max_bytes:
+            raise self._too_long(f"{n} bytes", field)
+
+    def _too_long(self, size: str, field: str) -> RequestError:
+        message = f"{size} leave no room in a context of {self._context_size} tokens"
+        return RequestError(400, message, field=field, code="context_length_exceeded")
+
+    # Constraints.
+
+    async def compile(self, response_format: ResponseFormat) -> Constraint:
+        """The constraint of a response format, compiled in a thread; RequestError if it is not valid."""
+        try:
+            return await run_in_threadpool(self._compile, response_format.kind, response_format.text)
+        except ConstraintError as error:
+            raise bad_field(response_format.field, str(error)) from error
+
+    async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
+        """The prompt and the parameters of a chat request; raises as `chat_prompt`."""
+        prompt, starts_in_reasoning = await self.chat_prompt(request)
+        tools = request.tool_use.offered
+        parameters = GenerationParameters(
+            self.answer_format, tools, starts_in_reasoning, request.reasoning.budget
+        )
+        if request.response_format is not None:
+            if tools:
+                raise not_supported(request.response_format.field, "cannot be combined with tools")
+            return prompt, await self._with_format(parameters, request.response_format)
+        return prompt, await self._with_tools(parameters, request.tool_use) if tools else parameters
+
+    async def _with_format(
+        self, parameters: GenerationParameters, wanted: ResponseFormat
+    ) -> GenerationParameters:
+        """Constrains the text that follows the reasoning."""
+        answer_format = parameters.answer_format
+        has_channels = answer_format.calls is CallFormat.HARMONY
+        alone = await self.compile(wanted)
+        if answer_format.reasoning is None:
+            return replace(parameters, constraint=alone)
+        if wanted.kind == "grammar":
+            if has_channels:
+                raise not_supported(wanted.field, "this model's answers have channels; use a JSON schema")
+            return replace(parameters, constraint=alone, constraint_after_cut=alone, reasoning_budget=0)
+        if parameters.reasoning_budget == 0 and not has_channels:
+            return replace(parameters, constraint=alone, constraint_after_cut=alone)
+        schema = json.loads(wanted.text)
+        schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
+        thinking, controls = parameters.starts_in_reasoning, self.vocabulary.controls
+        grammar = answer_grammar(answer_format, schema, thinking=thinking, controls=controls)
+        constraint = await self.compile(ResponseFormat("grammar", grammar, wanted.field))
+        return replace(parameters, constraint=constraint, constraint_after_cut=alone)
+
+    async def _with_tools(self, parameters: GenerationParameters, use: ToolUse) -> GenerationParameters:
+        """Holds calls to their schemas, where the grammar of the model's calls is known."""
+        answer_format = parameters.answer_format
+        if answer_format.calls is CallFormat.HARMONY:
+            # Cutting the reasoning would lead to the final channel, past the call.
+            constraint = await self._tool_constraint(answer_format, False, use)
+            return replace(parameters, constraint=constraint, reasoning_budget=None)
+        after_cut = await self._tool_constraint(replace(answer_format, reasoning=None), False, use)
+        first = after_cut
+        if parameters.reasoning_budget != 0:
+            first = await self._tool_constraint(answer_format, parameters.starts_in_reasoning, use)
+        return replace(parameters, constraint=first, constraint_after_cut=after_cut)
+
+    async def _tool_constraint(
+        self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
+    ) -> Constraint | None:
+        try:
+            grammar = tool_grammar(
+                answer_format,
+                [_schema_only(tool, is_strict=use.is_strict) for tool in use.tools],
+                {"name": use.choice} if use.is_named else use.choice,
+                use.is_parallel,
+                thinking=thinking,
+                controls=self.vocabulary.controls,
+            )
+            if grammar is not None:
+                return await self.compile(ResponseFormat("grammar", grammar, "tools"))
+        except (PromptError, RequestError) as error:
+            if use.is_forced or use.is_strict:
+                raise error if isinstance(error, RequestError) else bad_field("tools", str(error)) from None
+            return None  # unconstrained calls
+        if use.is_forced:
+            raise not_supported("tool_choice", "this model's format of calls cannot be forced")
+        return None
+
+    # Generation requests.
+
+    def requests(
+        self,
+        prompts: Sequence[TokenArray],
+        fields: SamplingFields,
+        parameters: GenerationParameters,
+        seed: int,
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        stops: tuple[str, ...] = (),
+        n_logprobs: int | None = None,
+    ) -> list[GenerationRequest]:
+        """One request for each prompt and choice; choice i of a prompt has the seed + i.
+
+        Raises
+        ------
+        RequestError
+            They are more than run at once, or a token id of the bias is not in the vocabulary.
+        """
+        if len(prompts) * n > self._parallel:
+            raise bad_field("n", f"{len(prompts) * n} texts at once, this server runs {self._parallel}")
+        self.check_token_ids(list(map(int, fields.logit_bias or ())), "logit_bias")
+        sampling = fields.sampling(self.vocabulary.ends)
+        limit = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
+        return [
+            GenerationRequest(
+                prompt,
+                sampling,
+                seed + i,
+                min(limit, self._context_size - len(prompt)),
+                stops,
+                fields.drafting,
+                parameters,
+                n_logprobs,
+            )
+            for prompt in prompts
+            for i in range(n)
+        ]
+
+    def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
+        """The stop string that ended a text, if one did."""
+        spelled = self.answer_format.spelled(self.vocabulary.controls)
+        pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
+        written = b"".join(pieces).decode(errors="replace")
+        return next((stop for stop in stops if written.startswith(stop, len(completion.text))), None)
+
+
+def _schema_only(tool: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
+    """A tool without descriptions: grammars have a size limit, and agents' descriptions are long.
+
+    Unless it is strict, llguidance ignores what it does not know of the schema.
+    """
+    function = tool["function"]
+    schema = _without_prose(function["parameters"])
+    schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE, "lenient": not is_strict})
+    return {"function": {"name": function["name"], "parameters": schema}}
+
+
+def _without_prose(schema: Any, *, is_names: bool = False) -> Any:
+    if isinstance(schema, list):
+        return [_without_prose(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("enum", "const") and not is_names
+        else _without_prose(value, is_names=key in ("properties", "$defs", "definitions") and not is_names)
+        for key, value in schema.items()
+        if is_names or key not in ("description", "title", "examples", "default", "$schema")
+    }
