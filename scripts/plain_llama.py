@@ -46,7 +46,7 @@ class PlainLlama:
         loading.use_extra_bufts = runtime.repacking_is_safe()
         self.model = lib.llama_model_load_from_file(os.fsencode(path), loading)
         if not self.model:
-            raise ValueError(f"llama.cpp cannot load {path}: {runtime.last_error()}")
+            raise ValueError(f"llama.cpp cannot load {path}: {runtime.failure_reason()}")
         options = lib.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = n_ctx
         options.n_seq_max = n_sequences

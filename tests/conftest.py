@@ -87,7 +87,8 @@ def opened(store: ModelStore) -> Iterator[OpenModel]:
 
         def open_model(kind: str = "llama", recipe: Recipe | None = None, **options: object) -> LlamaModel:
             path = store.path(kind, recipe)
-            return stack.enter_context(LlamaModel(path, ModelOptions(threads=1, **options)))  # type: ignore[arg-type]
+            wanted = ModelOptions(**{"threads": 1, **options})  # type: ignore[arg-type]
+            return stack.enter_context(LlamaModel(path, wanted))
 
         yield open_model
 

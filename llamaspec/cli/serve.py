@@ -21,7 +21,7 @@ from llamaspec.cli.terminal import say
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.llama.saved_prefixes import PrefixFolder
+from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair

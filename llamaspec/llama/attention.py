@@ -229,7 +229,7 @@ class AttentionTrial:
             self._context = lib.llama_init_from_model(self._model, parameters)
         if not self._context:
             self.close()
-            raise LlamaspecError(f"llama.cpp cannot try attention: {runtime.last_error()}")
+            raise LlamaspecError(f"llama.cpp cannot try attention: {runtime.failure_reason()}")
         self._memory = lib.llama_get_memory(self._context)
         self._batch = Batch(READ, 0)
         self._tokens = np.random.default_rng(1).integers(0, N_TOKENS, READ + WIDEST).astype(np.int32)
@@ -243,7 +243,7 @@ class AttentionTrial:
             state = (ctypes.c_uint8 * size)()
             lib.llama_state_seq_get_data(self._context, state, size, 0)
             if not lib.llama_state_seq_set_data(self._context, state, size, 1):
-                raise LlamaspecError(f"llama.cpp cannot copy a context: {runtime.last_error()}")
+                raise LlamaspecError(f"llama.cpp cannot copy a context: {runtime.failure_reason()}")
             lib.llama_memory_seq_cp(self._memory, 1, 0, -1, -1)
             lib.llama_memory_seq_rm(self._memory, 1, -1, -1)
             self._depth *= 2

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.llama.cells import Rows
 from llamaspec.llama.tree_cells import Growth
 from llamaspec.values import ForwardRequest, TokenArray
 
 
-class Places(NamedTuple):
-    """Where the positions of a segment are that branches."""
+class TreePlaces(NamedTuple):
+    """Positions of a segment that branches, and their sequences."""
 
     positions: TokenArray  # [n]
     owners: Sequence[Sequence[int]]  # [n] the sequences that hold each; at least one
@@ -29,8 +30,8 @@ class Segment(NamedTuple):
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # the last of them whose logits are wanted
-    hidden: npt.NDArray[np.float32] | None = None  # [n, E] what a prediction head gets with the tokens
-    places: Places | None = None  # None = one after the other
+    hidden: Rows | None = None  # [n, E] what a prediction head gets with the tokens
+    places: TreePlaces | None = None  # None = one after the other
 
 
 class Batch:
@@ -40,7 +41,7 @@ class Batch:
     ----------
     size : int
     width : int
-        E, the size of a hidden row; 0 where none are given with the tokens.
+        E, the size of a hidden row; 0 if none are given with the tokens.
     with_tokens : bool
         False: hidden rows alone.
     """
@@ -57,9 +58,7 @@ class Batch:
         pointers[size] = 0
         self._pointers = pointers.astype(np.uintp)
         self._own_pointers = self._pointers.copy()
-        self._owners: npt.NDArray[np.int32] | None = (
-            None  # of positions in several sequences, one after the other
-        )
+        self._owners: npt.NDArray[np.int32] | None = None  # of positions in several sequences
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token) if with_tokens else None,
@@ -88,11 +87,11 @@ class Batch:
                 self._position[start:end] = segment.places.positions
                 branches = True
         if branches:
-            self._place(segments)
+            self._set_owners(segments)
         self._batch.n_tokens = end
         return self._batch
 
-    def _place(self, segments: Sequence[Segment]) -> None:
+    def _set_owners(self, segments: Sequence[Segment]) -> None:
         """Let positions that branch belong to all their sequences."""
         lists = [segment.places.owners for segment in segments if segment.places is not None]
         self._owners = np.array([number for owners in lists for each in owners for number in each], np.int32)
@@ -105,14 +104,14 @@ class Batch:
                     address += self._owners.itemsize * len(owners)
 
 
-def branching(number: int, start: int, request: ForwardRequest, growth: Growth) -> Segment:
+def tree_segment(number: int, start: int, request: ForwardRequest, growth: Growth) -> Segment:
     """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
     n, n_old = len(request.tokens), growth.n_old
     behind = [n + depth for depth in growth.depths]
     positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
     tip = growth.tips[number]
     owners = [list(growth.tips)] * (n - start) + growth.owners
-    places = Places(positions, owners, n if tip < 0 else behind[tip] + 1)
+    places = TreePlaces(positions, owners, n if tip < 0 else behind[tip] + 1)
     new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
     return Segment(number, start, new, request.n_scored, places=places)
 

@@ -76,9 +76,8 @@ class LlamaCells:
     def can_copy(self, sequences: Sequence[int]) -> bool:  # noqa: D102
         if not self._can_copy:
             return False
-        n_bytes = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in sequences)
-        room = runtime.available_bytes() if n_bytes >= LARGE else None
-        return room is None or room >= 2 * n_bytes
+        n_bytes: int = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in sequences)
+        return n_bytes < LARGE or runtime.available_bytes() >= 2 * n_bytes
 
     def copy_out(self, sequence: int, start: int) -> Bytes | None:  # noqa: D102
         if not self._can_copy:

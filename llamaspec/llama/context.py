@@ -1,8 +1,7 @@
 """A llama.cpp context over loaded weights: evaluates rows in one batch, with its KV cache as their memory.
 
 Several contexts may lie over the same weights. Logits are views of llama.cpp's buffer, and a view keeps the
-context alive. Knows neither texts nor drafts. tests/test_rows.py compares rows with texts that are
-alone.
+context alive. tests/test_rows.py compares rows with texts that are alone.
 """
 
 from __future__ import annotations
@@ -26,26 +25,30 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
-from llamaspec.llama.batch import Batch, Segment, branching, padding
+from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
 from llamaspec.llama.cells import LlamaCells, Rows
+from llamaspec.llama.context_size import default_context_size
+from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.kv_cache import BLOCK, GARBAGE, KVCache, Prepared
 from llamaspec.llama.layer_rows import layer_rows, show_layer
-from llamaspec.llama.new_context import (
-    can_restore_states,
-    context_size_for,
-    leaves_main_memory,
-    n_sequences,
-    open_context,
+from llamaspec.llama.options import (
+    BATCH,
+    CACHE_BYTES,
+    CACHE_TYPES,
+    FLASH_ATTENTION,
+    N_BRANCHES,
+    N_SEQUENCES,
+    ModelOptions,
 )
-from llamaspec.llama.options import N_BRANCHES, ModelOptions
 from llamaspec.llama.recurrent import Checkpoints, RecurrentCache
-from llamaspec.llama.threads import governor
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
 LONG = 64  # positions of an evaluation that is long enough to be interrupted
+EAGLE_BATCH = 64  # it computes logits of every position
+STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
 
 class Context:
@@ -75,17 +78,14 @@ class Context:
         head: int | None = None,
         other: Context | None = None,
     ) -> None:
-        self._path, self._weights = weights.path, weights
+        self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
-        n_ctx = options.n_ctx or context_size_for(weights, options)
-        self.context_size = n_ctx
-        n_cells = -(-max(n_ctx, options.n_cells or 0) // BLOCK) * BLOCK
+        self.context_size = options.n_ctx or _free_context_size(weights, options)
+        n_cells = -(-max(self.context_size, options.n_cells or 0) // BLOCK) * BLOCK
         self.max_scored = options.max_scored
-        pointer = open_context(
-            weights, options, n_cells, None if other is None else other.pointer, is_head=head is not None
-        )
+        pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
         self._abort = AbortFlag()
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
@@ -100,18 +100,17 @@ class Context:
         if options.heads:
             scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
             nextn.show_hidden_rows(pointer, scored_only=scored_only)
-        self._governor = governor() if options.threads is None else None
-        self._n_threads = options.threads or runtime.default_threads()
+        self._thread_chooser = runtime.thread_chooser() if options.threads is None else None
         self.cache: KVCache | RecurrentCache
         if weights.keeps_states and head is None:  # heads keep keys and values
-            checkpoints = Checkpoints(pointer) if can_restore_states(weights) else None
-            self.cache = RecurrentCache(pointer, n_ctx, checkpoints)
+            checkpoints = Checkpoints(pointer) if _can_restore_states(weights) else None
+            self.cache = RecurrentCache(pointer, self.context_size, checkpoints)
         else:
             cells = LlamaCells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
             # A GPU passes over garbage fast, and moving cells goes through main memory.
             max_garbage = 1.0 if leaves_main_memory(weights, options) else GARBAGE
-            self.cache = KVCache(cells, n_cells, n_sequences(options), n_branches, max_garbage)
+            self.cache = KVCache(cells, n_cells, _n_sequences(options), n_branches, max_garbage)
 
     @property
     def pointer(self) -> Any:
@@ -122,20 +121,25 @@ class Context:
         return self._handle.pointer
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Make room for requests; how many tokens of each are cached, or why there is no room."""
-        _ = self.pointer
+        """Make room for requests; how many tokens of each are cached, or why there is no room.
+
+        The number of threads is chosen when a text begins beside no other, and stays until all have ended.
+        """
+        pointer = self.pointer
+        if self._thread_chooser is not None and not self.cache.has_rows:
+            n = self._thread_chooser.choose()
+            lib.llama_set_n_threads(pointer, n, n)
         return self.cache.prepare_all(batch)
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
+        if len(batch) > 1 and _n_branches(batch) > N_BRANCHES:  # one half of the rows after the other
+            half = len(batch) // 2
+            first = [logits.copy() for logits in self.evaluate(batch[:half])]
+            return first + self.evaluate(batch[half:], n_padding)
         segments: list[Segment] = []
         new: list[tuple[int, TokenArray]] = []
-        n_positions, n_scored, n_branches = n_padding, 0, 0
-        for _, request in batch:
-            if request.parents is not None:
-                n_branches += n_leaves(request.parents) - 1
-        if n_branches > N_BRANCHES and len(batch) > 1:
-            return self._evaluate_in_halves(batch, n_padding)
+        n_positions, n_scored = n_padding, 0
         for row, request in batch:
             segment = self._segment(row, request, batch)
             segments.append(segment)
@@ -155,10 +159,49 @@ class Context:
             self._keep_hidden(new)
         return self._answers(batch, n_scored)
 
+    def decode(self, segments: Sequence[Segment]) -> None:
+        """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed.
+
+        Raises
+        ------
+        EvaluationAbortedError
+            `abort` was called.
+        EvaluationError, MemoryFullError
+            llama.cpp failed. The KV cache is empty.
+        """
+        pointer, batch = self.pointer, self._batch.fill(segments)
+        self.cache.begin()
+        runtime.clear_errors()
+        if batch.n_tokens < LONG:
+            self._abort.clear()
+            self._check(lib.llama_decode(pointer, batch))
+        else:
+            with self._abort.armed(), runtime.raising_signals():
+                status = lib.llama_decode(pointer, batch)
+            self._check(status)
+
     def encode(self, batch: lib.llama_batch) -> None:
         """Let llama.cpp's encoder evaluate hidden rows; `hidden_rows` are then what it made of them."""
         self._abort.clear()
         self._check(lib.llama_encode(self.pointer, batch))
+
+    def logits(self, n: int) -> Logits:
+        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.
+
+        Raises
+        ------
+        ScoresError
+            They are not numbers. The KV cache is empty: its cells would spoil every row.
+        """
+        logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
+        if n and not np.isfinite(logits.max(axis=1)).all():
+            self.cache.forget()
+            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
+        return logits
+
+    def hidden_rows(self, n: int) -> Rows:
+        """The same for hidden rows, of all positions or the scored ones: [n, E]."""
+        return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
 
     def keep_layers(self, layers: tuple[int, ...]) -> None:
         """Keep from now on, as hidden rows, what goes into some layers, side by side."""
@@ -183,14 +226,6 @@ class Context:
         """Free the context, once no view of its logits is left; more than once is allowed."""
         self._handle = None
 
-    def _evaluate_in_halves(
-        self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int
-    ) -> list[Logits]:
-        """Trees with so many branches, one half of the rows after the other."""
-        half = len(batch) // 2
-        first = [logits.copy() for logits in self.evaluate(batch[:half])]
-        return first + self.evaluate(batch[half:], n_padding)
-
     def _segment(
         self, row: int, request: ForwardRequest, batch: Sequence[tuple[int, ForwardRequest]]
     ) -> Segment:
@@ -198,7 +233,7 @@ class Context:
         if request.is_tree:
             assert isinstance(self.cache, KVCache)
             growth = self.cache.grow(row, request, [other for other, _ in batch])
-            return branching(held.number, held.n, request, growth)
+            return tree_segment(held.number, held.n, request, growth)
         new = request.tokens[held.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))
@@ -214,40 +249,16 @@ class Context:
             n_text = self.cache.n_text(row, len(tokens))
             sequence.hidden.add(sequence.n - n_text, rows[start : start + n_text])
 
-    def decode(self, segments: Sequence[Segment]) -> None:
-        """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed."""
-        pointer, batch = self.pointer, self._batch.fill(segments)
-        self.cache.begin()
-        self._choose_threads(pointer)
-        if batch.n_tokens < LONG:
-            self._abort.clear()
-            status = lib.llama_decode(pointer, batch)
-        else:
-            with self._abort.armed(), runtime.raising_signals():
-                status = lib.llama_decode(pointer, batch)
-        if self._governor is not None:
-            self._governor.finish()
-        self._check(status)
-
     def _check(self, status: int) -> None:
         """Raise what llama.cpp's answer means."""
         if status == 0:
             return
-        if status == 1:
-            self.cache.forget()
-            raise MemoryFullError("the KV cache is full; use a larger context")
         if status == 2:
             raise EvaluationAbortedError("the evaluation was aborted")
         self.cache.forget()
-        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.last_error()}")
-
-    def _choose_threads(self, pointer: Any) -> None:
-        if self._governor is None:
-            return
-        self._governor.begin()
-        if self._governor.n_threads != self._n_threads:
-            self._n_threads = self._governor.n_threads
-            lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
+        if status == 1:
+            raise MemoryFullError("the KV cache is full; use a larger context")
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.failure_reason()}")
 
     def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
         if not n_scored:
@@ -258,24 +269,6 @@ class Context:
             answers.append(logits[start:end])
         return answers
 
-    def logits(self, n: int) -> Logits:
-        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.
-
-        Raises
-        ------
-        ScoresError
-            They are not numbers. The KV cache is empty: its cells would spoil every row.
-        """
-        logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
-        if n and not np.isfinite(logits.max(axis=1)).all():
-            self.cache.forget()
-            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
-        return logits
-
-    def hidden_rows(self, n: int) -> Rows:
-        """The same for hidden rows, of all positions or the scored ones: [n, E]."""
-        return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
-
     def _layer_rows(self, n: int) -> Rows:
         """What went into the layers that are kept: [n, layers * E]."""
         views = [self._view(layer_rows(self.pointer, i), n, self._hidden_size) for i in self._layers]
@@ -285,3 +278,91 @@ class Context:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
+
+
+def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
+    """Whether layers, and their cells, are in the memory of other devices."""
+    return bool(weights.devices) or (runtime.can_offload() and options.offloads)
+
+
+def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool) -> Any:
+    """Make a llama_context; `other` is one whose KV cache it reads."""
+    if not is_head:  # one layer
+        _check_room(weights, options, n_cells)
+    parameters = lib.llama_context_default_params()
+    parameters.n_ctx = n_cells
+    parameters.n_batch = parameters.n_ubatch = BATCH
+    keeps_states = weights.keeps_states and not is_head
+    if is_head and weights.architecture == nextn.EAGLE:
+        parameters.n_batch = parameters.n_ubatch = EAGLE_BATCH
+    elif is_head:
+        parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
+    if other is not None:
+        parameters.ctx_other = other
+    n_branches = 0 if is_head else N_BRANCHES
+    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + 1 + n_branches  # one: garbage
+    parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
+    parameters.kv_unified = True
+    parameters.swa_full = True
+    parameters.n_rs_seq = STATES_BACK if keeps_states and _can_restore_states(weights) else 0
+    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+    parameters.type_k = CACHE_TYPES[options.cache_type_k]
+    parameters.type_v = CACHE_TYPES[options.cache_type_v]
+    runtime.clear_errors()
+    runtime.expect_flash_attention()
+    with runtime.raising_callbacks():
+        context = lib.llama_init_from_model(weights.pointer, parameters)
+    if not context:
+        raise MemoryFullError(
+            f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
+            f"{runtime.failure_reason()}; use a smaller context"
+        )
+    return context
+
+
+def _n_sequences(options: ModelOptions) -> int:
+    """Sequences for rows and prefixes: llama.cpp wants room for one row of logits for each."""
+    return max(2, min(N_SEQUENCES, options.max_scored))
+
+
+def _n_branches(batch: Sequence[tuple[int, ForwardRequest]]) -> int:
+    """Sequences that the trees of some requests need beside the rows' own."""
+    return sum([n_leaves(request.parents) - 1 for _, request in batch if request.parents is not None])
+
+
+def _can_restore_states(weights: Weights) -> bool:
+    """Not beside a sliding window: llama.cpp may have given away positions it would need."""
+    return weights.keeps_states and weights.window is None
+
+
+def _bytes_per_token(weights: Weights, options: ModelOptions) -> float:
+    return weights.kv_bytes_per_token(CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v])
+
+
+def _free_context_size(weights: Weights, options: ModelOptions) -> int:
+    """Of a context that nobody asked for: by main memory, or by that of the devices that take the model."""
+    n_bytes, room = int(lib.llama_model_size(weights.pointer)), runtime.available_bytes()
+    if weights.devices:
+        free = sum(device_of(handle).free_bytes for handle in weights.devices)
+        room = max(0, free - n_bytes) if options.workers else free  # CPUs report all they have
+    elif runtime.can_offload() and options.offloads:
+        gpus = [device for device in find_devices() if device.is_gpu]
+        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
+    if weights.keeps_states:
+        n_bytes, room = 0, room // 4  # every text has a context of its own
+    return default_context_size(
+        weights.trained_context_size, _bytes_per_token(weights, options), n_bytes, room
+    )
+
+
+def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
+    """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
+    if leaves_main_memory(weights, options):
+        return
+    n_bytes, room = _bytes_per_token(weights, options) * n_cells, runtime.available_bytes()
+    if n_bytes > room:
+        raise MemoryFullError(
+            f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, this machine has "
+            f"{room / 2**30:.1f} GiB to give; use a smaller context"
+        )

@@ -15,12 +15,11 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import Rows
-from llamaspec.llama.context import Context
+from llamaspec.llama.context import EAGLE_BATCH, Context
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.head import Head
 from llamaspec.llama.layer_rows import HAVE_LAYER_ROWS, layers_read
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.new_context import EAGLE_BATCH
 from llamaspec.llama.nextn import EAGLE
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import Weights

@@ -64,7 +64,7 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     runtime.clear_errors()
     context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
-        raise MemoryFullError(f"no room to look at the layers of {weights.path}: {runtime.last_error()}")
+        raise MemoryFullError(f"no room to look at the layers of {weights.path}: {runtime.failure_reason()}")
     batch = lib.llama_batch_init(len(tokens), 0, 1)
     try:
         batch.n_tokens = len(tokens)
@@ -77,7 +77,9 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
         lib.llama_batch_free(batch)
         lib.llama_free(context)
     if status:
-        raise EvaluationError(f"{weights.path} cannot be evaluated (code {status}): {runtime.last_error()}")
+        raise EvaluationError(
+            f"{weights.path} cannot be evaluated (code {status}): {runtime.failure_reason()}"
+        )
     return [look.influence.get(layer, 1.0) for layer in range(lib.llama_model_n_layer(weights.pointer))]
 
 

@@ -1,7 +1,7 @@
-"""A GGUF model that evaluates rows of tokens, computed by llama.cpp.
+"""A GGUF model that evaluates rows of tokens, computed by llama.cpp: the engine's `Model`.
 
-Where the KV cache is made of keys and values, all rows share one context. Where layers keep states, every row
-has a context of its own, because such memories cannot be rolled back side by side.
+Where the KV cache is made of keys and values, all rows share one context. Where layers keep recurrent states,
+every row has a context of its own, because such memories cannot be rolled back side by side.
 tests/llama/test_model.py: over random calls, cached answers equal those of a fresh model.
 """
 
@@ -16,15 +16,14 @@ import numpy as np
 
 from llamaspec.errors import ContextFullError, ModelFileError
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context
+from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
-from llamaspec.llama.new_context import leaves_main_memory
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.values import ForwardRequest, Logits, TokenArray
+from llamaspec.values import ForwardRequest, Logits
 
 TILE = 64  # positions
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
@@ -65,7 +64,11 @@ class LlamaModel:
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         try:
-            _check_whole(self.weights)
+            if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
+                raise ModelFileError(
+                    f"{path} is no whole model but a part of one ({self.weights.architecture}); "
+                    "give a whole one"
+                )
             context = Context(self.weights, self.options)
         except BaseException:
             if self._owns_weights:
@@ -73,7 +76,7 @@ class LlamaModel:
             raise
         self._contexts = [context]
         self._layers: tuple[int, ...] = ()
-        self._of_row: dict[int, Context] = {}  # only where every row has its own
+        self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self.max_scored = context.max_scored
@@ -110,7 +113,7 @@ class LlamaModel:
             self.check(request)
         if not self.weights.keeps_states:
             return self._contexts[0].prepare(batch)
-        return [self._prepared(*entry) for entry in batch]
+        return [self._prepare_alone(entry) for entry in batch]
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits + K, V] float32, valid until the next call.
@@ -127,41 +130,6 @@ class LlamaModel:
         if not self.weights.keeps_states:
             return self._contexts[0].evaluate(batch, n_padding)
         return [self._evaluate_alone(row, request) for row, request in batch]
-
-    def release(self, row: int) -> None:
-        """The row has ended. What is cached of it may serve others, until its room is needed."""
-        context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
-        if context is not None:
-            context.release(row)
-
-    def cached(self, row: int) -> CachedSequence | None:
-        """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
-        if not self.weights.keeps_states:
-            return self._contexts[0].cache.find(row)
-        context = self._of_row.get(row)
-        return None if context is None else context.cache.find(row)
-
-    @property
-    def prefix_cache(self) -> KVCache | None:
-        """The KV cache of all rows, where prefixes can be copied out of it and back."""
-        cache = self._contexts[0].cache
-        return cache if isinstance(cache, KVCache) and self.weights.window is None else None
-
-    def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
-        """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        options = replace(options or self.options, n_ctx=self.context_size)
-        return Context(weights, options, head=0, other=self._contexts[0])
-
-    @property
-    def _same_size(self) -> ModelOptions:
-        """For a further context, though the memory that is free may have changed."""
-        return replace(self.options, n_ctx=self.context_size)
-
-    def keep_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep, as hidden rows, what goes into some layers."""
-        self._layers = layers
-        for context in self._contexts:
-            context.keep_layers(layers)
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Evaluate one request at once: for measurements and tests, beside no other row.
@@ -182,15 +150,48 @@ class LlamaModel:
             n_cached = n_next
         return self.evaluate([(row, request)])[0]
 
+    def release(self, row: int) -> None:
+        """The row has ended. What is cached of it may serve others, until its room is needed."""
+        context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
+        if context is not None:
+            context.release(row)
+
+    def forget(self) -> None:
+        """Empty the KV cache, as if nothing had been evaluated."""
+        for context in self._contexts:
+            context.forget()
+
     def abort(self) -> None:
         """End a running evaluation soon; from any thread."""
         for context in self._contexts:
             context.abort()
 
+    def cached(self, row: int) -> CachedSequence | None:
+        """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
+        context = self._of_row.get(row) if self.weights.keeps_states else self._contexts[0]
+        return None if context is None else context.cache.find(row)
+
     def cache_use(self) -> tuple[int, int]:
         """Tokens that the KV cache holds, and how many it could: of all contexts, at any time."""
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
+
+    @property
+    def prefix_cache(self) -> KVCache | None:
+        """The KV cache of all rows, if prefixes can be copied out of it and back."""
+        cache = self._contexts[0].cache
+        return cache if isinstance(cache, KVCache) and self.weights.window is None else None
+
+    def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
+        """A context for a prediction head with weights of its own, which reads this model's KV cache."""
+        options = replace(options or self.options, n_ctx=self.context_size)
+        return Context(weights, options, head=0, other=self._contexts[0])
+
+    def keep_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep, as hidden rows, what goes into some layers."""
+        self._layers = layers
+        for context in self._contexts:
+            context.keep_layers(layers)
 
     def facts(self) -> ModelFacts:
         """What the weights are."""
@@ -200,10 +201,18 @@ class LlamaModel:
         """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
         return try_memory(self, self._contexts[0])
 
-    def forget(self) -> None:
-        """Empty the KV cache, as if nothing had been evaluated."""
-        for context in self._contexts:
-            context.forget()
+    def check(self, request: ForwardRequest) -> None:
+        """Raise ValueError where llama.cpp would abort the process."""
+        if not 0 < request.n_tokens <= self.context_size:
+            raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
+        if request.is_tree and not self.can_branch:
+            raise ValueError("this model evaluates chains of draft tokens, not trees")
+        if request.parents is not None and n_leaves(request.parents) > N_BRANCHES:
+            raise ValueError(f"a tree of draft tokens has at most {N_BRANCHES} branches")
+        for tokens in (request.tokens, request.draft):
+            # As unsigned numbers negative ones are large: one pass over the array instead of two.
+            if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
+                raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def close(self) -> None:
         """Free everything; more than once is allowed."""
@@ -220,71 +229,40 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def check(self, request: ForwardRequest) -> None:
-        """Raise ValueError where llama.cpp would abort the process."""
-        if not 0 < request.n_tokens <= self.context_size:
-            raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
-        if request.parents is not None:
-            self._check_tree(request)
-        for tokens in (request.tokens, request.draft):
-            # As unsigned numbers negative ones are large: one pass over the array instead of two.
-            if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
-                raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
-
-    def _check_tree(self, request: ForwardRequest) -> None:
-        if request.is_tree and not self.can_branch:
-            raise ValueError("this model evaluates chains of draft tokens, not trees")
-        if request.parents is not None and n_leaves(request.parents) > N_BRANCHES:
-            raise ValueError(f"a tree of draft tokens has at most {N_BRANCHES} branches")
-
-    def _prepared(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
-        try:
-            context = self._of_row.get(row) or self._assign(row, request.tokens)
-        except ContextFullError as error:
-            return error
-        return context.prepare([(row, request, n_padding)])[0]
-
-    def _assign(self, row: int, tokens: TokenArray) -> Context:
-        """The free context that has cached most of a text, or a new one where all are in use."""
-        free = [context for context in self._contexts if context not in self._of_row.values()]
-        if not free:
-            if len(self._contexts) >= N_SEQUENCES:
-                raise ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
-            free = [Context(self.weights, self._same_size)]
-            if self._layers:
-                free[0].keep_layers(self._layers)
-            self._contexts += free
-        context = max(free, key=lambda context: _cached(context, tokens))
-        self._of_row[row] = context
-        return context
+    def _prepare_alone(self, entry: Prepared) -> int | ContextFullError:
+        """In the row's own context: the free one that has cached most of the text, or a new one."""
+        row, request, _ = entry
+        if row not in self._of_row:
+            free = [context for context in self._contexts if context not in self._of_row.values()]
+            if not free:
+                if len(self._contexts) >= N_SEQUENCES:
+                    return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
+                # Of the same size, though the memory that is free may have changed.
+                free = [Context(self.weights, replace(self.options, n_ctx=self.context_size))]
+                if self._layers:
+                    free[0].keep_layers(self._layers)
+                self._contexts += free
+            n_shared = [_recurrent(context).shared(request.tokens) for context in free]
+            self._of_row[row] = free[n_shared.index(max(n_shared))]
+        return self._of_row[row].prepare([entry])[0]
 
     def _evaluate_alone(self, row: int, request: ForwardRequest) -> Logits:
         context = self._of_row[row]
-        cache = context.cache
-        assert isinstance(cache, RecurrentCache)
-        if cache.reads_first(request):
+        if _recurrent(context).reads_first(request):
             n_before = len(request.tokens) - request.n_logits
             context.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
         return context.evaluate([(row, request)])[0]
 
 
-def _check_whole(weights: Weights) -> None:
-    """Refuse parts of other models, which llama.cpp cannot evaluate alone."""
-    if weights.architecture in PARTS:
-        raise ModelFileError(
-            f"{weights.path} is no whole model but a part of one ({weights.architecture}); give a whole one"
-        )
+def _recurrent(context: Context) -> RecurrentCache:
+    assert isinstance(context.cache, RecurrentCache)
+    return context.cache
 
 
 def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int:
-    """On CPUs flash attention over f16 adds in another order where 64 positions are evaluated at once."""
+    """On CPUs flash attention over f16 adds in another order if 64 positions are evaluated at once."""
     types = options.cache_type_k, options.cache_type_v
     is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
     if not is_tiled or leaves_main_memory(weights, options):
         return context.batch_size
     return min(context.batch_size, TILE - 1)
-
-
-def _cached(context: Context, tokens: TokenArray) -> int:
-    assert isinstance(context.cache, RecurrentCache)
-    return context.cache.shared(tokens)

@@ -1,30 +1,45 @@
-"""A file of prefixes: tokens, and the content of the cells that hold their keys and values.
+"""Prefixes that outlive a process: what the KV caches hold, in a private folder of bounded size.
 
-llama.cpp checks little of what it is given, so nothing reaches it that is not, bit by bit, what was written
-for the same model: a hash runs on from the key of the file over all entries.
-tests/llama/test_saved_prefixes.py.
+One file for each model and way to compute its keys and values: for each prefix its tokens, and the content
+of its cells. llama.cpp checks little of what it is given, so nothing reaches it that is not, bit by bit, what
+was written for the same model: a hash runs on from the key of the file over all entries. Models that keep
+states, or have a sliding window, have nothing that could be copied.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from llamaspec.errors import LlamaspecError
 from llamaspec.files import replacing
-from llamaspec.llama.cells import Bytes, CopiedSequence
+from llamaspec.llama import runtime
+from llamaspec.llama.cells import Bytes, CachedSequence, CopiedSequence
+from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.trial import file_identity
 from llamaspec.values import TokenArray
 
+SUFFIX = ".prefixes"
 _MAGIC = b"llamaspec prefixes 1\n"
 _HEAD = struct.Struct("<iiiq")  # trunk or -1, tokens shared with it, tokens, bytes of content
 _HASH_BYTES = hashlib.sha256().digest_size
+
+Tell = Callable[[str], None]  # receives a remark for the person
+
+
+class DamagedError(Exception):
+    """The file is not as it was written, or was written for something else."""
 
 
 class Prefix(NamedTuple):
@@ -36,17 +51,91 @@ class Prefix(NamedTuple):
     content: Bytes  # of the other cells
 
 
-class DamagedError(Exception):
-    """The file is not as it was written, or was written for something else."""
-
-
-def write_prefixes(path: Path, key: str, moved: Iterator[CopiedSequence], limit: int) -> int:
-    """Write prefixes as they come, until the file would have more than `limit` bytes; how many bytes it has.
+@dataclass(frozen=True, slots=True)
+class PrefixFolder:
+    """A folder with the prefixes of models.
 
     Raises
     ------
-    OSError
-        The file is as it was.
+    LlamaspecError
+        It cannot be made, or others can write there.
+    """
+
+    path: Path
+    limit: int  # bytes of all files together
+
+    def __post_init__(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            facts = self.path.stat()
+        except OSError as error:
+            message = f"cannot use the folder {self.path}: {error.strerror}; name another"
+            raise LlamaspecError(message) from error
+        if not _is_private(facts):
+            raise LlamaspecError(
+                f"others can write in {self.path}, and llama.cpp trusts what lies there; "
+                f"name another folder, or: chmod 700 {self.path}"
+            )
+
+    def load(self, models: Sequence[LlamaModel], tell: Tell) -> None:
+        """Put what is saved of some models into their KV caches, which are empty."""
+        n_tokens = 0
+        for model in models:
+            cache, path = model.prefix_cache, self.file_of(model)
+            if cache is None:
+                tell(f"prefixes of {model.path.name} are not saved: its memory cannot be copied")
+                continue
+            try:
+                _put_in(cache, _read_prefixes(path, path.stem))
+                n_tokens += cache.n_used
+            except FileNotFoundError:
+                pass
+            except (OSError, DamagedError) as error:
+                model.forget()
+                reason = (isinstance(error, OSError) and error.strerror) or "it is not as it was written"
+                tell(f"{path} counts as empty: {reason}")
+        if n_tokens:
+            tell(f"{n_tokens} tokens of prefixes were loaded")
+
+    def save(self, models: Sequence[LlamaModel], tell: Tell) -> None:
+        """Save what the KV caches of some models hold, which are empty afterwards; oldest files go first."""
+        room, paths = self.limit, [self.file_of(model) for model in models]
+        try:
+            for model, path in zip(models, paths, strict=True):
+                if (cache := model.prefix_cache) is not None:
+                    room -= _write_prefixes(path, path.stem, cache.take_out(), room)
+            others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in paths]
+            for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
+                room -= path.lstat().st_size
+                if room < 0:
+                    path.unlink()
+        except OSError as error:
+            tell(f"prefixes cannot be saved in {self.path}: {error.strerror}")
+
+    def file_of(self, model: LlamaModel) -> Path:
+        """The file of a model's prefixes: other weights, formats or builds of llama.cpp have other files."""
+        options = model.options
+        key = json.dumps([
+            file_identity(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
+            *options.placement,
+            options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
+        ])  # fmt: skip
+        return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
+
+
+def _put_in(cache: KVCache, prefixes: Iterable[Prefix]) -> None:
+    """Put prefixes into an empty cache; without one that found no room, what shares its cells has none."""
+    held: list[CachedSequence | None] = []
+    for tokens, place, n_shared, content in prefixes:
+        trunk = None if place is None else held[place]
+        has_trunk = place is None or trunk is not None
+        held.append(cache.put_in(tokens, content, trunk, n_shared) if has_trunk else None)
+
+
+def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limit: int) -> int:
+    """Write prefixes as they come, as long as the file has at most `limit` bytes; how many bytes it has.
+
+    After an OSError the file is as it was.
     """
     places: dict[int, int] = {}  # of sequences, by their numbers
     if path.is_symlink():
@@ -54,22 +143,22 @@ def write_prefixes(path: Path, key: str, moved: Iterator[CopiedSequence], limit:
     with replacing(path, private=True) as file:
         file.write(_MAGIC)
         digest = _first_digest(key)
-        for move in moved:
-            trunk = -1 if move.trunk is None else places.get(move.trunk.number)
-            if move.content is None or trunk is None:
+        for each in copied:
+            trunk = -1 if each.trunk is None else places.get(each.trunk.number)
+            if each.content is None or trunk is None:
                 continue
-            tokens = move.sequence.tokens[: move.n].tobytes()
-            head = _HEAD.pack(trunk, move.n_shared, move.n, len(move.content))
-            if file.tell() + len(head) + len(tokens) + len(move.content) + _HASH_BYTES > limit:
+            tokens = each.sequence.tokens[: each.n].tobytes()
+            head = _HEAD.pack(trunk, each.n_shared, each.n, len(each.content))
+            if file.tell() + len(head) + len(tokens) + len(each.content) + _HASH_BYTES > limit:
                 break
-            digest = _hash(digest, head, tokens, move.content.data)
-            for part in (head, tokens, move.content.data, digest):
+            digest = _hash(digest, head, tokens, each.content.data)
+            for part in (head, tokens, each.content.data, digest):
                 file.write(part)
-            places[move.sequence.number] = len(places)
+            places[each.sequence.number] = len(places)
         return file.tell()
 
 
-def read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
+def _read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
     """The prefixes of a file, each once it is known to be whole.
 
     Raises
@@ -79,16 +168,19 @@ def read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
     DamagedError
         What follows is not what was written for this key.
     """
-    with open(path, "rb", opener=_opened) as file:
+    with open(path, "rb", opener=_open_private) as file:
         n_left = os.fstat(file.fileno()).st_size - len(_MAGIC)
         if file.read(len(_MAGIC)) != _MAGIC:
             raise DamagedError
         digest, n_read = _first_digest(key), 0
         while n_left:
             head = file.read(_HEAD.size)
-            trunk, n_shared, n, n_bytes = _fields(head, n_read)
+            if len(head) < _HEAD.size:
+                raise DamagedError
+            trunk, n_shared, n, n_bytes = _HEAD.unpack(head)
+            is_sound = -1 <= trunk < n_read and 0 <= n_shared <= n and (trunk >= 0) == (n_shared > 0)
             n_left -= _HEAD.size + 4 * n + n_bytes + _HASH_BYTES
-            if n_left < 0:
+            if not is_sound or n_bytes < 0 or n_left < 0:
                 raise DamagedError
             tokens, content = _read(file, 4 * n), _read(file, n_bytes)
             digest = _hash(digest, head, tokens.data, content.data)
@@ -96,15 +188,6 @@ def read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
                 raise DamagedError
             yield Prefix(tokens.view(np.int32), trunk if trunk >= 0 else None, n_shared, content)
             n_read += 1
-
-
-def _fields(head: bytes, n_read: int) -> tuple[int, int, int, int]:
-    if len(head) < _HEAD.size:
-        raise DamagedError
-    trunk, n_shared, n, n_bytes = _HEAD.unpack(head)
-    if not (-1 <= trunk < n_read and 0 <= n_shared <= n and n_bytes >= 0 and (trunk >= 0) == (n_shared > 0)):
-        raise DamagedError
-    return trunk, n_shared, n, n_bytes
 
 
 def _read(file: BufferedReader, n: int) -> Bytes:
@@ -125,16 +208,16 @@ def _hash(digest: bytes, *parts: bytes | memoryview) -> bytes:
     return made.digest()
 
 
-def _opened(name: str, flags: int) -> int:
-    """A regular file of this person, which nobody else can write."""
+def _open_private(name: str, flags: int) -> int:
+    """Open a regular file of this person, which nobody else can write."""
     file = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
     facts = os.fstat(file)
-    if stat.S_ISREG(facts.st_mode) and is_private(facts):
+    if stat.S_ISREG(facts.st_mode) and _is_private(facts):
         return file
     os.close(file)
     raise DamagedError
 
 
-def is_private(facts: os.stat_result) -> bool:
+def _is_private(facts: os.stat_result) -> bool:
     """Whether nobody else can write it."""
     return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022

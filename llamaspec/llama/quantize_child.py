@@ -46,7 +46,7 @@ def _copy(task: dict[str, Any]) -> str:
     runtime.start()
     paths = [os.fsencode(task[name]) for name in ("source", "destination")]
     if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
-        return runtime.last_error()
+        return runtime.failure_reason()
     if task["pruned"]:
         source = read_tensors(Path(task["source"]))
         n_layers = source.numbers.get(f"{source.texts.get('general.architecture')}.block_count", 0)

@@ -1,25 +1,27 @@
-"""What llama.cpp needs once for a process: its start, its log, the threads worth using.
+"""What llama.cpp needs once for a process: its start, its log, memory, and a number of threads.
 
-llama.cpp explains failures only in its log; the last errors are kept here, so that an exception can say
-what went wrong while the log itself stays silent.
+llama.cpp explains failures only in its log. Its error lines are kept here, so that an exception can say what
+went wrong while the log itself stays silent.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
@@ -27,7 +29,8 @@ from llamaspec.errors import printable
 
 _LONGEST_REASON = 500  # characters; files may name things at any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
-_LEVEL_WARNING, _LEVEL_ERROR, _LEVEL_CONTINUED = 3, 4, 5
+_LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
+_WINDOW = 0.1  # seconds; what a shorter time says of other programs is chance
 
 
 class _Log:
@@ -44,7 +47,7 @@ class _Log:
     def _receive(self, level: int, text: bytes, _user_data: object) -> None:
         self._level = level if level != _LEVEL_CONTINUED else self._level
         line = text.decode("utf-8", errors="replace")
-        if self._level >= _LEVEL_ERROR:
+        if self._level >= _LEVEL_ERROR and line.strip():
             self.errors.append(line.strip())
         if "Flash Attention" in line:
             self.flash_attention = "enabled" in line
@@ -60,6 +63,7 @@ def start() -> None:
     """Start llama.cpp; later calls do nothing."""
     lib.llama_log_set(_log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
+    thread_chooser()  # what other programs use is watched from now on
 
 
 def set_verbose(verbose: bool) -> None:
@@ -68,19 +72,23 @@ def set_verbose(verbose: bool) -> None:
 
 
 def clear_errors() -> None:
-    """Forget what was said before, ahead of an attempt whose outcome is to be explained."""
+    """Forget what was said before, ahead of an attempt whose failure is to be explained."""
     _log.errors.clear()
-    _log.flash_attention = None
 
 
-def last_error() -> str:
-    """What llama.cpp said about the latest failure, in one line."""
-    said = next((line for line in _log.errors if line), "llama.cpp gave no reason; --verbose shows its log")
+def failure_reason() -> str:
+    """Why the latest attempt failed, in one line: the first error since `clear_errors` is the cause."""
+    said = _log.errors[0] if _log.errors else "llama.cpp gave no reason; --verbose shows its log"
     return printable(said)[:_LONGEST_REASON]
 
 
+def expect_flash_attention() -> None:
+    """A context is made next, which may say whether it has flash attention."""
+    _log.flash_attention = None
+
+
 def flash_attention() -> bool | None:
-    """Whether the latest context got flash attention, where that was left to llama.cpp; None: not said."""
+    """Whether the latest context has flash attention, if that was left to llama.cpp; None: not said."""
     return _log.flash_attention
 
 
@@ -121,19 +129,6 @@ def raising_signals() -> Iterator[None]:
         yield
 
 
-def available_bytes() -> int | None:
-    """Memory that the machine can still give; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 @functools.cache
 def repacking_is_safe() -> bool:
     """Whether llama.cpp may rearrange weights.
@@ -169,46 +164,63 @@ def can_offload() -> bool:
     return any(by_kind(kind) for kind in _GPU_KINDS)
 
 
-@functools.cache
-def default_threads() -> int:
-    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores.
+def available_bytes() -> int:
+    """Memory that the machine, and the container around this process, can still give."""
+    free = psutil.virtual_memory().available
+    room = container_room(Path("/"))
+    return free if room is None else min(free, room)
 
-    Not more than a container may use at once.
+
+def container_room(root: Path) -> int | None:
+    """Bytes that Linux control groups leave, as their files below `root` say; None: no limit.
+
+    Files that lie in memory because they were read count as free: the kernel drops them if it needs room.
     """
-    return max(1, min(_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
-
-
-def n_hardware_threads() -> int:
-    """Hardware threads that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rooms = []
+    for group in _control_groups(root, "memory"):
+        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            facts = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat") if " " in line)
+            n_cached = int(facts.get("file") or facts.get("total_cache") or 0)
+            rooms.append(limit - used + n_cached - int(facts.get("shmem") or facts.get("total_shmem") or 0))
+    return max(0, min(rooms)) if rooms else None
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores whose time a Linux control group may use, as its files below `root` say; None: all.
-
-    The least of the group and those around it, in either version of control groups.
-    """
+    """Cores whose time Linux control groups allow, as their files below `root` say; None: all."""
     quotas = []
+    for group in _control_groups(root, "cpu"):
+        lines = [
+            *_lines(group / "cpu.max"),
+            *_lines(group / "cpu.cfs_quota_us"),
+            *_lines(group / "cpu.cfs_period_us"),
+        ]
+        match " ".join(lines).split():
+            case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
+                quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's group and those around it, in either version of control groups."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
             top = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            top = root / "sys/fs/cgroup/cpu"
+        elif controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
         else:
             continue
         own = top / path.strip("/")
-        for group in [group for group in (own, *own.parents) if group.is_relative_to(top)]:
-            files = (
-                _lines(group / "cpu.max"),
-                _lines(group / "cpu.cfs_quota_us"),
-                _lines(group / "cpu.cfs_period_us"),
-            )
-            match " ".join(itertools.chain.from_iterable(files)).split():
-                case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
-                    quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+        yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+
+
+def _number(*files: Path) -> int | None:
+    """The number in the first of some files that exists and holds one."""
+    lines = [line for file in files for line in _lines(file)]
+    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def _lines(path: Path) -> list[str]:
@@ -218,6 +230,20 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def n_hardware_threads() -> int:
+    """Hardware threads that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def default_threads() -> int:
+    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores.
+
+    Not more than a container may use at once.
+    """
+    return max(1, min(_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
+
+
 def _full_speed_cores() -> int:
     if sys.platform == "darwin":
         for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
@@ -225,13 +251,66 @@ def _full_speed_cores() -> int:
             if answer.stdout.strip().isdigit():
                 return int(answer.stdout)
     if hasattr(os, "sched_getaffinity"):
-        return len({_siblings(core) for core in os.sched_getaffinity(0)})
-    return max(1, (os.cpu_count() or 2) // 2)
+        cores = os.sched_getaffinity(0)
+        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
+        return len({"".join(_lines(Path(topology.format(core)))) or core for core in cores})
+    return psutil.cpu_count(logical=False) or max(1, n_hardware_threads() // 2)
 
 
-def _siblings(core: int) -> str:
-    """A name shared by the hardware threads of one physical core."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings").read_text()
-    except OSError:
-        return str(core)
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds that have passed on this machine."""
+
+    wall: float
+    own: float  # of processor time, in all threads of this process
+    idle: float  # of processor time that nobody used, on the cores that this process may use
+
+
+def usage() -> Usage:
+    """As the system tells it now."""
+    times = psutil.cpu_times(percpu=True)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    idle = sum(times[core].idle + getattr(times[core], "iowait", 0.0) for core in cores if core < len(times))
+    return Usage(time.perf_counter(), time.process_time(), idle)
+
+
+class ThreadChooser:
+    """Says for texts that begin how many threads should evaluate: as many as other programs leave cores.
+
+    llama.cpp's threads wait for each other by spinning, so one that has lost its core to another program
+    holds up all of them: beside one busy program, two threads on two cores have less than half the speed of
+    one (docs/hardware.md). Within a text the number stays: flash attention over f16 values adds up in another
+    order for another number of threads (tests/llama/test_runtime.py).
+
+    Parameters
+    ----------
+    most : int
+        Never more than this; that many on a quiet machine.
+    n_cores : int
+        Hardware threads that this process may use: at least `most`.
+    look : callable
+        Gives the `Usage` up to now.
+    """
+
+    def __init__(self, most: int, n_cores: int, look: Callable[[], Usage] = usage) -> None:
+        self._most, self._n_cores, self._look = most, n_cores, look
+        self._latest = look()
+        self._n = most
+
+    def choose(self) -> int:
+        """The number by what other programs used since the latest choice."""
+        if self._most == 1:
+            return 1
+        now, before = self._look(), self._latest
+        wall = now.wall - before.wall
+        if wall >= _WINDOW:
+            left = (now.idle - before.idle + now.own - before.own) / wall  # cores without the others'
+            self._n = min(max(round(min(left, self._n_cores)), 1), self._most)
+            self._latest = now
+        return self._n
+
+
+@functools.cache
+def thread_chooser() -> ThreadChooser:
+    """The one of this process: all models meet the same machine."""
+    return ThreadChooser(default_threads(), n_hardware_threads())

@@ -45,7 +45,7 @@ def main() -> None:
         kind = "memory"
     except LlamaspecError as error:
         kind, message = type(error).__name__, str(error)
-        if isinstance(error, MemoryFullError) and (available_bytes() or 0) > n_bytes:
+        if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
             kind = "memory"  # it was the limit
     print(json.dumps([kind, message[:_LONGEST_MESSAGE]]), flush=True)  # noqa: T201
     os._exit(0)  # without the risk of freeing what is damaged
@@ -91,8 +91,7 @@ def use(path: Path, n_ctx: int) -> None:
         with suppress(PromptError):  # it concerns this text, not the file
             vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
             tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
-        room = available_bytes()
-        if room is not None and room < facts.weights_bytes:
+        if available_bytes() < facts.weights_bytes:
             return  # it would be read twice from disk
         small = facts.weights_bytes < SMALL_BYTES
         tokens = tokens[: min(model.context_size, 64 if small else 1)]

@@ -160,7 +160,7 @@ class Weights:
         del callback  # it had to live until here
         if model:
             return model
-        reason = runtime.last_error()
+        reason = runtime.failure_reason()
         if "alloc" in reason or "memory" in reason:
             raise MemoryFullError(
                 f"no room for {self.path}: {reason}; close programs or put fewer layers on the GPU"

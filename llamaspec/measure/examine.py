@@ -21,7 +21,6 @@ from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.pairing import difference
-from llamaspec.llama.threads import usage
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
     OK,
@@ -114,9 +113,9 @@ def look_at_machine() -> Machine:
 
 def _taken_cores() -> float:
     """How many hardware threads other programs use, looked at for a moment."""
-    before = usage()
+    before = runtime.usage()
     time.sleep(LOOK_SECONDS)
-    after = usage()
+    after = runtime.usage()
     wall = after.wall - before.wall
     idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
     return max(0.0, runtime.n_hardware_threads() - idle - own)

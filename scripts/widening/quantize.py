@@ -39,7 +39,7 @@ def quantize(path: Path, kind: str, n_threads: int = 0) -> Path:
     runtime.clear_errors()
     try:
         if lib.llama_model_quantize(os.fsencode(path), os.fsencode(unfinished), parameters):
-            raise OSError(f"llama.cpp cannot quantise {path} to {kind}: {runtime.last_error()}")
+            raise OSError(f"llama.cpp cannot quantise {path} to {kind}: {runtime.failure_reason()}")
         unfinished.replace(quantized)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from forward_requests import Count, RandomRows, request, text
 from llamaspec import LlamaModel, LlamaspecError
 from llamaspec.llama.cells import LlamaCells
 from llamaspec.llama.kv_cache import SLACK
-from llamaspec.llama.saved_prefixes import PrefixFolder
+from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 from simulated_cells import Checked
