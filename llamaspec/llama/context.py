@@ -323,7 +323,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
 
 def _n_sequences(options: ModelOptions) -> int:
     """Sequences for rows and prefixes: llama.cpp wants room for one row of logits for each."""
-    return max(2, min(N_SEQUENCES, options.max_scored))
+    return max(2, min(N_SEQUENCES - 1, options.max_scored))
 
 
 def _n_branches(batch: Sequence[tuple[int, ForwardRequest]]) -> int:
