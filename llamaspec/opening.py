@@ -9,8 +9,8 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from llamaspec.drafters.foreign import foreign_vocabulary
-from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub.names import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
 from llamaspec.llama.head_files import what_it_reads
@@ -66,8 +66,8 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The draft's vocabulary cannot spell a text, or differs where a draft has a draft; or the target has no
-        prediction heads.
+        The draft's vocabulary has too little in common with the target's, or differs where a draft has a
+        draft; or the target has no prediction heads.
 
     Examples
     --------
@@ -81,10 +81,10 @@ def open_pair(
         options = target_options or ModelOptions()
         return _open_with_heads(path, head_path, options, draft_options, on_load, start, past, ngram=ngram)
 
-    stages: Sequence[str | Path] = ()
+    others: Sequence[str | Path] = ()
     if not isinstance(draft, str | Path | None):
-        draft, *stages = draft or (None,)
-    if stages and {draft, *stages} & {NGRAM, MTP}:
+        draft, *others = draft or (None,)
+    if others and {draft, *others} & {NGRAM, MTP}:
         raise PairError("a draft has drafts only where all of them are models of their own; drop one")
     if draft == NGRAM:
         draft, ngram = None, True
@@ -93,28 +93,28 @@ def open_pair(
     if draft == MTP or (draft == AUTO and drafts_itself(target)):
         return open_with_heads(resolve_model(target), None)
     draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and not stages and what_it_reads(draft_path):
+    if draft_path is not None and not others and what_it_reads(draft_path):
         return open_with_heads(resolve_model(target), draft_path)
     path, options = resolve_model(target), draft_options or _DRAFT_OPTIONS
-    places = [] if draft_path is None else [draft_path, *map(resolve_model, stages)]
+    places = [] if draft_path is None else [draft_path, *map(resolve_model, others)]
     with ExitStack() as opened:  # closes what is open where something goes wrong
         target_model = LlamaModel(path, target_options, on_load)
         opened.callback(target_model.close)
         drafts: list[LlamaModel] = []
         for place in places:
-            verifies = len(drafts) < len(stages)  # a draft of its own
+            verifies = len(drafts) < len(others)  # a draft of its own
             opts = replace(options, max_scored=MAX_DRAFT + 1) if verifies else options
             drafts.append(LlamaModel(place, opts, on_load))
             opened.callback(drafts[-1].close)
-            if stages:
+            if others:
                 check_pair(target_model.vocabulary, drafts[-1].vocabulary)
-        foreign = None
+        common = None
         if drafts and difference(target_model.vocabulary, drafts[0].vocabulary) is not None:
-            foreign = foreign_vocabulary(target_model.vocabulary, drafts[0].vocabulary)
+            common = CommonTokens(target_model.vocabulary, drafts[0].vocabulary)
         opened.pop_all()
-    first, *others = drafts or (None,)
+    first, *below = drafts or (None,)
     seconds = time.perf_counter() - start
-    return Pair(target_model, first, seconds, stages=others, foreign=foreign, ngram=ngram, past=past)
+    return Pair(target_model, first, seconds, cascade=below, common=common, ngram=ngram, past=past)
 
 
 def drafts_itself(target: str | Path) -> bool:

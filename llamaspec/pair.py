@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from llamaspec.drafters.foreign import ForeignVocabulary
-from llamaspec.drafters.no_drafter import NoDrafter
-from llamaspec.drafters.past import PastTexts
-from llamaspec.drafters.tree_growth import TreeLength
+from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.drafters.ngram import PastTexts
+from llamaspec.drafters.tree import TreeLength
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.speculate import Closing, Speculation
+from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.engine.write import TextPlan
@@ -37,11 +37,10 @@ from llamaspec.protocols import (
     RowConstraint,
 )
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.grammar import Grammars
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.constraint import Grammars
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.stages import draft_name, stages_of
-from llamaspec.text_drafters import Drawing, TextDrafters
+from llamaspec.sequence_drafters import Drawing, SequenceDrafters, cascade_of, draft_name
 from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -61,23 +60,23 @@ class Pair:
         draft: LlamaModel | None,
         load_seconds: float,
         *,
-        stages: Sequence[LlamaModel] = (),
+        cascade: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
-        foreign: ForeignVocabulary | None = None,
+        common: CommonTokens | None = None,
         ngram: bool = False,
         past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.draft = draft
-        self.stages = () if draft is None else stages_of(draft, stages, past, ngram=ngram)
+        self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=ngram)
         self.heads = heads  # of the target, in place of a draft
-        self.foreign = foreign  # of the draft, where it is not the target's
+        self.common = common  # tokens, where the draft's vocabulary is not the target's
         self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
         if past is not None:
             past.keep_below(target.vocabulary_size)
         self.past = past  # texts that are copied from besides; every text becomes one of them
-        self._drafters = TextDrafters(target, draft, self.stages, heads, foreign, ngram, past, clock)
+        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram, past)
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
@@ -93,12 +92,12 @@ class Pair:
     def draft_models(self) -> tuple[LlamaModel, ...]:
         """The draft, the draft's draft, and so on."""
         first = () if self.draft is None else (self.draft,)
-        return (*first, *(stage.draft_models[0] for stage in self.stages))
+        return (*first, *(level.draft_models[0] for level in self.cascade))
 
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        model = Source.STAGE if self.stages else Source.MODEL
+        model = Source.STAGE if self.cascade else Source.MODEL
         store = self.past if self.ngram else None
         found = {model: self.draft, Source.MTP: self.heads}
         copies = {Source.NGRAM: self.ngram or None, Source.STORE: store}
@@ -169,14 +168,13 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
-        others: list[Closing] = []
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
         length = policy.start_row(drops=RULES[rule].drops)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
             trees = length if isinstance(length, TreeLength) else None
-            drafter, others = self._drafters.make(drawing, trees)
+            drafter = self._drafters.make(drawing, trees)
         speculation = Speculation(
             drafter=drafter,
             length=length,
@@ -187,7 +185,6 @@ class Pair:
             max_scored=self.target.max_scored,
             constraint=row_constraint,
             n_logprobs=logprobs,
-            others=others,
         )
         plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
         return TextStream(plan, self._scheduler, on_prefill)

@@ -239,6 +239,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Closing(Protocol):
+    """A drafter that wants to know that the sequence has ended."""
+
+    def close(self) -> None:
+        """The sequence has ended; more than once is allowed."""
+
+
+@runtime_checkable
 class AheadDrafter(Drafter, Protocol):
     """A drafter that can go on while its draft is verified, where both compute on different devices."""
 

@@ -3,9 +3,9 @@
 So the command can start, and show its help, without numpy and llama.cpp.
 """
 
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.no_drafter import NoDrafter
-from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.ngram import PastTexts
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import TextStream
@@ -27,7 +27,7 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.opening import demo_draft, demo_target, open_pair
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import Distribution, Draft, Logprobs, Round
 
 SilentDrafter = NoDrafter  # its name in the first version

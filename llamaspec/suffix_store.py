@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llamaspec.drafters.past import MAX_TOKENS, PastTexts, latest
+from llamaspec.drafters.ngram import MAX_TOKENS, PastTexts, latest
 from llamaspec.files import cache_folder, read_beginning, read_file, write_file
 from llamaspec.values import TokenArray
 

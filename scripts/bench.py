@@ -46,7 +46,7 @@ from llamaspec import (
 )
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
-from llamaspec.drafters.tree_growth import FixedTree
+from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.attention_choice import TextSize

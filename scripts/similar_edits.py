@@ -15,7 +15,7 @@ import click
 
 from help_text import help_text
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
-from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.ngram import PastTexts
 
 NAMES = ("lines", "words", "items", "rows", "names", "values", "paths", "files", "keys", "parts")
 CODE = '''

@@ -26,7 +26,7 @@ import yaml
 
 from help_text import help_text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
-from llamaspec.drafters.tree_growth import FixedTree
+from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama.options import DRAFT_SCORED

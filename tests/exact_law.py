@@ -23,18 +23,15 @@ from fakes import (
     every_second,
     sure,
 )
-from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.cascade import CascadeDrafter
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
-from llamaspec.drafters.no_drafter import NoDrafter
-from llamaspec.drafters.tree import TreeDrafter
-from llamaspec.drafters.tree_growth import FixedTree
+from llamaspec.drafters.tree import FixedTree, TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.staged import StagedDrafter
 from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
-from llamaspec.sampling.distributions import Floats, distribution
-from llamaspec.sampling.parameters import Sampling
-from llamaspec.sampling.random_streams import StageStreams
+from llamaspec.sampling.filters import Floats, Sampling, distribution
+from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
 
 N_TOKENS = 3
@@ -83,7 +80,7 @@ def model_drafter(
     )  # fmt: skip
 
 
-def staged_drafter(
+def cascade_drafter(
     models: Models,
     lengths: Sequence[Length],
     sampling: Sampling,
@@ -93,27 +90,27 @@ def staged_drafter(
     *,
     helper: Drafter | None = None,
     names: Sequence[str] = (DRAFT, SECOND, THIRD),
-) -> StagedDrafter:
+) -> CascadeDrafter:
     """A draft with a draft of its own, one for each length; the last has `helper`, or else a model."""
-    own, (length, *others) = StageStreams(streams), lengths
+    own, (length, *others) = CascadeStreams(streams), lengths
     if others:
-        helper = staged_drafter(
+        helper = cascade_drafter(
             models, others, sampling, rule, own, constraint, helper=helper, names=names[1:]
         )
     elif helper is None:
         helper = model_drafter(models, sampling, rule, own, constraint, names[1])
     model = model_drafter(models, sampling, rule, streams, constraint, names[0])
-    return StagedDrafter(model, helper, length.start_row(drops=rule.drops), own, lambda: 0.0)
+    return CascadeDrafter(model, helper, length.start_row(drops=rule.drops), own)
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
-STAGES: dict[str, MakeDrafter] = {
-    "a draft's draft": lambda *chance: staged_drafter(THREE, [Length(2)], *chance),
-    "until a token": lambda *chance: staged_drafter(THREE, [UntilToken(1)], *chance),
-    "copies for a draft": lambda *chance: staged_drafter(
+CASCADES: dict[str, MakeDrafter] = {
+    "a draft's draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance),
+    "until a token": lambda *chance: cascade_drafter(THREE, [UntilToken(1)], *chance),
+    "copies for a draft": lambda *chance: cascade_drafter(
         THREE, [Length(2)], *chance, helper=NgramDrafter(min_match=1)
     ),
-    "nobody for a draft": lambda *chance: staged_drafter(THREE, [Length(2)], *chance, helper=NoDrafter()),
+    "nobody for a draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance, helper=NoDrafter()),
 }
 CHAINS: dict[str, MakeDrafter] = {
     "model": lambda *chance: model_drafter(THREE, *chance),

@@ -28,10 +28,10 @@ from llamaspec import (
     Sampling,
     open_pair,
 )
-from llamaspec.drafters.tree_growth import FixedTree
+from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
-from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, Draft, ForwardRequest, Round, Source
 from model_store import ModelStore

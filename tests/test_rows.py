@@ -18,7 +18,7 @@ import pytest
 
 from forward_requests import EXACT, MEMORIES, kv_cache, paths, text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
-from llamaspec.drafters.tree_growth import FixedTree
+from llamaspec.drafters.tree import FixedTree
 from llamaspec.errors import ContextFullError
 from llamaspec.values import ForwardRequest, Logits
 from model_store import ModelStore

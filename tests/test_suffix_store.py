@@ -11,7 +11,7 @@ import pytest
 from command import invoke
 from fakes import tokens
 from llamaspec import FixedLength, ModelOptions, NoDrafter, open_pair
-from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.ngram import PastTexts
 from llamaspec.suffix_store import SuffixStore, folder, forget_texts, kept_texts
 from llamaspec.values import Source
 from model_store import ModelStore

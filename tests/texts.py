@@ -15,7 +15,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.engine.write import TextPlan
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Logits, TokenArray
 

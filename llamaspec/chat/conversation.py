@@ -20,7 +20,7 @@ from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt: turns that no conversation reaches

@@ -7,7 +7,7 @@ from pathlib import Path
 from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
-from llamaspec.sampling.grammar import MAX_TEXT
+from llamaspec.sampling.constraint import MAX_TEXT
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:

@@ -17,7 +17,7 @@ from llamaspec.measure.learned_length import auto_length, known_exact_widths
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 
 _CHAIN = (
     "temperature",

@@ -23,7 +23,7 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.compare import Spread
 from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 
 MOST_TEXT_BYTES = 1 << 30
 

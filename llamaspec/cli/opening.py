@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from llamaspec.cli.model_options import ModelChoice
 from llamaspec.cli.terminal import SlowProgress, say
-from llamaspec.drafters.past import PastTexts
+from llamaspec.drafters.ngram import PastTexts
 from llamaspec.hub.names import has_draft
 from llamaspec.llama import runtime
 from llamaspec.measure.pair_files import PairFiles
@@ -75,11 +75,9 @@ def _warn(pair: Pair) -> None:
                 f"warning: the {name} was trained on {model.trained_context_size} tokens, "
                 f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that"
             )
-    if pair.foreign is not None:
-        share, how = pair.foreign.overlap.of_text, "its text is tokenized anew"
-        if pair.foreign.uses_intersection:
-            how = "it drafts with these"
-        say(f"the draft has another vocabulary, with {share:.0%} of an ordinary text's tokens; {how}")
+    if pair.common is not None:
+        share = f"{pair.common.of_text:.0%} of an ordinary text's tokens"
+        say(f"the draft has another vocabulary, with {share}; it drafts with these")
     if pair.draft is not None:
         types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
         if types & set(_LOSSY_CACHES):

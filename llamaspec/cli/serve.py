@@ -26,7 +26,7 @@ from llamaspec.measure.learned_length import keep_prior
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import PADDING, ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes

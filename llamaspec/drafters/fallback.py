@@ -1,26 +1,52 @@
-"""Several drafters, those that cost nothing first: the first that has a draft speaks.
+"""The simplest drafters: none at all, and the first of several that has a draft.
 
-The order decides nothing where the length is automatic: it lets a drafter copy only what is worth more than
-the next one's draft. tests/length/test_ngram.py.
+Drafters may be plain functions or coroutines; `drafting` and `preparing` make coroutines of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamaspec.drafters.coroutines import drafting, preparing
-from llamaspec.protocols import Drafter, Drafting, Preparing, RowLength
-from llamaspec.values import NO_DRAFT, TokenArray
+from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowLength
+from llamaspec.values import NO_DRAFT, Draft, TokenArray
+
+
+def drafting(drafter: Drafter, context: TokenArray, length: RowLength) -> Drafting:
+    """What a drafter proposes."""
+    proposed = drafter.propose(context, length)
+    return proposed if isinstance(proposed, Draft) else (yield from proposed)
+
+
+def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
+    """A drafter's preparation for a prompt."""
+    prepared = drafter.prepare(context)
+    if prepared is not None:
+        yield from prepared
+
+
+class NoDrafter:
+    """Drafts nothing: with it the loop is plain decoding."""
+
+    def prepare(self, context: TokenArray) -> None:
+        """Needs no preparation."""
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        """No tokens."""
+        return NO_DRAFT
 
 
 class FallbackDrafter:
-    """Asks drafters in turn until one has a draft."""
+    """Asks drafters in turn until one has a draft; those that cost nothing come first.
+
+    With an automatic length the order does not matter: it lets a drafter copy only what is worth more than
+    the next one's draft.
+    """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Let every drafter take in the prompt."""
+        """Let every drafter read the prompt."""
         for drafter in self._drafters:
             yield from preparing(drafter, context)
 
@@ -31,3 +57,9 @@ class FallbackDrafter:
             if len(draft):
                 return draft
         return NO_DRAFT
+
+    def close(self) -> None:
+        """The sequence has ended."""
+        for drafter in self._drafters:
+            if isinstance(drafter, Closing):
+                drafter.close()

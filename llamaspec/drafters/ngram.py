@@ -1,119 +1,118 @@
 """Prompt lookup: draft tokens that need no model, because they followed the same tokens before.
 
-The longest end of the text that also occurs earlier is found with a suffix automaton, which grows by
-amortised constant time for each token. Editing, summarising and rewriting copy long stretches, and there
-such draft tokens cost nothing. Where an earlier text has a longer match, that is copied. Knows no
-probabilities. tests/drafters/test_ngram.py compares with plain search.
+The longest end of the text that also occurs earlier, in the text itself or in an earlier text, is found by
+comparing arrays: some 50 microseconds in 30,000 tokens, and no index that has to follow a text back.
+Editing, summarising and rewriting copy long passages, and there such draft tokens cost nothing.
+Knows no probabilities. tests/drafters/test_ngram.py compares with plain search.
+
+References: prompt lookup decoding (Saxena, 2023); SuffixDecoding, arXiv 2411.04975, with earlier texts.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from llamaspec.drafters.past import LONGEST_COPY, NO_MATCH, Match, PastTexts
 from llamaspec.protocols import RowLength
-from llamaspec.values import (
-    NO_NGRAM_DRAFT,
-    NO_STORE_DRAFT,
-    NO_TOKENS,
-    Distribution,
-    Draft,
-    TokenArray,
-)
+from llamaspec.values import NO_NGRAM_DRAFT, NO_STORE_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
-UNDO = 128  # tokens that can be taken back at once
+MIN_PAST_MATCH = 4  # tokens; shorter ones occur everywhere in much text
+LONGEST_MATCH = 32  # tokens; longer ones are not told apart
+LONGEST_COPY = 64  # tokens
+MAX_TOKENS = 1 << 18  # of all past texts together; older ones are dropped
+_GAP = -1  # between past texts
 
 
-class SuffixAutomaton:
-    """All substrings of a growing sequence, and for its longest repeated end where that occurred before.
+class Match(NamedTuple):
+    """Where the end of a text occurred before."""
 
-    References
+    length: int  # tokens, at most LONGEST_MATCH
+    following: TokenArray  # [n] int32, n >= 1
+
+
+NO_MATCH = Match(0, NO_TOKENS)
+
+
+def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[int, int]:
+    """The longest end of `path` in `tokens` that something follows, the latest of several.
+
+    Returns
+    -------
+    (length, index)
+        Tokens, at most LONGEST_MATCH, and the index in `tokens` of the first that follows; (0, 0) for none.
+    """
+    if len(path) < at_least or len(tokens) <= at_least:
+        return 0, 0
+    alike = tokens[at_least - 1 : -1] == path[-1]
+    for i in range(1, at_least):
+        alike &= tokens[at_least - 1 - i : -1 - i] == path[-1 - i]
+    ends = np.flatnonzero(alike) + at_least  # [n] index behind each place
+    ends = ends[tokens[ends] != _GAP]
+    if not len(ends):
+        return 0, 0
+    length = at_least
+    while length < min(LONGEST_MATCH, len(path)):
+        longer = ends[np.searchsorted(ends, length, side="right") :]
+        longer = longer[tokens[longer - 1 - length] == path[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return length, int(ends[-1])
+
+
+class PastTexts:
+    """Texts of one model, the latest last. From any thread.
+
+    Parameters
     ----------
-    Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
+    texts : iterable of [n] int32
+        Those of earlier runs.
+    max_tokens : int
+        The oldest texts are dropped beyond this.
     """
 
-    def __init__(self) -> None:
-        self._next: list[dict[int, int]] = [{}]  # of each state: token -> state
-        self._link = [-1]  # of each state: the state of its longest end that other places share
-        self._length = [0]  # of each state: its longest substring
-        self._end = [-1]  # of each state: index behind a recent occurrence
-        self._last = 0
-        self.n_tokens = 0
-        self._changes: list[tuple[Any, int, Any]] = []  # by the last token: list or dict, key, value before
-        self._undo: deque[tuple[list[tuple[Any, int, Any]], int, int]] = deque(maxlen=UNDO)
+    def __init__(self, texts: Iterable[TokenArray] = (), max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = min(max_tokens, MAX_TOKENS)
+        self._lock = threading.Lock()
+        self.added: tuple[TokenArray, ...] = ()  # since it was made
+        self._keep(latest(list(texts), self._max_tokens))
 
     @property
-    def n_undo(self) -> int:
-        """How many tokens can be taken back."""
-        return len(self._undo)
+    def n_tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(len, self.texts))
 
-    def pop(self) -> None:
-        """Make the sequence one token shorter."""
-        changes, n_states, self._last = self._undo.pop()
-        for place, key, before in reversed(changes):
-            if before is None:
-                del place[key]
-            else:
-                place[key] = before
-        for each in (self._next, self._link, self._length, self._end):
-            del each[n_states:]
-        self.n_tokens -= 1
+    def keep_below(self, n_tokens: int) -> None:
+        """Drop texts with token ids that are not below this: they are no texts of the model at hand."""
+        self._keep(tuple(text for text in self.texts if text.min() >= 0 and text.max() < n_tokens))
 
-    @property
-    def match_length(self) -> int:
-        """Length of the longest end of the sequence that also ends earlier in it."""
-        return self._length[self._link[self._last]] if self._last else 0
+    def add(self, text: TokenArray) -> None:
+        """A text has ended. It replaces those that it continues."""
+        text = text[-MAX_TOKENS // 4 :].copy()
+        if len(text) <= MIN_PAST_MATCH:
+            return
+        with self._lock:
+            self.added = latest([*self.added, text], self._max_tokens)
+            self._keep(latest([*self.texts, text], self._max_tokens))
 
-    @property
-    def match_end(self) -> int:
-        """Index behind an earlier occurrence of that end."""
-        return self._end[self._link[self._last]]
+    def find(self, path: TokenArray) -> Match:
+        """The longest end of a text that occurs in an earlier one, and what followed there; the latest."""
+        tokens = self._tokens
+        length, begin = longest_match(tokens, path, MIN_PAST_MATCH)
+        following = tokens[begin : begin + LONGEST_COPY]
+        gaps = np.flatnonzero(following == _GAP)
+        return Match(length, following[: gaps[0]] if len(gaps) else following) if length else NO_MATCH
 
-    def append(self, token: int) -> None:
-        """Make the sequence one token longer."""
-        self._changes = []
-        self._undo.append((self._changes, len(self._length), self._last))
-        if self._last:
-            # What has just been looked up occurs again here: prefer this recent place from now on.
-            self._set(self._end, self._link[self._last], self.n_tokens)
-        self.n_tokens += 1
-        state = self._add(self._length[self._last] + 1, {}, -1, self.n_tokens)
-        place = self._last
-        while place >= 0 and token not in self._next[place]:
-            self._set(self._next[place], token, state)
-            place = self._link[place]
-        self._link[state] = 0 if place < 0 else self._split(place, token)
-        self._last = state
-
-    def _split(self, place: int, token: int) -> int:
-        """The state of exactly the longest substring of `place` followed by `token`."""
-        known = self._next[place][token]
-        if self._length[known] == self._length[place] + 1:
-            return known
-        copy = self._add(
-            self._length[place] + 1, dict(self._next[known]), self._link[known], self._end[known]
-        )
-        self._set(self._link, known, copy)
-        while place >= 0 and self._next[place].get(token) == known:
-            self._set(self._next[place], token, copy)
-            place = self._link[place]
-        return copy
-
-    def _set(self, place: Any, key: int, value: int) -> None:
-        self._changes.append((place, key, place.get(key) if isinstance(place, dict) else place[key]))
-        place[key] = value
-
-    def _add(self, length: int, following: dict[int, int], link: int, end: int) -> int:
-        self._next.append(following)
-        self._link.append(link)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._length) - 1
+    def _keep(self, texts: tuple[TokenArray, ...]) -> None:
+        self.texts = tuple(text for text in texts if len(text))
+        gap = np.full(1, _GAP, np.int32)
+        parts = [part for text in self.texts for part in (text, gap)]
+        self._tokens = np.concatenate(parts).astype(np.int32) if parts else NO_TOKENS
 
 
 class NgramDrafter:
@@ -122,29 +121,21 @@ class NgramDrafter:
     Parameters
     ----------
     min_match : int
-        Shorter matches give no draft.
+        Shorter matches in the text itself give no draft.
     past : PastTexts, optional
-        Earlier texts; this one becomes one of them when it ends.
+        Earlier texts.
+    keeps : bool
+        This text becomes one of them when it ends; not where it is a draft's, whose end may be rejected.
     """
 
-    def __init__(self, min_match: int = MIN_MATCH, past: PastTexts | None = None) -> None:
-        self._min_match = min_match
-        self._past = past
+    def __init__(
+        self, min_match: int = MIN_MATCH, past: PastTexts | None = None, *, keeps: bool = True
+    ) -> None:
+        self._min_match, self._past, self._keeps = min_match, past, keeps
         self._read = NO_TOKENS
-        self._automaton = SuffixAutomaton()
 
     def prepare(self, context: TokenArray) -> None:
-        """Take in a prompt."""
-        n_read = n_same = len(self._read)
-        if n_read > len(context) or not bool((self._read == context[:n_read]).all()):
-            n_same = _shared(self._read, context)
-        if n_read - n_same > self._automaton.n_undo:
-            self._automaton, n_same = SuffixAutomaton(), 0
-        else:  # what was drafted for a draft may have been rejected
-            for _ in range(n_read - n_same):
-                self._automaton.pop()
-        for token in context[n_same:].tolist():
-            self._automaton.append(token)
+        """Note the prompt."""
         self._read = context
 
     def propose(self, context: TokenArray, length: RowLength) -> Draft:
@@ -152,23 +143,21 @@ class NgramDrafter:
 
         The confidence of a token is that of the longer match that it would be part of.
         """
-        self.prepare(context)
+        self._read = context
         found, match = NO_MATCH if self._past is None else self._past.find(context), self._match(context)
         draft = _copied(NO_STORE_DRAFT, found, length) if found.length > match.length else NO_STORE_DRAFT
         return draft if len(draft) else _copied(NO_NGRAM_DRAFT, match, length)
 
     def _match(self, context: TokenArray) -> Match:
         """The longest in the text itself. Copying reaches what it has copied: text that repeats goes on."""
-        n, end = self._automaton.match_length, self._automaton.match_end
-        if n < self._min_match:
-            return NO_MATCH
-        return Match(n, np.resize(context[end : end + LONGEST_COPY], LONGEST_COPY))
+        n, begin = longest_match(context, context, self._min_match)
+        return Match(n, np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)) if n else NO_MATCH
 
     def close(self) -> None:
-        """The text has ended."""
-        if self._past is not None:
+        """The sequence has ended."""
+        if self._past is not None and self._keeps:
             self._past.add(self._read)
-            self._past = None
+        self._read = NO_TOKENS
 
 
 def _copied(draft: Draft, match: Match, length: RowLength) -> Draft:
@@ -182,8 +171,21 @@ def _copied(draft: Draft, match: Match, length: RowLength) -> Draft:
     return draft if len(draft) else nothing
 
 
-def _shared(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning."""
-    n = min(len(a), len(b))
-    different = (a[:n] != b[:n]).nonzero()[0]
-    return int(different[0]) if len(different) else n
+def latest(texts: Sequence[TokenArray], max_tokens: int) -> tuple[TokenArray, ...]:
+    """The latest texts that there is room for; of the last one and those it goes on from, the longest."""
+    if not texts:
+        return ()
+    last, others = texts[-1], []
+    for text in texts[:-1]:
+        n = min(len(text), len(last))
+        if bool((text[:n] == last[:n]).all()):
+            last = max(text, last, key=len)
+        else:
+            others.append(text)
+    kept, room = [last], max_tokens - len(last)
+    for text in reversed(others):
+        room -= len(text)
+        if room < 0:
+            break
+        kept.append(text)
+    return tuple(reversed(kept))

@@ -30,7 +30,6 @@ class Row(Generic[Event]):
     number: int
     text: Text[Event]
     width: Width
-    verifier: str = TARGET  # the model whose evaluations verify; all others draft
     request: ForwardRequest | None = None  # what it waits for
     part: ForwardRequest | None = None  # of it, what is evaluated next
     n_cached: int = 0  # tokens of the request that are cached
@@ -57,7 +56,7 @@ class Row(Generic[Event]):
         request = self.request
         assert request is not None
         self.seconds += seconds
-        if request.model == self.verifier:
+        if request.model == TARGET:
             self.verify_seconds += seconds
         else:
             self.draft_seconds += seconds
@@ -70,7 +69,7 @@ class Row(Generic[Event]):
         With an error: its request cannot be evaluated. Raises StopIteration where the text ends, and whatever
         goes wrong in it.
         """
-        drafts = self.request is not None and self.request.model != self.verifier
+        drafts = self.request is not None and self.request.model != TARGET
         self.request = self.part = self.n_cached_before = None
         self.seconds, self.is_started = 0.0, True
         begin = clock()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.drafters.coroutines import preparing
+from llamaspec.drafters.fallback import preparing
 from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEvent, Written
 from llamaspec.engine.row import Text
 from llamaspec.engine.speculate import Speculation, speculate

@@ -18,7 +18,7 @@ from llamaspec.measure.bit_exactness import Measurement, logit_differences
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
-from llamaspec.sampling.distributions import distribution
+from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 

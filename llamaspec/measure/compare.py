@@ -114,7 +114,7 @@ def run_compare(
     }
     if pair.draft is not None:
         alone = Pair(pair.draft, None, 0.0)
-        own = task if pair.foreign is None else replace(task, prompt=pair.foreign.tokens.read(task.prompt))
+        own = task if pair.common is None else replace(task, prompt=pair.common.read(task.prompt))
         ways["draft alone"] = lambda run: own.run(alone, n_before=run)
     runs: dict[str, list[Completion]] = {name: [] for name in ways}
     for run in range(-1, n_runs):  # run -1 warms up

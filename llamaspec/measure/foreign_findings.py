@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llamaspec.drafters.foreign import ForeignVocabulary, foreign_vocabulary
+from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
@@ -21,32 +21,28 @@ FEW = 0.3  # of the draft tokens: below that drafting hardly ever pays
 
 
 def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Callable[[], float]) -> Iterator[Finding]:
-    """Overlap and acceptance of two models that number tokens differently."""
+    """Common tokens and acceptance of two models that number tokens differently."""
     try:
-        foreign = foreign_vocabulary(target.vocabulary, draft.vocabulary)
+        common = CommonTokens(target.vocabulary, draft.vocabulary)
     except LlamaspecError as error:
         yield Finding.of_error("vocabulary", error)
         return
-    yield overlap_finding(foreign)
-    yield acceptance_finding(target, draft, foreign, clock)
+    yield overlap_finding(common)
+    yield acceptance_finding(target, draft, common, clock)
 
 
-def overlap_finding(foreign: ForeignVocabulary) -> Finding:
-    """How much of the target's vocabulary the draft has, and what is made of it."""
-    overlap = foreign.overlap
-    shared = f"{overlap.n_shared} of the target's {overlap.n_target} tokens"
-    text = f"differs: the draft has {shared}, and {overlap.of_text:.0%} of those of an ordinary text; "
-    if foreign.uses_intersection:
-        return Finding(OK, "vocabulary", text + "it draws among these")
-    text += f"its text is tokenized anew, {overlap.n_steps:.1f} draft tokens for one of the target's"
-    return Finding(OK, "vocabulary", text)
+def overlap_finding(common: CommonTokens) -> Finding:
+    """How much of the target's vocabulary the draft has."""
+    shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
+    text = f"differs: the draft has {shared}, and {common.of_text:.0%} of those of an ordinary text; "
+    return Finding(OK, "vocabulary", text + "it draws among these")
 
 
 def acceptance_finding(
-    target: LlamaModel, draft: LlamaModel, foreign: ForeignVocabulary, clock: Callable[[], float]
+    target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Callable[[], float]
 ) -> Finding:
     """What a short trial accepts, with the usual sampling."""
-    pair, begin = Pair(target, draft, 0.0, foreign=foreign, clock=clock), clock()
+    pair, begin = Pair(target, draft, 0.0, common=common, clock=clock), clock()
     prompt = sample_tokens(target.vocabulary, N_PROMPT)
     stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
     for _ in stream:

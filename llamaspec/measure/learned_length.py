@@ -10,7 +10,7 @@ from llamaspec.measure.bit_exactness import exact_widths
 from llamaspec.measure.store import store_prior, stored_prior, stored_probe
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.stages import Stage
+from llamaspec.sequence_drafters import CascadeLevel
 
 WORTH_KEEPING = 64  # tokens
 
@@ -22,12 +22,12 @@ def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | N
 
     The pair's drafts that have drafts get one, too.
     """
-    for stage in pair.stages:
-        stage.length = _begun(stage, None, tell)
+    for level in pair.cascade:
+        level.length = _begun(level, None, tell)
     return _begun(pair, widths, tell)
 
 
-def _begun(pair: Pair | Stage, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
+def _begun(pair: Pair | CascadeLevel, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
     kept = stored_prior(pair)
     if kept.fault is not None and tell is not None:
         tell(kept.fault)
@@ -45,10 +45,10 @@ def learned_costs(policy: AutoLength) -> CostCurve | None:
     return policy.experience().curve
 
 
-def keep_prior(pair: Pair | Stage, policy: LengthPolicy) -> None:
+def keep_prior(pair: Pair | CascadeLevel, policy: LengthPolicy) -> None:
     """Keep what a run has learnt about this pair, if it was long enough to learn something."""
     if isinstance(policy, AutoLength) and policy.shared.n_tokens >= WORTH_KEEPING:
         store_prior(pair, policy.experience())
     if isinstance(pair, Pair):
-        for stage in pair.stages:
-            keep_prior(stage, stage.length)
+        for level in pair.cascade:
+            keep_prior(level, level.length)

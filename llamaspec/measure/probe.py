@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.drafters.coroutines import drafting, preparing
+from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.measure.bit_exactness import Difference, Measurement, compare_widths
@@ -21,8 +21,7 @@ from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.distributions import distribution
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling, distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, MTP, TARGET, ForwardRequest, Source, TokenArray
 

@@ -16,7 +16,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, ForwardRequest, TokenArray

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 

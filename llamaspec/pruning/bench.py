@@ -17,7 +17,7 @@ from llamaspec.llama.quantize import COPY, Copy, write_copy
 from llamaspec.measure.read_along import WrittenText, read_along, replay
 from llamaspec.pruning.machine import Machine, draft_options
 from llamaspec.pruning.search import Candidate, Found
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 
 Tell = Callable[[str], None]  # receives a line for the person
 

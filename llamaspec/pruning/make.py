@@ -30,7 +30,7 @@ from llamaspec.pruning.bench import Bench, Tell
 from llamaspec.pruning.machine import Machine, ThisMachine, draft_options
 from llamaspec.pruning.search import Found, search
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q2_K": 3.35}  # of a weight, roughly; the types that are tried

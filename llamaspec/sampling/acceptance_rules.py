@@ -56,7 +56,22 @@ class Coupled:
         return float(token == drawn)
 
 
-class Rejection:
+class _Drawing:
+    """What `Rejection` and `Block` have in common: draft tokens with noise of their own."""
+
+    drops = False
+
+    def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
+        """Draw draft token `i` independently of the target's draws."""
+        return streams.choose(distribution, Stream.DRAFT, start + i, attempt=start)
+
+    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
+        """min(1, p(x) / q(x)); the quotient itself could overflow."""
+        p_x, q_x = p.probability(token), q.probability(token)
+        return 1.0 if p_x >= q_x else p_x / q_x
+
+
+class Rejection(_Drawing):
     """Accept x with probability min(1, p(x) / q(x)); in place of the first rejected one draw from p - q.
 
     References
@@ -66,11 +81,6 @@ class Rejection:
     """
 
     name = "rejection"
-    drops = False
-
-    def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i` independently of the target's draws."""
-        return streams.choose(distribution, Stream.DRAFT, start + i, attempt=start)
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -87,12 +97,8 @@ class Rejection:
             return _verification(range(i), token, target)
         return _all_accepted(draft, target, streams, start)
 
-    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """min(1, p(x) / q(x))."""
-        return _ratio(p.probability(token), q.probability(token))
 
-
-class Block:
+class Block(_Drawing):
     """Verify the draft tokens together: never fewer accepted tokens than by rejection one by one.
 
     References
@@ -101,11 +107,6 @@ class Block:
     """
 
     name = "block"
-    drops = False
-
-    def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i` independently of the target's draws."""
-        return streams.choose(distribution, Stream.DRAFT, start + i, attempt=start)
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -128,12 +129,23 @@ class Block:
         token = streams.choose(rest, Stream.RESIDUAL, start + n_accepted, attempt=start)
         return _verification(range(n_accepted), token, target)
 
-    def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """Of a single token as by rejection: min(1, p(x) / q(x))."""
-        return _ratio(p.probability(token), q.probability(token))
-
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (Coupled(), Rejection(), Block())})
+
+
+def counterfactual(
+    made: Draft, verified: Draft, verification: Verification, rule: Rule, target: TargetDistributions
+) -> tuple[float, float] | None:
+    """Of the first draft token that was not verified: its confidence, and how likely it would be accepted.
+
+    None where all of `made` was verified, and where a token of `verified` was rejected: then the target has
+    drawn no token at that position.
+    """
+    n = len(verified)
+    if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
+        return None
+    token, q = int(made.tokens[n]), made.distributions[n]
+    return made.confidences[n], rule.acceptance(token, q, target.after(n - 1), verification.next_token)
 
 
 def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribution:
@@ -147,11 +159,6 @@ def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribut
         return p
     positive = uncovered > 0
     return Distribution(p.tokens[positive], uncovered[positive] / total)
-
-
-def _ratio(p_x: float, q_x: float) -> float:
-    """min(1, p / q), where the quotient could overflow."""
-    return 1.0 if p_x >= q_x else p_x / q_x
 
 
 def _uncovered(

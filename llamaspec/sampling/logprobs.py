@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamaspec.sampling.distributions import Scores
+from llamaspec.sampling.filters import Scores
 from llamaspec.values import Draft, Logits, Logprobs, Verification
 
 

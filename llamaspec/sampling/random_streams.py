@@ -51,19 +51,22 @@ class SeededStreams:
         """Draw one token of `distribution`."""
         if len(distribution.tokens) == 1:
             return int(distribution.tokens[0])
-        uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
-        noise = -np.log(-np.log(uniform))
-        return int(distribution.tokens[(np.log(distribution.probabilities) + noise).argmax()])
+        return int(distribution.tokens[self._perturbed(distribution, use, position, attempt).argmax()])
 
     def perturbed(self, distribution: Distribution, use: Stream, position: int) -> npt.NDArray[np.float64]:
         """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
-        uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, 0)
-        noise: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
-        return noise
+        return self._perturbed(distribution, use, position, 0)
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
         return float(self._uniform(np.zeros(1, dtype=np.uint64), use, position, attempt)[0]) < probability
+
+    def _perturbed(
+        self, distribution: Distribution, use: Stream, position: int, attempt: int
+    ) -> npt.NDArray[np.float64]:
+        uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
+        perturbed: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
+        return perturbed
 
     def _uniform(
         self, tokens: npt.NDArray[np.uint64], use: Stream, position: int, attempt: int
@@ -79,7 +82,7 @@ class SeededStreams:
         return ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-class StageStreams:
+class CascadeStreams:
     """Chance for a draft that has a draft of its own.
 
     What position alone decides is shared, so that under the coupled rule everybody draws the same tokens.

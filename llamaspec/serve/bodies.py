@@ -20,7 +20,7 @@ from llamaspec.chat.message import Message, ToolCall
 from llamaspec.chat.template import NoTemplateError
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import MAX_DRAFT
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 
 MAX_STOPS = 32
 MAX_MESSAGES = 4096

@@ -27,8 +27,8 @@ from llamaspec.engine.events import Completion
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
-from llamaspec.sampling.grammar import WHITESPACE
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.constraint import WHITESPACE
+from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     Fields,
     RequestError,

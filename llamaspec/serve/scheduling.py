@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream, ReasoningLimit
 from llamaspec.chat.answers import AnswerParser
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.at_most import AtMost

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from command import Answer, invoke, naming
-from foreign import FakeVocabulary
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.drafters.foreign import ForeignVocabulary, foreign_vocabulary
+from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import EvaluationError
 from llamaspec.llama.devices import Device, as_size, find_devices
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
@@ -29,11 +28,12 @@ from llamaspec.measure.findings import (
     room_finding,
     thread_finding,
 )
-from llamaspec.measure.foreign_findings import N_DRAFT, acceptance_finding, foreign_findings, overlap_finding
+from llamaspec.measure.foreign_findings import N_DRAFT, acceptance_finding, foreign_findings
 from llamaspec.measure.model_findings import model_findings, pace_findings
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
-from tiny_vocabulary import BYTES, sentencepiece_vocabulary
+from tiny_vocabulary import BYTES
+from vocabularies import FakeVocabulary
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
@@ -161,13 +161,9 @@ def test_another_vocabulary_is_tried(
     assert "draft cost" in found
 
 
-def test_a_vocabulary_of_another_family_is_tried(
-    store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llamaspec.drafters.foreign.MOSTLY", 1.1)
-    other = store.path("llama", Recipe(seed=9, vocabulary=sentencepiece_vocabulary()))
+def test_a_draft_that_agrees_with_nothing(store: ModelStore, target_file: Path) -> None:
+    other = store.path("llama", Recipe(seed=9, shuffled=1))
     found = listed(invoke("doctor", *naming([target_file, other]), "--json"))
-    assert "its text is tokenized anew, 1." in found["vocabulary"]["text"]
     assert found["acceptance"]["level"] == "warning"  # two random models
     assert "in a trial on a short text" in found["acceptance"]["text"]
 
@@ -175,21 +171,21 @@ def test_a_vocabulary_of_another_family_is_tried(
 def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
     target = opened("llama", Recipe(dtype="q8_0"))
     draft = opened("llama", Recipe(dtype="q8_0", shuffled=1))
-    foreign = foreign_vocabulary(target.vocabulary, draft.vocabulary)
+    common = CommonTokens(target.vocabulary, draft.vocabulary)
     short, long = (
-        int(acceptance_finding(target, draft, foreign, clock).text.split()[2])
+        int(acceptance_finding(target, draft, common, clock).text.split()[2])
         for clock in (itertools.count(step=10.0).__next__, lambda: 0.0)
     )
     assert short <= N_DRAFT < long
 
 
-def test_a_draft_that_cannot_spell(target_file: Path, opened: OpenModel) -> None:
+def test_a_draft_with_too_little_in_common(target_file: Path, opened: OpenModel) -> None:
     """Found before anything is tried; the draft is no more than its vocabulary here."""
     draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
     (found,) = foreign_findings(opened("llama"), draft, lambda: 0.0)
     assert (found.level, found.topic) == ("problem", "vocabulary")
-    assert found.text == "the draft's vocabulary cannot spell an ordinary text"
-    assert found.remedy == "choose another draft"
+    assert found.text == "the draft's vocabulary has only 0% of the target's tokens in an ordinary text"
+    assert found.remedy == "choose a draft of the target's family"
 
 
 def test_special_tokens_that_differ(store: ModelStore, target_file: Path) -> None:
@@ -433,13 +429,4 @@ def test_the_figures_of_two_models() -> None:
     assert told.endswith(
         "from a snapshot (2.5 MB, 4.2 ms to copy and put back), 5 of 18 tokens were evaluated again in "
         "a trial"
-    )
-
-
-def test_the_figures_of_another_vocabulary() -> None:
-    overlap = SimpleNamespace(n_shared=300, n_target=400, of_text=0.85, n_steps=1.26)
-    foreign = cast(ForeignVocabulary, SimpleNamespace(overlap=overlap, uses_intersection=False))
-    assert overlap_finding(foreign).text == (
-        "differs: the draft has 300 of the target's 400 tokens, and 85% of those of an ordinary text; "
-        "its text is tokenized anew, 1.3 draft tokens for one of the target's"
     )

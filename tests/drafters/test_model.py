@@ -14,7 +14,7 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, MTP, TARGET, Draft, Forward, ForwardRequest, Source
 from texts import PLAIN, draft, stream, target

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 
 from fakes import CountingUp, tokens
-from llamaspec.drafters.coroutines import drafting
-from llamaspec.drafters.fallback import FallbackDrafter
-from llamaspec.drafters.ngram import NgramDrafter, SuffixAutomaton
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
+from llamaspec.drafters.ngram import (
+    LONGEST_MATCH,
+    MAX_TOKENS,
+    MIN_PAST_MATCH,
+    NgramDrafter,
+    PastTexts,
+    longest_match,
+)
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.protocols import Drafter, Preparing
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
@@ -25,38 +30,30 @@ def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
     raise AssertionError("a model was asked")
 
 
-def longest_repeated_end(sequence: list[int]) -> int:
-    """By trying every length and place."""
-    for length in range(len(sequence) - 1, 0, -1):
-        end = sequence[-length:]
-        if any(sequence[i : i + length] == end for i in range(len(sequence) - length)):
+def longest_end(path: list[int], texts: list[list[int]], at_least: int) -> int:
+    """By trying every length and place; something must follow there."""
+    for length in range(min(len(path), LONGEST_MATCH), at_least - 1, -1):
+        end = path[-length:]
+        if any(text[i : i + length] == end for text in texts for i in range(len(text) - length)):
             return length
     return 0
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_automaton_finds_what_plain_search_finds(seed: int) -> None:
+def test_what_is_found_is_what_plain_search_finds(seed: int) -> None:
+    """The latest of the longest; in long texts of two tokens, matches are longer than what is told apart."""
     random = np.random.default_rng(seed)
-    sequence = random.integers(0, 3, 50).tolist()
-    automaton = SuffixAutomaton()
-    assert automaton.match_length == 0
-    for i, token in enumerate(sequence):
-        automaton.append(token)
-        seen = sequence[: i + 1]
-        match = longest_repeated_end(seen)
-        assert automaton.match_length == match
-        if match:
-            end = automaton.match_end
-            assert end <= i
-            assert seen[end - match : end] == seen[-match:]
-
-
-def test_states_are_copied_only_where_they_must_be() -> None:
-    """The smallest automaton of a repetition has one state for each length."""
-    automaton = SuffixAutomaton()
-    for _ in range(20):
-        automaton.append(1)
-    assert len(automaton._next) == 21
+    sequence = random.integers(0, 3 if seed % 4 else 2, 90)
+    if seed % 4 == 0:
+        sequence[50:] = sequence[5:45]
+    for n in range(len(sequence)):
+        path = sequence[:n].tolist()
+        for at_least in (1, 2, 4):
+            length, begin = longest_match(sequence[:n].astype(np.int32), tokens(*path), at_least)
+            assert length == longest_end(path, [path], at_least)
+            if length:
+                places = [i for i in range(length, n) if path[i - length : i] == path[-length:]]
+                assert begin == places[-1]
 
 
 @pytest.mark.parametrize(
@@ -97,9 +94,9 @@ def test_the_place_that_was_looked_up_last_is_preferred() -> None:
     assert proposed(NgramDrafter(), context, 1).tokens.tolist() == [6]
 
 
-def test_another_context_is_not_taken_for_a_longer_one() -> None:
+def test_a_drafter_remembers_no_other_context() -> None:
     drafter = NgramDrafter()
-    drafter.prepare(tokens(1, 2, 3, 1, 2))
+    drafter.prepare(tokens(1, 2, 3, 1, 2, 9))
     assert drafter.propose(tokens(4, 5, 6, 4, 5, 6, 4, 5), FixedLength(1)).tokens.tolist() == [6]
     assert drafter.propose(tokens(1, 2, 3, 1, 2), FixedLength(1)).tokens.tolist() == [3]
 
@@ -129,3 +126,124 @@ def test_every_drafter_takes_in_the_prompt() -> None:
     requests = list(fallback.prepare(tokens(1, 2)))
     assert [request.tokens.tolist() for request in requests] == [[1, 2], [1, 2]]
     assert one.seen == other.seen == [[1, 2]]
+
+
+# -- earlier texts ------------------------------------------------------------------------------------------
+
+
+def random_text(rng: np.random.Generator, n: int, n_tokens: int = 3) -> TokenArray:
+    return rng.integers(0, n_tokens, n).astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_found_in_past_texts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    texts = [random_text(rng, int(rng.integers(1, 60))) for _ in range(6)]
+    past = PastTexts(texts[:3])
+    for text in texts[3:]:
+        past.add(text)
+    kept = [text.tolist() for text in past.texts]
+    for _ in range(40):
+        source = texts[int(rng.integers(6))]
+        start = int(rng.integers(len(source)))
+        path = np.concatenate([random_text(rng, int(rng.integers(0, 9))), source[start : start + 20]])
+        match = past.find(path)
+        assert match.length == longest_end(path.tolist(), kept, MIN_PAST_MATCH)
+        if match.length:
+            place = [*path.tolist()[-match.length :], *match.following.tolist()]
+            assert any(place == text[i : i + len(place)] for text in kept for i in range(len(text)))
+
+
+def test_no_more_is_copied_than_pays() -> None:
+    past = PastTexts([np.arange(200, dtype=np.int32)])
+    assert past.find(tokens(0, 1, 2, 3)).following.tolist() == list(range(4, 68))
+    long = past.find(np.arange(190, dtype=np.int32))
+    assert (long.length, long.following.tolist()) == (32, list(range(190, 200)))
+
+
+def test_texts_too_short_to_be_found_are_not_kept() -> None:
+    past = PastTexts()
+    past.add(tokens(1, 2, 3, 4))
+    assert (past.texts, past.added, past.n_tokens) == ((), (), 0)
+    past.add(tokens(1, 2, 3, 4, 5))
+    assert (len(past.texts), len(past.added), past.n_tokens) == (1, 1, 5)
+    assert past.find(tokens(2, 3, 4)).length == 0
+    assert past.find(tokens(1, 2, 3, 4)).length == 4
+
+
+def test_what_is_added_is_the_callers_no_longer() -> None:
+    past, text = PastTexts(), tokens(1, 2, 3, 4, 5)
+    past.add(text)
+    text[:] = 9
+    assert past.texts[0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_the_latest_of_several_places_counts() -> None:
+    past = PastTexts([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 6)])
+    assert past.find(tokens(9, 1, 2, 3, 4)).following.tolist() == [6]
+    past.add(tokens(1, 2, 3, 4, 7))
+    assert past.find(tokens(9, 1, 2, 3, 4)).following.tolist() == [7]
+
+
+def test_no_copy_reaches_from_one_text_into_the_next() -> None:
+    past = PastTexts([tokens(1, 2, 3, 4), tokens(5, 6, 7, 8, 9)])
+    assert past.find(tokens(1, 2, 3, 4)).length == 0
+    assert past.find(tokens(5, 6, 7, 8)).following.tolist() == [9]
+    assert past.find(tokens(3, 4, 5, 6)).length == 0
+
+
+def test_a_text_takes_the_place_of_its_beginning() -> None:
+    """A conversation grows from turn to turn and is kept once."""
+    past = PastTexts([tokens(*range(10)), tokens(7, 7, 7, 7, 7)])
+    past.add(tokens(*range(20)))
+    assert [len(text) for text in past.texts] == [5, 20]
+    past.add(tokens(*range(20)))
+    assert [len(text) for text in past.added] == [20]
+
+
+def test_the_oldest_texts_go_first() -> None:
+    past = PastTexts([tokens(*range(i, i + 10)) for i in range(5)], max_tokens=25)
+    assert [int(text[0]) for text in past.texts] == [3, 4]
+    past.add(tokens(*range(50, 60)))
+    assert [int(text[0]) for text in past.texts] == [4, 50]
+    assert past.n_tokens == 20
+
+
+def test_one_text_may_not_fill_everything() -> None:
+    past = PastTexts()
+    past.add(np.arange(MAX_TOKENS, dtype=np.int32))
+    assert past.n_tokens == MAX_TOKENS // 4
+    assert past.find(np.arange(MAX_TOKENS - 50, MAX_TOKENS - 10, dtype=np.int32)).following.tolist()
+
+
+def test_texts_of_another_vocabulary_are_dropped() -> None:
+    past = PastTexts([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 99), tokens(1, 2, 3, 4, -5)])
+    past.keep_below(99)
+    assert [text.tolist() for text in past.texts] == [[1, 2, 3, 4, 5]]
+    assert past.find(tokens(1, 2, 3, 4)).following.tolist() == [5]
+
+
+# -- as draft tokens ----------------------------------------------------------------------------------------
+
+
+def test_the_longer_match_is_copied() -> None:
+    past = PastTexts([tokens(1, 2, 3, 4, 5, 6, 7)])
+    drafter = NgramDrafter(past=past)
+    draft = drafter.propose(tokens(3, 4, 9, 1, 2, 3, 4), FixedLength(8))
+    assert (draft.source, draft.tokens.tolist()) == (Source.STORE, [5, 6, 7])
+    assert draft.confidences == (4 / 5, 5 / 6, 6 / 7)
+    draft = NgramDrafter(past=past).propose(tokens(1, 2, 3, 4, 8, 1, 2, 3, 4), FixedLength(2))
+    assert (draft.source, draft.tokens.tolist()) == (Source.NGRAM, [8, 1])
+    assert len(NgramDrafter(past=past).propose(tokens(1, 2, 3, 4), FixedLength(0))) == 0
+
+
+def test_a_text_becomes_a_past_one_when_it_ends() -> None:
+    past = PastTexts()
+    drafter, other = NgramDrafter(past=past), NgramDrafter(past=past)
+    drafter.propose(tokens(1, 2, 3, 4, 5, 6), FixedLength(3))
+    assert len(other.propose(tokens(9, 1, 2, 3, 4), FixedLength(3))) == 0
+    NgramDrafter(past=past, keeps=False).propose(tokens(7, 7, 7, 7, 7, 7), FixedLength(3))
+    for _ in range(2):
+        drafter.close()
+    assert other.propose(tokens(9, 1, 2, 3, 4), FixedLength(3)).tokens.tolist() == [5, 6]
+    assert len(past.texts) == 1

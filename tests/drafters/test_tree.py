@@ -8,12 +8,11 @@ import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.tree import TreeDrafter
-from llamaspec.drafters.tree_growth import FixedTree, Growth, TreeLength
+from llamaspec.drafters.tree import FixedTree, Growth, TreeDrafter, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.tree import TreePlan
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest
 

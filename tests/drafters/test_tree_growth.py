@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.drafters.tree_growth import CONTEXT, CandidateTree, FixedTree, TreeGrowth
+from llamaspec.drafters.tree import CONTEXT, CandidateTree, FixedTree, TreeGrowth
 from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead
 from llamaspec.values import Draft, Source
 

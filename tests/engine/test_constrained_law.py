@@ -27,13 +27,12 @@ from exact_law import (
 )
 from fake_constraint import Steps
 from fakes import Branching, CountingUp, Length
-from llamaspec.drafters.fallback import FallbackDrafter
-from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
+from llamaspec.drafters.forced import AllowedDrafter, ForcedDrafter
 from llamaspec.drafters.ngram import NgramDrafter
-from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import DRAFT, TARGET, Forward, Source
 
 Make = Callable[[RowConstraint, Sampling, Rule, RandomStreams], Drafter]
@@ -50,12 +49,12 @@ CONSTRAINTS = {"steps": Steps(), "steps to an end": Steps(end=1)}
 CHAINS: dict[str, Make] = {
     "model": lambda c, *chance: drafter_of_model(c, *chance),
     "model that knows nothing of it": lambda c, *chance: model_drafter(THREE, *chance),
-    "what is forced": lambda c, *_: GrammarDrafter(c, N),
+    "what is forced": lambda c, *_: ForcedDrafter(c, N),
     "copies, the model, what is forced": lambda c, *chance: FallbackDrafter(
         [
             AllowedDrafter(NgramDrafter(1), c, N),
             drafter_of_model(c, *chance),
-            GrammarDrafter(c, N),
+            ForcedDrafter(c, N),
         ]
     ),
     "certain tokens": lambda *_: CountingUp(),
@@ -107,7 +106,7 @@ def test_the_coupled_text_is_the_masked_one(sampling: str, length: str, drafter:
 def test_what_is_forced_is_a_free_draft_token() -> None:
     """After 0 comes 2: no draft model is asked, and the target cannot but accept."""
     chain, streams = SAMPLINGS["plain"], TableStreams(dict.fromkeys(range(1, 60), (9.0, 0.0, 0.0)))
-    drafter = GrammarDrafter(Steps(), N)
+    drafter = ForcedDrafter(Steps(), N)
     made = rounds(THREE, drafter, Length(3), RULES["coupled"], chain, streams, 30, constraint=Steps())
     drafted = [round_ for round_ in made if len(round_.draft)]
     assert len(drafted) >= 10

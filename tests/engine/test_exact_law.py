@@ -33,11 +33,11 @@ from exact_law import (
     walk,
 )
 from fakes import Branching, Length
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
-from llamaspec.sampling.distributions import Floats
+from llamaspec.sampling.filters import Floats
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Verification
 

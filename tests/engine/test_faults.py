@@ -9,7 +9,7 @@ import pytest
 
 from fakes import CountingUp, Length, tokens
 from forward_requests import scores
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream

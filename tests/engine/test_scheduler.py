@@ -10,7 +10,7 @@ import pytest
 
 from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, tokens
 from forward_requests import scores
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import AHEAD, Scheduler
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.write import write

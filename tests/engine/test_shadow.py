@@ -16,15 +16,15 @@ from exact_law import (
     TREES,
     MakeDrafter,
     TableStreams,
+    cascade_drafter,
     mean,
     model_drafter,
     noise_tables,
     rounds,
-    staged_drafter,
     text,
 )
 from fakes import Branching, CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import RandomStreams, RowLength
@@ -173,7 +173,7 @@ def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMan
     for seed in range(8):
         streams = SeededStreams(seed)
         alone = model_drafter(SELF, chain, RULES[rule], streams)
-        helped = staged_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
+        helped = cascade_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
         made = rounds(SELF, (alone, helped)[seed % 2], Partly(4, n), RULES[rule], chain, streams, 39)
         assert all(round_.n_accepted == len(round_.draft) for round_ in made)
         told = [round_.shadow and round_.shadow[1] for round_ in made]
@@ -226,7 +226,7 @@ def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
 
 def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
-    drafter = staged_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
+    drafter = cascade_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
     rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
     assert isinstance(drafter.length, Partly)
     told = [(round_.n_dropped, round_.shadow and round_.shadow[1]) for round_ in drafter.length.rounds]
@@ -257,7 +257,7 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
 
 def test_draft_tokens_of_a_staged_draft_are_counted_as_they_were_made() -> None:
     models = {TARGET: target(), DRAFT: draft(), SECOND: draft(spread=1.4)}
-    drafter = staged_drafter(models, [Length(2)], PLAIN, RULES["coupled"], SeededStreams(0))
+    drafter = cascade_drafter(models, [Length(2)], PLAIN, RULES["coupled"], SeededStreams(0))
     length = Partly(3, every_second)
     done = stream(Scheduler(models), models, drafter=drafter, length=length, max_tokens=30).run()
     assert done.tokens == alone(max_tokens=30)

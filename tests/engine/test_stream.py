@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fakes import Batch, FakeModel, Length
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream

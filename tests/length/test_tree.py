@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llamaspec.drafters.tree_growth import CandidateTree, TreeGrowth
+from llamaspec.drafters.tree import CandidateTree, TreeGrowth
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve

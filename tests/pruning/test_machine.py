@@ -13,7 +13,7 @@ from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, Timing, WidthTiming
 from llamaspec.measure.task import Task
 from llamaspec.pruning.machine import ThisMachine, draft_options
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from rounds import taking
 
 OPTIONS = ModelOptions(threads=1, n_ctx=64)

@@ -24,7 +24,7 @@ from llamaspec.measure.read_along import WrittenText, read_along, replay
 from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.measure.task import Task
 from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
 from widening.plan import Plan, Widening

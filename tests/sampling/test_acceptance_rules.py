@@ -7,7 +7,7 @@ import pytest
 
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.distributions import Floats
+from llamaspec.sampling.filters import Floats
 from llamaspec.values import Distribution, Draft
 
 TINY = 5e-324  # the least positive number

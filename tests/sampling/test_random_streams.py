@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llamaspec.protocols import Stream
-from llamaspec.sampling.random_streams import SeededStreams, StageStreams, _of_part
+from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams, _of_part
 from llamaspec.values import Distribution
 
 COIN = Distribution(np.array([4, 9], dtype=np.int32), np.array([0.5, 0.5]))
@@ -97,7 +97,7 @@ def test_a_draw_is_the_greatest_of_what_candidates_are_compared_by(stream: Strea
 def test_the_chance_of_a_drafts_draft() -> None:
     """What position alone decides is everybody's; what belongs to an attempt differs from every other's."""
     streams, n = SeededStreams(5), 2000
-    first, second = StageStreams(streams), StageStreams(streams)
+    first, second = CascadeStreams(streams), CascadeStreams(streams)
     first.start, second.start = 3, 4
     for i in range(50):
         assert first.choose(SKEWED, Stream.TOKEN, i) == streams.choose(SKEWED, Stream.TOKEN, i)
@@ -106,7 +106,7 @@ def test_the_chance_of_a_drafts_draft() -> None:
         )
     draws = [
         [each.choose(COIN, Stream.DRAFT, i, 3) for i in range(n)]
-        for each in (streams, first, second, StageStreams(first))
+        for each in (streams, first, second, CascadeStreams(first))
     ]
     chances = [[each.chance(0.5, Stream.ACCEPT, i, 3) for i in range(n)] for each in (streams, first, second)]
     for made in (draws, chances):

@@ -13,7 +13,7 @@ import psutil
 from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.row import Row
-from llamaspec.sampling.grammar import GrammarRow
+from llamaspec.sampling.constraint import GrammarRow
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import SequenceState, Submission
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left

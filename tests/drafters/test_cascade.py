@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from exact_law import (
+    CASCADES,
     DROPPING,
     LENGTHS,
     PROMPT,
     SAMPLINGS,
     SECOND,
     SELF,
-    STAGES,
     THIRD,
     THREE,
     Models,
     RepeatedDrawError,
     TableStreams,
+    cascade_drafter,
     distance,
     model_drafter,
     noise_tables,
     plain_law,
     rounds,
-    staged_drafter,
     text,
     walk,
 )
 from fake_constraint import Steps
 from fakes import (
-    Clock,
     FakeModel,
     Length,
     Partly,
@@ -44,46 +42,45 @@ from fakes import (
     sure,
     tokens,
 )
-from llamaspec.drafters.coroutines import drafting
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.cascade import CascadeDrafter, used
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.staged import StagedDrafter, _used
 from llamaspec.errors import ContextFullError, LlamaspecError, ScoresError
 from llamaspec.protocols import Drafter, RandomStreams, RowLength
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.random_streams import SeededStreams, StageStreams
+from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Round, Source, TokenArray
 
-STAGES = {
-    **STAGES,
-    "three drafts": lambda *chance: staged_drafter(THREE, [Length(2), Length(1)], *chance),
-    "a draft that is the target": lambda *chance: staged_drafter(SELF, [Length(2)], *chance),
-    "a draft's draft, every second time": lambda *chance: staged_drafter(
+CASCADES = {
+    **CASCADES,
+    "three drafts": lambda *chance: cascade_drafter(THREE, [Length(2), Length(1)], *chance),
+    "a draft that is the target": lambda *chance: cascade_drafter(SELF, [Length(2)], *chance),
+    "a draft's draft, every second time": lambda *chance: cascade_drafter(
         THREE, [Partly(2, every_second)], *chance
     ),
-    "two drafts, behind even texts": lambda *chance: staged_drafter(
+    "two drafts, behind even texts": lambda *chance: cascade_drafter(
         THREE, [Partly(2, behind_even), Partly(1, every_second)], *chance
     ),
 }
 
 
-def error_of(stage: str, rule: str, sampling: str, length: Length) -> float:
+def error_of(cascade: str, rule: str, sampling: str, length: Length) -> float:
     """How far the law of the text is from the target's."""
     chain = SAMPLINGS[sampling]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
-        drafter = STAGES[stage](chain, RULES[rule], streams)
+        drafter = CASCADES[cascade](chain, RULES[rule], streams)
         return text(rounds(THREE, drafter, length, RULES[rule], chain, streams))
 
     return distance(walk(run), plain_law(THREE[TARGET], chain))
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("cascade", list(CASCADES))
 @pytest.mark.parametrize("length", ["K=1", "K=2", "until a token", "every second"])
 @pytest.mark.parametrize("sampling", ["top-k", "top-p, penalties", "greedy"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_is_the_targets(rule: str, sampling: str, length: str, stage: str) -> None:
-    assert error_of(stage, rule, sampling, LENGTHS[length]) < 1e-12
+def test_the_law_is_the_targets(rule: str, sampling: str, length: str, cascade: str) -> None:
+    assert error_of(cascade, rule, sampling, LENGTHS[length]) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -92,7 +89,7 @@ def test_tokens_that_are_dropped_for_what_they_are_are_found_out(rule: str) -> N
     chain = SAMPLINGS["plain"]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
-        drafter = staged_drafter(THREE, [Partly(2, sure)], chain, RULES[rule], streams)
+        drafter = cascade_drafter(THREE, [Partly(2, sure)], chain, RULES[rule], streams)
         return text(rounds(THREE, drafter, Length(2), RULES[rule], chain, streams))
 
     assert distance(walk(run), plain_law(THREE[TARGET], chain)) > 1e-3
@@ -101,22 +98,22 @@ def test_tokens_that_are_dropped_for_what_they_are_are_found_out(rule: str) -> N
 @pytest.mark.parametrize("shared", [lambda self, attempt: attempt, lambda self, attempt: attempt << 32])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chance_that_drafts_share_is_found_out(
-    rule: str, shared: Callable[[StageStreams, int], int], monkeypatch: pytest.MonkeyPatch
+    rule: str, shared: Callable[[CascadeStreams, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their text, or with drafts of earlier rounds."""
-    monkeypatch.setattr(StageStreams, "_own", shared)
+    monkeypatch.setattr(CascadeStreams, "_own", shared)
     with pytest.raises(RepeatedDrawError):
         error_of("a draft's draft", rule, "plain", Length(2))
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("cascade", list(CASCADES))
 @pytest.mark.parametrize("length", list(LENGTHS))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, stage: str) -> None:
+def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, cascade: str) -> None:
     chain, rule = SAMPLINGS[sampling], RULES["coupled"]
     for noise in noise_tables():
         streams = TableStreams(noise)
-        drafter = STAGES[stage](chain, rule, streams)
+        drafter = CASCADES[cascade](chain, rule, streams)
         plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams)
         assert text(rounds(THREE, drafter, LENGTHS[length], rule, chain, streams)) == text(plain)
 
@@ -129,7 +126,7 @@ def test_coupled_text_where_tokens_are_dropped(sampling: str, length: str, lengt
     chain, rule = SAMPLINGS[sampling], RULES["coupled"]
     for noise in noise_tables():
         streams = TableStreams(noise)
-        drafter = staged_drafter(THREE, lengths, chain, rule, streams)
+        drafter = cascade_drafter(THREE, lengths, chain, rule, streams)
         plain = rounds(THREE, NoDrafter(), Length(), rule, chain, streams)
         assert text(rounds(THREE, drafter, (LENGTHS | DROPPING)[length], rule, chain, streams)) == text(plain)
 
@@ -189,7 +186,7 @@ def test_it_drafts_what_the_model_drafts_alone(
     for seed in range(8):
         streams, context = SeededStreams(seed), tokens(1, *range(seed))
         alone, asked = proposed(model_drafter(WIDE, chain, rule, streams), WIDE, context, wanted)
-        drafter = staged_drafter(WIDE, lengths, chain, rule, streams)
+        drafter = cascade_drafter(WIDE, lengths, chain, rule, streams)
         staged, asked_staged = proposed(drafter, WIDE, context, wanted)
         assert staged.tokens.tolist() == alone.tokens.tolist()
         assert np.allclose(staged.confidences, alone.confidences)
@@ -209,7 +206,7 @@ def test_a_draft_that_is_its_own_draft_is_never_rejected(sampling: str, rule: st
     """A draft that reads a stale text stays lossless: only this sees it."""
     for seed in range(5):
         length, streams = Length(3), SeededStreams(seed)
-        drafter = staged_drafter(SELF, [length, Length(1)], SAMPLINGS[sampling], RULES[rule], streams)
+        drafter = cascade_drafter(SELF, [length, Length(1)], SAMPLINGS[sampling], RULES[rule], streams)
         made = rounds(SELF, drafter, Length(8), RULES[rule], SAMPLINGS[sampling], streams, 36)
         assert all(round_.n_accepted == len(round_.draft) == 8 for round_ in made)
         assert {round_.n_accepted for round_ in length.rounds} == {3}
@@ -221,7 +218,7 @@ def test_no_more_is_drafted_for_a_draft_than_the_draft_is_wanted_long() -> None:
     streams = SeededStreams(0)
     for n, n_helped in ((1, [0]), (2, [1]), (4, [3]), (6, [3, 1])):
         length = Length(3)
-        drafter = staged_drafter(SELF, [length], SAMPLINGS["plain"], RULES["coupled"], streams)
+        drafter = cascade_drafter(SELF, [length], SAMPLINGS["plain"], RULES["coupled"], streams)
         draft, asked = proposed(drafter, SELF, PROMPT, Length(n))
         assert len(draft) == n
         assert [len(round_.draft) for round_ in length.rounds] == n_helped
@@ -231,19 +228,10 @@ def test_no_more_is_drafted_for_a_draft_than_the_draft_is_wanted_long() -> None:
 def test_its_policy_learns_what_its_evaluations_cost() -> None:
     """Half a second each; the rounds know which of them was for whom."""
     length = Length(3)
-    drafter = staged_drafter(SELF, [length], SAMPLINGS["plain"], RULES["rejection"], SeededStreams(0))
-    clock = Clock()
-
-    class Slow(FakeModel):
-        def logits(self, request: ForwardRequest) -> np.ndarray:
-            clock.passes(0.5)
-            return super().logits(request)
-
-    drafter = replace(drafter, clock=clock)
-    proposed(drafter, dict.fromkeys(SELF, Slow(1)), PROMPT, Length(8))
+    drafter = cascade_drafter(SELF, [length], SAMPLINGS["plain"], RULES["rejection"], SeededStreams(0))
+    proposed(drafter, SELF, PROMPT, Length(8))
     seconds = [(r.draft_seconds, r.verify_seconds, r.n_draft_steps, r.width) for r in length.rounds]
     assert seconds == [(1.5, 0.5, 3, 4), (1.5, 0.5, 3, 4)]
-    assert all(round_.overhead_seconds == 0 for round_ in length.rounds)
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------------
@@ -251,13 +239,13 @@ def test_its_policy_learns_what_its_evaluations_cost() -> None:
 
 def test_every_draft_takes_in_the_prompt() -> None:
     chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
-    drafter = staged_drafter(THREE, [Length(2), Length(1)], *chance)
+    drafter = cascade_drafter(THREE, [Length(2), Length(1)], *chance)
     asked = [(request.model, request.tokens.tolist()) for request in drafter.prepare(tokens(1, 2, 0))]
     assert asked == [(DRAFT, [1, 2]), (SECOND, [1, 2]), (THIRD, [1, 2])]
 
 
 def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
-    drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+    drafter = cascade_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     alone = model_drafter(WIDE, SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     expected, _ = proposed(alone, WIDE, PROMPT, Length(5))
     draft, asked = proposed(drafter, WIDE, PROMPT, Length(5), lambda request: request.model == SECOND)
@@ -266,7 +254,7 @@ def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
 
 
 def test_without_room_for_the_draft_there_is_what_there_is() -> None:
-    drafter = staged_drafter(SELF, [Length(1)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+    drafter = cascade_drafter(SELF, [Length(1)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     draft, _ = proposed(drafter, SELF, PROMPT, Length(5), lambda r: r.model == DRAFT and len(r.tokens) > 2)
     assert len(draft) == 2
 
@@ -277,7 +265,7 @@ def test_a_draft_whose_scores_are_no_numbers_is_asked_no_more() -> None:
         def fails(request: ForwardRequest, name: str = name) -> bool:
             return request.model == name
 
-        drafter = staged_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
+        drafter = cascade_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
         assert len(proposed(drafter, WIDE, PROMPT, Length(5), fails, ScoresError)[0]) == n_tokens
         asked = proposed(drafter, WIDE, PROMPT, Length(5))[1]
         assert name not in {request.model for request in asked}
@@ -287,13 +275,12 @@ def test_a_context_that_is_shorter_than_the_text_goes_along_with_it() -> None:
     """The draft is shown the end of the text; there is always room for what is drafted for it."""
     models = {**WIDE, DRAFT: FakeModel(2, 40, context_size=12), SECOND: FakeModel(2, 40, context_size=9)}
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
-    own = StageStreams(streams)
-    drafter = StagedDrafter(
+    own = CascadeStreams(streams)
+    drafter = CascadeDrafter(
         model_drafter(models, chain, rule, streams),
         model_drafter(models, chain, rule, own, name=SECOND),
         Length(4),
         own,
-        lambda: 0.0,
     )
     plain = rounds(models, NoDrafter(), Length(), rule, chain, streams, 50)
     made = rounds(models, drafter, Length(5), rule, chain, streams, 50)
@@ -306,7 +293,7 @@ def test_what_a_constraint_forces_is_asked_of_nobody(rule: str) -> None:
     chain, allows = SAMPLINGS["plain"], Steps()
     for seed in range(20):
         streams = SeededStreams(seed)
-        drafter = staged_drafter(THREE, [Length(2)], chain, RULES[rule], streams, allows)
+        drafter = cascade_drafter(THREE, [Length(2)], chain, RULES[rule], streams, allows)
         made = rounds(THREE, drafter, Length(5), RULES[rule], chain, streams, 20, allows)
         path = [int(PROMPT[-1]), *text(made)]
         assert all(b == 2 for a, b in pairwise(path[1:]) if a == 0)
@@ -314,25 +301,19 @@ def test_what_a_constraint_forces_is_asked_of_nobody(rule: str) -> None:
     assert not n_evaluated  # after 0 comes 2
 
 
-def test_the_end_of_a_text_closes_the_policies_of_all_stages() -> None:
+def test_the_end_of_a_text_closes_the_policies_of_all_levels() -> None:
     lengths = [Length(1), Length(2), Length(3)]
-    Speculation(
-        NoDrafter(),
-        lengths[0],
-        RULES["coupled"],
-        SAMPLINGS["plain"],
-        SeededStreams(0),
-        64,
-        others=lengths[1:],
-    ).close()
+    chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
+    drafter = FallbackDrafter([NoDrafter(), cascade_drafter(THREE, lengths[1:], *chance)])
+    Speculation(drafter, lengths[0], RULES["coupled"], SAMPLINGS["plain"], SeededStreams(0), 64).close()
     assert [length.n_closed for length in lengths] == [1, 1, 1]
 
 
 def test_tokens_that_nobody_wanted_count_as_rejected() -> None:
     """A stage once took all that it made for a gain, and went on where little of that was used."""
     made = Round(Draft.certain([5, 6, 7]), (0, 1, 2), 8, 4, verify_seconds=1.0)
-    assert _used(made, 4) is made
+    assert used(made, 4) is made
     for n in (1, 2, 3):
-        assert _used(made, n).tokens.tolist() == [5, 6, 7][:n]
-        assert _used(made, n).n_accepted == n - 1
-        assert (_used(made, n).width, _used(made, n).verify_seconds, len(_used(made, n).draft)) == (4, 1.0, 3)
+        assert used(made, n).tokens.tolist() == [5, 6, 7][:n]
+        assert used(made, n).n_accepted == n - 1
+        assert (used(made, n).width, used(made, n).verify_seconds, len(used(made, n).draft)) == (4, 1.0, 3)

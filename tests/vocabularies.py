@@ -1,16 +1,12 @@
-"""Vocabularies by hand that spell alike, differently, or hardly at all."""
+"""Vocabularies by hand, which have much in common, or little."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fakes import tokens
-from llamaspec.drafters.foreign import ForeignVocabulary
-from llamaspec.drafters.spelling import Spelling
-from llamaspec.drafters.token_map import Overlap, TokenMap
+from llamaspec.protocols import SpelledVocabulary
 from llamaspec.values import TokenArray
 
 
@@ -57,17 +53,6 @@ class FakeVocabulary:
         return tokens(*found)
 
 
-def related(
-    target: FakeVocabulary, draft: FakeVocabulary, *, intersection: bool, whole: float = 1.0
-) -> ForeignVocabulary:
-    """The two, taken for so different."""
-    spellings = Spelling(target), Spelling(draft)
-    token_map = TokenMap(*spellings)
-    overlap = Overlap(*spellings, token_map, b"ab")
-    overlap.whole = whole
-    return ForeignVocabulary(*spellings, token_map, overlap, intersection)
-
-
-def joined(spelling: Spelling, found: TokenArray) -> bytes:
-    """What tokens spell, with the names of special ones."""
-    return b"".join(spelling.spelling(token) for token in np.asarray(found).tolist())
+def spelled(vocabulary: SpelledVocabulary, found: TokenArray) -> bytes:
+    """The text of tokens, with the names of special ones."""
+    return b"".join(vocabulary.specials.get(token) or vocabulary.piece(token) for token in found.tolist())

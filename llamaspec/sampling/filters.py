@@ -2,24 +2,75 @@
 
 The one idea: top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they
 keep the shortest of three prefixes, and only the few tokens that can be in it are ever sorted. Knows
-neither models nor chance. Hand-computed tables in tests/sampling/test_distributions.py prove each filter.
+neither models nor chance. Hand-computed tables in tests/sampling/test_filters.py prove each filter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.sampling.parameters import Sampling
 from llamaspec.values import NO_TOKENS, Distribution, TokenArray
 
 Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] one row of logits
 
 COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from a model's scores, in llama.cpp's order of steps.
+
+    Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token,
+    ties to the lowest id.
+
+    Raises
+    ------
+    ValueError
+        A field is outside its range.
+    """
+
+    temperature: float = 0.8  # >= 0; 0 = greedy
+    top_k: int | None = 40  # keep the k best tokens
+    top_p: float | None = 0.95  # keep the smallest set of best tokens with this much probability
+    min_p: float | None = 0.05  # keep tokens at least this probable, relative to the best
+    repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
+    presence_penalty: float | None = None  # subtracted once from the score of a seen token
+    frequency_penalty: float | None = None  # subtracted once for each time a token was seen
+    penalty_window: int | None = 64  # how many of the last tokens count as seen, those of the prompt among
+    # them; None = all that were generated and none of the prompt, as OpenAI defines it
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top-k must be >= 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p must be in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise ValueError(f"min-p must be in (0, 1], got {self.min_p}")
+        if self.repeat_penalty is not None and not 0 < self.repeat_penalty < math.inf:
+            raise ValueError(f"repeat-penalty must be > 0, got {self.repeat_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if value is not None and not -math.inf < value < math.inf:
+                raise ValueError(f"{name.replace('_', '-')} must be a finite number, got {value}")
+        if self.penalty_window is not None and self.penalty_window < 1:
+            raise ValueError(f"penalty window must be >= 1, got {self.penalty_window}")
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not -math.inf < bias < math.inf:
+                raise ValueError(f"a logit bias must be a finite number for a token id, got {token}: {bias}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the scores depend on the tokens seen before."""
+        return (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (None, None, None)
 
 
 def distribution(
@@ -96,21 +147,6 @@ def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
     return scores
 
 
-def min_p_prefix(sorted_scores: Floats, min_p: float) -> int:
-    """How many tokens are at least `min_p` times as probable as the best: scores [C] descending, best 0."""
-    return int(np.count_nonzero(sorted_scores >= np.log(min_p)))
-
-
-def top_p_prefix(sorted_scores: Floats, top_p: float, mass: float | None = None) -> int:
-    """Length of the shortest prefix that holds `top_p` of the probability, at least 1.
-
-    `mass` is the sum of exp(score) over all tokens; by default the given scores, [C] descending, are all.
-    """
-    cumulative = np.exp(sorted_scores).cumsum()
-    total = float(cumulative[-1]) if mass is None else mass
-    return int(cumulative.searchsorted(top_p * total)) + 1
-
-
 def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
     """Top-k, top-p, min-p and temperature."""
     best = int(scores.argmax())
@@ -133,9 +169,11 @@ def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
     sorted_scores = relative[order]
     n_kept = len(order)
     if sampling.min_p is not None:
-        n_kept = min(n_kept, min_p_prefix(sorted_scores, sampling.min_p))
+        n_kept = min(n_kept, int(np.count_nonzero(sorted_scores >= np.log(sampling.min_p))))
     if sampling.top_p is not None:
-        n_kept = min(n_kept, top_p_prefix(sorted_scores, sampling.top_p, mass))
+        cumulative = np.exp(sorted_scores).cumsum()
+        total = float(cumulative[-1]) if mass is None else mass
+        n_kept = min(n_kept, int(cumulative.searchsorted(sampling.top_p * total)) + 1)
     kept = order[:n_kept]
     kept.sort()  # candidates ascend by id, so this is the order of ids again
     return _tempered(tokens[kept], relative[kept], sampling.temperature)

@@ -7,8 +7,8 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import Branching, Length, tokens
-from llamaspec.drafters.coroutines import drafting
-from llamaspec.drafters.grammar import AllowedDrafter, GrammarDrafter
+from llamaspec.drafters.fallback import drafting
+from llamaspec.drafters.forced import AllowedDrafter, ForcedDrafter
 from llamaspec.protocols import Drafter, Preparing, RowLength
 from llamaspec.values import DRAFT, NO_DRAFT, Draft, ForwardRequest, Source, TokenArray
 
@@ -30,7 +30,7 @@ def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
 )
 def test_what_is_forced(generated: tuple[int, ...], n: int, expected: list[int]) -> None:
     """The prompt, which ends with a 0, is not what the constraint is about."""
-    draft = proposed(GrammarDrafter(Steps(), N_PROMPT), tokens(1, 0, *generated), n)
+    draft = proposed(ForcedDrafter(Steps(), N_PROMPT), tokens(1, 0, *generated), n)
     assert draft.tokens.tolist() == expected
     assert draft.source is Source.GRAMMAR
     assert draft.confidences == (1.0,) * len(expected)
@@ -45,7 +45,7 @@ class Forces(Steps):
 
 @pytest.mark.parametrize("n", range(5))
 def test_as_many_forced_tokens_as_are_wanted(n: int) -> None:
-    draft = proposed(GrammarDrafter(Forces(), N_PROMPT), tokens(1, 0), n)
+    draft = proposed(ForcedDrafter(Forces(), N_PROMPT), tokens(1, 0), n)
     assert draft.tokens.tolist() == [2, 1, 2][:n]
 
 

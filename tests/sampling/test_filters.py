@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamaspec.sampling.distributions import Scores, biased, confidence, distribution, penalised
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling, Scores, biased, confidence, distribution, penalised
 from llamaspec.values import Distribution
 
 P = np.array([0.1, 0.4, 0.3, 0.2])

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from foreign import joined
 from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Pair, Sampling, open_pair
-from llamaspec.drafters.spelling import Spelling, TextMirror
-from llamaspec.drafters.token_map import TokenMap
+from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.sampling.acceptance_rules import RULES
 from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import BYTES, sentencepiece_vocabulary
+from vocabularies import spelled
 
 ONE_THREAD = ModelOptions(threads=1, gpu_layers=0)
 PIECES = sentencepiece_vocabulary()
@@ -26,34 +25,29 @@ SAMPLINGS = (
     Sampling(temperature=1.5, top_k=None, top_p=None, min_p=None),
     Sampling(repeat_penalty=1.3, frequency_penalty=0.2, logit_bias={5: 2.0}),
 )
-PAIRS = {  # target, draft, whether most tokens of a text are shared
-    "shuffled": (TARGET, TARGET.draft(0.03, shuffled=3), True),
-    "more tokens": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.longer(300)), True),
-    "fewer tokens": (Recipe(dtype="q8_0", vocabulary=BYTES.longer(300)), TARGET, True),
-    "one is other": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.renamed(70, "other")), True),
-    "sentencepiece draft": (TARGET, Recipe(dtype="q8_0", vocabulary=PIECES), None),
-    "sentencepiece target": (Recipe(dtype="q8_0", vocabulary=PIECES), TARGET, None),
-    "aligned": (TARGET, TARGET.draft(0.03, shuffled=3), False),
+PAIRS = {  # target, draft
+    "shuffled": (TARGET, TARGET.draft(0.03, shuffled=3)),
+    "more tokens": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.longer(300))),
+    "fewer tokens": (Recipe(dtype="q8_0", vocabulary=BYTES.longer(300)), TARGET),
+    "one is other": (TARGET, replace(TARGET.draft(), vocabulary=BYTES.renamed(70, "other"))),
+    "sentencepiece draft": (TARGET, Recipe(dtype="q8_0", vocabulary=PIECES)),
+    "sentencepiece target": (Recipe(dtype="q8_0", vocabulary=PIECES), TARGET),
 }
 
 
 @contextmanager
-def opened(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    target, draft, is_shared = PAIRS[name]
-    if is_shared is False:
-        monkeypatch.setattr("llamaspec.drafters.foreign.MOSTLY", 1.1)
-    files = store.path("llama", target), store.path("llama", draft)
+def opened(store: ModelStore, name: str) -> Iterator[Pair]:
+    files = [store.path("llama", recipe) for recipe in PAIRS[name]]
     with open_pair(*files, target_options=ONE_THREAD, draft_options=ONE_THREAD) as pair:
-        assert pair.foreign is not None
-        assert is_shared is None or pair.foreign.uses_intersection == is_shared
+        assert pair.common is not None
         yield pair
 
 
 @pytest.mark.parametrize("name", list(PAIRS))
-def test_same_seed_same_tokens(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_seed_same_tokens(store: ModelStore, name: str) -> None:
     """Random models say odd bytes, parts of characters and special tokens."""
     n_drafted = 0
-    with opened(store, name, monkeypatch) as pair:
+    with opened(store, name) as pair:
         for seed, sampling in enumerate(SAMPLINGS):
             for n_draft in (1, 4):
                 texts = []
@@ -98,8 +92,8 @@ def test_other_numbers_are_accepted_as_often_as_the_same(store: ModelStore) -> N
 
 
 @pytest.mark.parametrize("name", ["shuffled", "sentencepiece draft"])
-def test_a_constraint_is_kept(store: ModelStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(store, name, monkeypatch) as pair:
+def test_a_constraint_is_kept(store: ModelStore, name: str) -> None:
+    with opened(store, name) as pair:
         constraint = pair.grammar("start: /[a-e]{30}/")
         texts = [
             pair.stream(
@@ -118,15 +112,10 @@ def test_a_constraint_is_kept(store: ModelStore, name: str, monkeypatch: pytest.
     "text", ["def f(self):\n    return the end\n", "naïve – “quoted” €", "日本👩‍👩‍👧", "  a  b \n\n c"]
 )
 def test_a_text_keeps_its_bytes(store: ModelStore, text: str) -> None:
-    """Read by token, and by text; from either family by the other."""
+    """Read from either family by the other."""
     files = store.path("llama", TARGET), store.path("llama", Recipe(vocabulary=PIECES))
     with LlamaModel(files[0], ONE_THREAD) as bytes_, LlamaModel(files[1], ONE_THREAD) as pieces:
-        for one, other in ((bytes_, pieces), (pieces, bytes_)):
-            target, draft = Spelling(one.vocabulary), Spelling(other.vocabulary)
-            tokens, context = TokenMap(target, draft), one.vocabulary.tokenize(text.encode())
-            aligned = TextMirror(target, draft, tokens.specials(), tokens.begin).read(context)
-            for read in (tokens.read(context), aligned):
-                assert read[0] == other.vocabulary.bos
-                assert joined(draft, read[1:]).lstrip(b" ") == text.encode().lstrip(b" ")
-            # As the draft's own tokenizer has it.
-            assert aligned.tolist() == other.vocabulary.tokenize(text.encode()).tolist()
+        for target, draft in ((bytes_.vocabulary, pieces.vocabulary), (pieces.vocabulary, bytes_.vocabulary)):
+            read = CommonTokens(target, draft).read(target.tokenize(text.encode()))
+            assert read[0] == draft.bos
+            assert spelled(draft, read[1:]).lstrip(b" ") == text.encode().lstrip(b" ")

@@ -14,7 +14,7 @@ import pytest
 from fakes import tokens
 from llamaspec.errors import ConstraintError
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.sampling.grammar import MAX_TEXT, Grammar, GrammarRow, Grammars
+from llamaspec.sampling.constraint import MAX_TEXT, Grammar, GrammarRow, Grammars
 from llamaspec.values import NO_TOKENS, TokenArray
 from model_store import OpenModel
 from tiny_models import Recipe

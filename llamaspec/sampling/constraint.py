@@ -3,7 +3,7 @@
 The one idea: a constraint is a pure function from the tokens generated so far to the tokens that may come
 next. So draft and target ask the same question, and nobody rolls anything back: that the matcher can do so
 is used inside, where the next question shares a beginning with the last. Knows neither models nor logits.
-tests/sampling/test_grammar.py: over random questions, a matcher that went back answers as a fresh one does.
+tests/sampling/test_constraint.py: a matcher that went back answers as a fresh one does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
 from llamaspec.protocols import SpelledVocabulary
-from llamaspec.sampling.grammar_tokens import GrammarTokens
 from llamaspec.values import NO_TOKENS, TokenArray
 
 Result = TypeVar("Result")
@@ -31,10 +30,11 @@ Result = TypeVar("Result")
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
 # One space, or a line break with indentation: a model without an end to its blanks would never finish.
 WHITESPACE = r"[ ]|\n[ ]{0,20}"
-_KEPT = 24  # answers that a row remembers: a round asks twice for each token of its draft
+_KEPT = 24  # answers that a sequence remembers: a round asks twice for each token of its draft
 _STACK = 256 << 20  # bytes; llguidance recurses over rules, and 3,000 in a chain overflow the usual 8 MiB
 _STACK_LOCK = threading.Lock()  # the size is the process's
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
+_SPECIAL = b"\xff"  # what llguidance knows special tokens by: no text holds this byte
 
 
 class GrammarRow:
@@ -129,11 +129,11 @@ class Grammars:
     """
 
     def __init__(self, vocabulary: SpelledVocabulary) -> None:
-        tokens = GrammarTokens(vocabulary)
-        if not len(tokens.ends):
+        ends = list(vocabulary.ends)
+        if not ends:
             raise ConstraintError("the model has no end-of-text token, so no text is complete; use another")
-        self._ends, self._size = tokens.ends, vocabulary.size
-        self._tokenizer = LLTokenizer(tokens, n_vocab=self._size, eos_token=tokens.ends.tolist())  # type: ignore[arg-type]
+        self._ends, self._size = np.array(ends, dtype=np.int32), vocabulary.size
+        self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=self._size, eos_token=ends)  # type: ignore[arg-type]
         self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
@@ -147,7 +147,7 @@ class Grammars:
 
     def json_object(self) -> Grammar:
         """Texts that are any JSON object."""
-        return self.json_schema({"type": "object"})
+        return self.json_schema('{"type": "object"}')
 
     def grammar(self, text: str) -> Grammar:
         """Texts of a grammar: Lark as llguidance takes it, or llama.cpp's GBNF.
@@ -215,6 +215,43 @@ def _n_shared(a: TokenArray, b: TokenArray) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
+
+
+class _Tokens:
+    """A vocabulary as llguidance reads it; the names of the attributes are its own.
+
+    Special tokens are allowed only where a grammar names them, as `<|tool_call|>` or by number, `<[151657]>`.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: SpelledVocabulary) -> None:
+        self._vocabulary = vocabulary
+        specials = vocabulary.specials
+        self.tokens = [
+            _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)
+            for token in range(vocabulary.size)
+        ]
+        self.special_token_ids = sorted(specials)
+        self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """How the model itself would split a part in the middle of a text.
+
+        Some vocabularies put a space before every text. Behind a line break it does no harm, and is cut off.
+        """
+        wanted = text.encode() if isinstance(text, str) else text
+        for before in (b"", b"\n"):
+            tokens: list[int] = self._vocabulary.tokenize(before + wanted, add_special=False).tolist()
+            lengths = [len(self._vocabulary.piece(token)) for token in tokens]
+            n_missing, n = sum(lengths) - len(wanted), 0
+            while n_missing > 0 and n < len(tokens):
+                n_missing -= lengths[n]
+                n += 1
+            if n_missing == 0:
+                return tokens[n:]
+        return []
 
 
 def _with_stack(work: Callable[[], Result]) -> Result:

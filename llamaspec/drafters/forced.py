@@ -1,7 +1,4 @@
-"""Draft tokens that a constraint knows: what it forces costs no model, and what it forbids is not drafted.
-
-tests/drafters/test_grammar.py.
-"""
+"""Draft tokens from a constraint: what it forces needs no model, and what it forbids is not drafted."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.drafters.coroutines import drafting, preparing
-from llamaspec.protocols import Drafter, Drafting, Preparing, RowConstraint, RowLength
+from llamaspec.drafters.fallback import drafting, preparing
+from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowConstraint, RowLength
 from llamaspec.values import NO_GRAMMAR_DRAFT, Distribution, Draft, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarDrafter:
+class ForcedDrafter:
     """Drafts the tokens that must come next, such as the keys of a JSON object."""
 
     constraint: RowConstraint
@@ -25,7 +22,7 @@ class GrammarDrafter:
         """Needs no preparation."""
 
     def propose(self, context: TokenArray, length: RowLength) -> Draft:
-        """What is forced, while the policy wants more."""
+        """The forced tokens, while the policy wants more."""
         draft = NO_GRAMMAR_DRAFT
         if length.wants_more(draft):
             for token in self.constraint.forced(context[self.n_prompt :]).tolist():
@@ -44,11 +41,11 @@ class AllowedDrafter:
     n_prompt: int
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Let the other drafter take in the prompt."""
+        """Let the other drafter read the prompt."""
         return preparing(self.drafter, context)
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
-        """The part of the other's draft that may be accepted."""
+        """The part of the other's draft that can be accepted."""
         draft = yield from drafting(self.drafter, context, length)
         if not draft.is_chain:
             return draft
@@ -58,3 +55,8 @@ class AllowedDrafter:
             if token not in self.constraint.allowed(path[: n_generated + i]):  # the target asks the same
                 return draft.first(i)
         return draft
+
+    def close(self) -> None:
+        """The sequence has ended."""
+        if isinstance(self.drafter, Closing):
+            self.drafter.close()

@@ -1,0 +1,187 @@
+"""Drafts with a heterogeneous vocabulary: which tokens it has in common with the target's, and their numbers.
+
+The draft draws among the common tokens alone. Tokens that only the target has are spelled by several of the
+draft's when it reads them. All tables are arrays that are made once.
+
+References: token-level intersection (TLI), Timor et al., arXiv 2502.05202.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llamaspec.errors import PairError
+from llamaspec.protocols import WholeVocabulary
+from llamaspec.sampling.filters import Scores
+from llamaspec.values import NO_TOKENS, TokenArray
+
+LEAST = 0.5  # of an ordinary text's tokens must be common to both vocabularies
+NONE = -1  # no such token
+_SPECIAL = b"\xff"  # before the name of a special token: no text holds this byte
+SAMPLE = """\
+def mean(values: list[float]) -> float:
+    \"\"\"The arithmetic mean of 2 or more values.\"\"\"
+    if len(values) < 2:
+        raise ValueError(f"got {len(values)} values, want 2 or more")
+    return sum(values) / len(values)
+
+The committee met again on Thursday, but it didn't reach a decision: 14 of its 23 members wanted to wait until
+the engineers' report (about 1,250 pages) had been translated. "We have time," said the chairwoman.
+
+{"name": "Ada", "born": 1815, "tags": ["first", "second"], "active": true}
+"""
+
+
+class SameTokens:
+    """Two vocabularies with the same numbers; one may have more tokens at its end.
+
+    Parameters
+    ----------
+    n_draft, n_target : int
+        Tokens of each.
+    """
+
+    def __init__(self, n_draft: int, n_target: int) -> None:
+        self._n_draft, self._n_target = n_draft, n_target
+
+    def read(self, context: TokenArray) -> TokenArray:
+        """The context, with token 0 in place of tokens that only the target knows."""
+        if self._n_target <= self._n_draft:
+            return context
+        return np.where(context < self._n_draft, context, np.int32(0))
+
+    spelled = read
+
+    def scores(self, logits: Scores) -> Scores:
+        """The draft's scores of the target's tokens: float32 [V of the target], -inf where it has none."""
+        if self._n_target <= self._n_draft:
+            return logits[: self._n_target]
+        scores = np.full(self._n_target, -np.inf, dtype=np.float32)
+        scores[: self._n_draft] = logits
+        return scores
+
+    def among(self, tokens: TokenArray) -> TokenArray:
+        """Those of some ascending tokens of the target that the draft may draw."""
+        return tokens[: np.searchsorted(tokens, self._n_draft)]
+
+
+class CommonTokens:
+    """The tokens that target and draft have in common.
+
+    Parameters
+    ----------
+    target, draft : WholeVocabulary
+
+    Attributes
+    ----------
+    to_draft : [V of the target] int32
+        The token of the draft with the same text; NONE where there is none.
+    is_common : [V of the target] bool
+        The tokens that the draft may draw: no two of them are the same token of the draft.
+    of_text : float
+        The share of common tokens in an ordinary text.
+
+    Raises
+    ------
+    PairError
+        The vocabularies have too little in common.
+    """
+
+    def __init__(self, target: WholeVocabulary, draft: WholeVocabulary) -> None:
+        self._target, self._target_bos = target, target.bos
+        names = _names(target)
+        of_target, self._of_name = _by_name(names), _by_name(_names(draft))
+        self.to_draft = np.array([self._of_name.get(name, NONE) for name in names], dtype=np.int32)
+        pairs = {of_target[name]: self._of_name[name] for name in of_target.keys() & self._of_name.keys()}
+        has_ends = min(target.eos, draft.eos) >= 0
+        if has_ends and self.to_draft[target.eos] < 0 and draft.eos not in pairs.values():
+            pairs[target.eos] = self.to_draft[target.eos] = draft.eos
+        self._in_target = np.array(list(pairs), dtype=np.int32)  # [S]
+        self._in_draft = np.array(list(pairs.values()), dtype=np.int32)  # [S]
+        self.is_common = np.zeros(len(names), dtype=bool)
+        self.is_common[self._in_target] = True
+        has_bos = draft.adds_bos and draft.bos >= 0
+        self.begin = np.array([draft.bos], dtype=np.int32) if has_bos else NO_TOKENS  # of every text
+        # How the draft spells each token of the target: so many values from a place on; < 0: not known yet.
+        self._values, self._place = self.to_draft.copy(), np.arange(len(names))
+        self._n_values = np.where(self.to_draft >= 0, 1, -1)
+        if self._target_bos >= 0:
+            self._learn(self._target_bos, self.begin)
+        sample = target.tokenize(SAMPLE.encode(), add_special=False)
+        self.of_text = float(self.is_common[sample].mean()) if len(sample) else 0.0
+        if self.of_text < LEAST:
+            raise PairError(
+                f"the draft's vocabulary has only {self.of_text:.0%} of the target's tokens in an ordinary "
+                "text; choose a draft of the target's family"
+            )
+
+    def spelled(self, tokens: TokenArray) -> TokenArray:
+        """Tokens of the target in those of the draft, one by one: int32 [m]."""
+        n = self._n_values[tokens]
+        if n.min(initial=1) < 0:
+            for token in np.unique(tokens[n < 0]).tolist():
+                self._learn(token, self._greedy(self._text(token)))
+            n = self._n_values[tokens]
+        if (n == 1).all():
+            known: TokenArray = self._values[self._place[tokens]]
+            return known
+        ends = n.cumsum()
+        places = np.repeat(self._place[tokens] - (ends - n), n)
+        spelled: TokenArray = self._values[places + np.arange(len(places))]
+        return spelled
+
+    def read(self, context: TokenArray) -> TokenArray:
+        """A whole text of the target in the tokens of the draft: int32 [m]."""
+        spelled = self.spelled(context)
+        has_begin = context[:1].tolist() == [self._target_bos]
+        return spelled if has_begin else np.concatenate((self.begin, spelled))
+
+    def scores(self, logits: Scores) -> Scores:
+        """The draft's scores of the target's tokens: float32 [V of the target], -inf where it has none."""
+        scores = np.full(len(self.to_draft), -np.inf, dtype=np.float32)
+        scores[self._in_target] = logits[self._in_draft]
+        return scores
+
+    def among(self, tokens: TokenArray) -> TokenArray:
+        """Those of some tokens of the target that the draft may draw."""
+        return tokens[self.is_common[tokens]]
+
+    def _learn(self, token: int, spelled: TokenArray) -> None:
+        self._place[token], self._n_values[token] = len(self._values), len(spelled)
+        self._values = np.concatenate((self._values, spelled))
+
+    def _text(self, token: int) -> bytes:
+        return self._target.piece(token) or self._target.specials.get(token, b"")
+
+    def _greedy(self, text: bytes) -> TokenArray:
+        """A text in the draft's tokens, each the longest that fits; bytes that it lacks are left out."""
+        found: list[int] = []
+        begin = 0
+        while begin < len(text):
+            fits = (end for end in range(len(text), begin, -1) if text[begin:end] in self._of_name)
+            end = next(fits, None)
+            if end is not None:
+                found.append(self._of_name[text[begin:end]])
+            begin = end or begin + 1
+        return np.array(found, dtype=np.int32)
+
+
+def _names(vocabulary: WholeVocabulary) -> list[bytes]:
+    """[V] what each token is known by: its text, or the name of a special one; empty where it has neither."""
+    specials = vocabulary.specials
+    return [
+        _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)
+        for token in range(vocabulary.size)
+    ]
+
+
+def _by_name(names: list[bytes]) -> Mapping[bytes, int]:
+    """The token of each name; of a byte and the same letter, which comes after it, the letter."""
+    known: dict[bytes, int] = {}
+    for token, name in enumerate(names):
+        if len(name) == 1 or name not in known:
+            known[name] = token
+    known.pop(b"", None)
+    return known

@@ -1,0 +1,149 @@
+"""The drafters of one sequence: those of a pair, made ready for a prompt, a rule and a constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from llamaspec.drafters.cascade import CascadeDrafter
+from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.fallback import FallbackDrafter
+from llamaspec.drafters.forced import AllowedDrafter, ForcedDrafter
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.ngram import NgramDrafter, PastTexts
+from llamaspec.drafters.tree import TreeDrafter, TreeLength
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.model import LlamaModel
+from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, RowConstraint
+from llamaspec.sampling.acceptance_rules import RULES, Coupled
+from llamaspec.sampling.filters import Sampling
+from llamaspec.sampling.random_streams import CascadeStreams
+from llamaspec.values import DRAFT, MTP, Source
+
+
+@dataclass(eq=False, slots=True)
+class CascadeLevel:
+    """A draft and the model that drafts for it: a pair of its own to whoever keeps what was learnt."""
+
+    target: LlamaModel
+    draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
+    past: PastTexts | None = None  # is copied from, too
+    ngram: bool = False  # earlier text is copied before the draft is asked
+    heads: None = None
+    length: LengthPolicy = field(init=False)  # learns over all sequences whether help for the draft pays
+
+    def __post_init__(self) -> None:
+        self.length = AutoLength(sources=self.sources)
+
+    @property
+    def sources(self) -> frozenset[Source]:
+        """Who drafts for it."""
+        model = Source.MODEL if len(self.draft_models) == 1 else Source.STAGE
+        copies = {Source.NGRAM} if self.past is None else {Source.NGRAM, Source.STORE}
+        return frozenset({model, *copies} if self.ngram else {model})
+
+
+def cascade_of(
+    models: Sequence[LlamaModel], past: PastTexts | None = None, *, ngram: bool = False
+) -> tuple[CascadeLevel, ...]:
+    """Each of some drafts drafts for the one before it; the first is the target's."""
+    return tuple(CascadeLevel(model, models[i + 1 :], past, ngram) for i, model in enumerate(models[:-1]))
+
+
+def draft_name(level: int) -> str:
+    """The name of a draft in requests; level 0 is the target's."""
+    return DRAFT if level == 0 else f"{DRAFT}-{level + 1}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawing:
+    """How the tokens of one sequence are drawn."""
+
+    sampling: Sampling
+    rule: str
+    streams: RandomStreams
+    n_prompt: int = 0  # tokens that the constraint does not concern
+    constraint: RowConstraint | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceDrafters:
+    """Makes drafters for one sequence after the other."""
+
+    target: LlamaModel
+    draft: LlamaModel | None
+    cascade: Sequence[CascadeLevel]
+    heads: PredictionHeads | None  # of the target, in place of a draft
+    common: CommonTokens | None  # where the draft's vocabulary is not the target's
+    ngram: bool  # earlier text is copied before the draft is asked
+    past: PastTexts | None  # texts that are copied from, too
+
+    def make(self, drawing: Drawing, trees: TreeLength | None) -> Drafter:
+        """All that can draft, the first that has a draft first.
+
+        Parameters
+        ----------
+        drawing : Drawing
+        trees : TreeLength, optional
+            Of the sequence: drafts may branch as it says, where both models and the rule can.
+        """
+        constraint, n_prompt = drawing.constraint, drawing.n_prompt
+        drafters: list[Drafter] = []
+        if self.ngram:
+            copies = NgramDrafter(past=self.past)
+            drafters.append(copies if constraint is None else AllowedDrafter(copies, constraint, n_prompt))
+        if self.cascade:
+            drafters.append(self._cascaded(drawing))
+        elif self.draft is not None or self.heads is not None:
+            drafters.append(self.asking_model(drawing, trees))
+        if constraint is not None:
+            drafters.append(ForcedDrafter(constraint, n_prompt))
+        return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
+
+    def asking_model(self, drawing: Drawing, trees: TreeLength | None = None) -> ModelDrafter:
+        """The drafter that asks the draft model alone, or the target's prediction heads."""
+        if self.heads is not None:
+            drafter = self._asking(self.heads, drawing, MTP)
+            return replace(drafter, source=Source.MTP, longest=self.heads.longest)
+        assert self.draft is not None
+        kind: Callable[..., ModelDrafter] = ModelDrafter
+        if trees and drawing.rule == Coupled.name and self.draft.can_branch and self.target.can_branch:
+            kind = partial(TreeDrafter, trees=trees)
+        return self._asking(self.draft, drawing, kind=kind)
+
+    def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
+        """The drafter of a level's draft, with everybody that drafts for it."""
+        here, streams = self.cascade[level], CascadeStreams(drawing.streams)
+        model = self._asking(here.target, drawing, draft_name(level))
+        below = replace(drawing, streams=streams)
+        helper: Drafter
+        if level + 1 < len(self.cascade):
+            helper = self._cascaded(below, level + 1)
+        else:
+            helper = self._asking(here.draft_models[0], below, draft_name(level + 1))
+        if here.ngram:
+            helper = FallbackDrafter([NgramDrafter(past=here.past, keeps=False), helper])
+        length = here.length.start_row(drops=RULES[drawing.rule].drops)
+        return CascadeDrafter(model, helper, length, streams, here.target.max_scored)
+
+    def _asking(
+        self,
+        asked: LlamaModel | PredictionHeads,
+        drawing: Drawing,
+        model: str = DRAFT,
+        kind: Callable[..., ModelDrafter] = ModelDrafter,
+    ) -> ModelDrafter:
+        return kind(
+            asked.vocabulary_size,
+            asked.context_size,
+            drawing.sampling,
+            RULES[drawing.rule],
+            drawing.streams,
+            n_tokens=self.target.vocabulary_size,
+            model=model,
+            tokens=self.common,
+            n_prompt=drawing.n_prompt,
+            constraint=drawing.constraint,
+        )

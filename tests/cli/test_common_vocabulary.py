@@ -1,0 +1,45 @@
+"""A draft with another vocabulary in the commands: no option is needed, and the text is the target's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command import PROMPT, invoke
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import sentencepiece_vocabulary
+
+DRAFTS = {
+    "shuffled": Recipe(dtype="q8_0").draft(0.01, shuffled=4),
+    "another family": Recipe(vocabulary=sentencepiece_vocabulary()),
+}
+
+
+@pytest.fixture(params=DRAFTS)
+def pair(request: pytest.FixtureRequest, store: ModelStore, target_file: Path) -> list[str | Path]:
+    """The options that name a pair."""
+    draft = store.path("llama", DRAFTS[request.param])
+    return ["--target", target_file, "--draft", draft, "--threads", "1"]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_text_is_the_targets_own(pair: list[str | Path]) -> None:
+    wanted = ("-n", "30", "--seed", "5", "--json")
+    plain = invoke("generate", *pair, *wanted, "--no-draft", PROMPT).json
+    answer = invoke("generate", *pair, *wanted, "--draft-length", "3", PROMPT)
+    assert answer.json["tokens"] == plain["tokens"]
+    assert answer.json["statistics"]["drafted"] > 0
+    assert "another vocabulary, with " in answer.stderr
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_compare_audit_and_probe(pair: list[str | Path]) -> None:
+    measured = ("-n", "24", "--draft-length", "2", "-t", "0", "-p", PROMPT)
+    compared = invoke("compare", *pair, *measured, "-r", "1", "--json").json
+    assert [arm["method"] for arm in compared["arms"]] == ["target alone", "draft alone", "speculative"]
+    assert compared["same_text"]
+    assert compared["drafted"] > 0
+    assert invoke("audit", *pair, *measured, "--json").json["first_difference"] is None
+    assert invoke("probe", *pair, "--quick", "--json").json["draft_step"] is not None
