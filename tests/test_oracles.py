@@ -381,7 +381,7 @@ def test_same_seed_same_tokens_where_a_part_of_copies_is_verified(store: ModelSt
             found = assisted(pair, prompt, Sampling(temperature=1.0), seed, 60, PARTS[part])
             assert found.tokens == right
             n_copies += n_left_out(found, Source.NGRAM)
-    assert n_copies > 5 or part == "what is sure"
+    assert n_copies > 3 or part == "what is sure"
 
 
 @pytest.mark.parametrize("rule", RULES)
