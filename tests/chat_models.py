@@ -14,7 +14,7 @@ from typing import Any
 
 from label_demo_pair import relabel
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.chat.conversation import Session, Settings
+from llamaspec.chat.session import Session, Settings
 from llamaspec.chat.template import ChatTemplate
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary

@@ -17,8 +17,7 @@ import pytest
 
 from command import ENTRY, environment
 from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of

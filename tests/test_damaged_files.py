@@ -15,8 +15,8 @@ import yaml
 
 from hub_server import OWN_LIST
 from llamaspec import ModelOptions
-from llamaspec.chat.message import Message
-from llamaspec.chat.saved import load_conversation, save_conversation
+from llamaspec.chat.session import load_conversation, save_conversation
+from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.hub.catalog import add_own, own_list, read_catalog, remove_own
 from llamaspec.hub.entries import Entry

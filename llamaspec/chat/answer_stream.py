@@ -1,19 +1,17 @@
 """An answer while it is generated: its deltas, and thinking ended where it goes on too long.
 
-Thinking is ended by asking anew: the prompt, what was thought, and the mark that closes it. Both parts look
-like one stream from outside. Knows neither the pair nor how it draws: it is handed what opens a stream.
+Thinking is ended by a second request: the prompt, what was thought, and the mark that closes it. Both parts
+look like one stream from outside. Knows neither the pair nor how it draws: it is handed what opens a stream.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaspec.chat.answers import AnswerParser, Delta
-from llamaspec.chat.formats import Reasoning
+from llamaspec.chat.parse import AnswerParser, Delta, Reasoning
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream
@@ -41,7 +39,7 @@ class AnswerPart:
 
 
 class AnswerStream:
-    """Iterate to generate, with `for` or `async for`; `completion` tells what came of it, at any time.
+    """Iterate to generate; `completion` tells what came of it, at any time.
 
     Parameters
     ----------
@@ -101,19 +99,6 @@ class AnswerStream:
                 part = self._part(piece)
             parts.append(part)
         return parts
-
-    def __aiter__(self) -> AsyncIterator[AnswerPart]:
-        return self
-
-    async def __anext__(self) -> AnswerPart:
-        try:
-            part = await asyncio.to_thread(next, self, None)
-        except BaseException:  # also when the task is cancelled
-            self.close()
-            raise
-        if part is None:
-            raise StopAsyncIteration
-        return part
 
     def close(self) -> None:
         """Stop generating; from any thread, within one evaluation."""

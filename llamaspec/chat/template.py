@@ -1,33 +1,27 @@
-"""A conversation as the text that a model was trained to read, by the Jinja template in its file.
+"""Messages, and chat templates, which make a conversation the text that a model was trained to read.
 
-Templates are programs that other people wrote: they run in a process of their own, bounded in time and memory
-(`chat/template_process.py`), and whatever goes wrong inside one becomes one line.
+A template is a Jinja program in a model's file. It runs in a sandboxed process (`chat/sandbox.py`), with the
+words of users, tools and clients escaped (`chat/escaping.py`); whatever goes wrong in it becomes one line.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from llamaspec.chat.covering import conversation, covered_conversation, covered_json, covered_tools, texts_in
-from llamaspec.chat.message import Message
-from llamaspec.chat.special_tokens import Cover, Rendered, SpecialTokens
-from llamaspec.chat.template_process import PROCESS, RenderError
+from llamaspec.chat.escaping import Escaper, Json, Rendered, SpecialTokens, texts_in
+from llamaspec.chat.sandbox import PROCESS, RenderError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
 
 KEY = "tokenizer.chat_template"
 RESERVED = frozenset(  # what a template's own variables may not replace
-    {
-        "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token",
-        "raise_exception",
-        "strftime_now",
-    }
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception",
+     "strftime_now"}
 )  # fmt: skip
-_NOTHING_SPECIAL = SpecialTokens(())
-
-Json = Any  # what json.loads makes
+ROLES = ("system", "user", "assistant", "tool")
 
 
 class NoTemplateError(ModelFileError):
@@ -40,6 +34,37 @@ class TemplateError(PromptError):
 
 class SystemPromptError(TemplateError):
     """A chat template refuses the system prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the assistant wants called."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it: it may be wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One contribution to a conversation.
+
+    Raises
+    ------
+    ValueError
+        The role is unknown.
+    """
+
+    role: str  # system, user, assistant or tool
+    text: str
+    name: str | None = None  # of the speaker, or of the tool whose result this is
+    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
+    tool_call_id: str | None = None  # the call whose result this is
+    reasoning: str | None = None  # what the assistant thought before its answer
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
 
 
 class ChatTemplate:
@@ -67,7 +92,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, bos: str, eos: str, special: SpecialTokens | None = None) -> None:
-        self._source = source
+        self.source = source
         self._ends = {"bos_token": bos, "eos_token": eos}
         self._special = SpecialTokens((bos, eos)) if special is None else special
         try:
@@ -93,18 +118,14 @@ class ChatTemplate:
                 f"{model.path} has no chat template: it was made to continue text, not to converse; choose "
                 f"an instruction-tuned model, or give a template"
             )
-        bos, eos = (_spelling(model, token) for token in (model.vocabulary.bos, model.vocabulary.eos))
-        return cls(source, bos, eos, SpecialTokens(model.vocabulary.controls))
-
-    @property
-    def source(self) -> str:
-        """The template, in Jinja."""
-        return self._source
+        words = model.vocabulary
+        ends = [words.text(i).decode(errors="replace") if i >= 0 else "" for i in (words.bos, words.eos)]
+        return cls(source, ends[0], ends[1], SpecialTokens(words.controls))
 
     @property
     def takes_tools(self) -> bool:
         """Whether the template tells the model about tools; if not, it would not know of any."""
-        return re.search(r"\btools\b", self._source) is not None
+        return re.search(r"\btools\b", self.source) is not None
 
     def render(
         self,
@@ -143,24 +164,25 @@ class ChatTemplate:
         >>> template.render([Message("user", "Time?")], tools, template_kwargs={"mood": "calm"}).text
         b'now calm'
         """
-        if taken := RESERVED.intersection(template_kwargs or {}):
+        kwargs = template_kwargs or {}
+        if taken := RESERVED.intersection(kwargs):
             raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
         try:
-            texts = texts_in([self._source, conversation(messages), tools, template_kwargs])
-            cover = Cover(_NOTHING_SPECIAL if parse_special else self._special, texts)
+            texts = texts_in([self.source, conversation(messages), tools, kwargs])
+            escaper = Escaper(SpecialTokens(()) if parse_special else self._special, texts)
             # Plain dictionaries and lists are what templates are written for.
-            covered = PROCESS.render(
-                self._source,
-                {
-                    **covered_json(template_kwargs or {}, cover, keep_keys=True),
-                    "messages": covered_conversation(messages, cover),
-                    "tools": covered_tools(tools, cover) if tools else None,
-                    "documents": None,
-                    "add_generation_prompt": True,
-                    **self._ends,
-                },
-            )
-            return Rendered.of(covered, self._special, cover)
+            variables = {
+                **{key: escaper.escape_json(value) for key, value in kwargs.items()},
+                "messages": [
+                    {**escaper.escape_json(message), "role": message["role"]}
+                    for message in conversation(messages)
+                ],
+                "tools": escaper.escape_json(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": True,
+                **self._ends,
+            }
+            return Rendered.of(PROCESS.render(self.source, variables), self._special, escaper)
         except (RenderError, ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             refused = f"the model's chat template refuses: {reason}"
@@ -169,5 +191,37 @@ class ChatTemplate:
             raise TemplateError(f"{refused}; give another template") from error
 
 
-def _spelling(model: LlamaModel, token: int) -> str:
-    return model.vocabulary.text(token).decode("utf-8", errors="replace") if token >= 0 else ""
+def conversation(messages: Sequence[Message]) -> list[dict[str, Json]]:
+    """Messages as templates know them: as in OpenAI's API, but with arguments of calls as objects."""
+    return [_as_dict(message) for message in messages]
+
+
+def _as_dict(message: Message) -> dict[str, Json]:
+    found: dict[str, Json] = {"role": message.role, "content": message.text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+        if not (message.text and message.tool_calls):  # gpt-oss wants only one of both beside a call
+            found["thinking"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _arguments(text: str) -> Json:
+    """An object, as templates expect it; what a model wrote wrongly stays a text."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

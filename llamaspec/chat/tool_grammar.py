@@ -1,24 +1,33 @@
-"""Grammars that hold a model to the schemas of its tools, in the family's own format of calls.
+"""Grammars that hold a model to the schemas of its tools, in its family's own format of calls.
 
-The text is Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for the token 7. `required` forces a
-call; `auto` lets the model talk and binds it once a call begins. tests/chat/test_tool_grammar.py asks
-llguidance.
+The text is Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for token 7. tool_choice "required"
+forces a call; "auto" lets the model write text, and constrains a call once it begins.
+tests/chat/test_tool_grammar.py asks llguidance.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from llamaspec.chat.call_grammar import AROUND, NO_PARAMETERS, Marks, call_rules, escaped
-from llamaspec.chat.formats import HARMONY_MARKS, AnswerFormat, CallFormat
+from llamaspec.chat.escaping import Json
+from llamaspec.chat.families import GEMMA4, HARMONY, QWEN_XML
+from llamaspec.chat.parse import NAME, QUOTED_NAME, AnswerFormat
 from llamaspec.errors import PromptError
 
-Json = Any  # what json.loads makes
 ToolChoice = str | Mapping[str, Json]  # auto, none, required, or OpenAI's naming of one function
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANYTHING = r"/(?s:.*)/"
+_BARE_KEY = r"[A-Za-z0-9_.$-]+"
+_SCALARS = ("number", "integer", "boolean", "null")
+_HELD_BY_GEMMA = {
+    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum",
+    "const", "anyOf", "oneOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "nullable", "$id", "$comment", "deprecated",
+    "readOnly", "writeOnly", "x-guidance",
+}  # fmt: skip
 
 
 def tool_grammar(
@@ -30,7 +39,7 @@ def tool_grammar(
     thinking: bool = False,
     controls: Mapping[str, int] | None = None,
 ) -> str | None:
-    """The grammar of an answer that calls tools rightly.
+    """The grammar of an answer whose calls fit the tools; None where nothing is to be forced, or can be.
 
     Parameters
     ----------
@@ -46,34 +55,27 @@ def tool_grammar(
     controls : dict of str to int
         The vocabulary's control tokens (`vocabulary.controls`): marks among them are tokens, others text.
 
-    Returns
-    -------
-    str or None
-        None where nothing is to be forced, or the format is not known.
-
     Raises
     ------
     PromptError
-        The tool that was named is not among the tools.
+        The tool that was named is not among the tools, or a strict schema cannot be obeyed in this format.
 
     Examples
     --------
     >>> now = [{"type": "function", "function": {"name": "now"}}]
-    >>> print(tool_grammar(AnswerFormat(CallFormat.LLAMA3), now, "required"))
-    start: call
-    call: call_0
-    call_0: "{\\"name\\": \\"now\\", \\"parameters\\": " arguments_0 "}"
-    arguments_0: %json {"type": "object", "properties": {}, "additionalProperties": false}
+    >>> print(tool_grammar(AnswerFormat(HARMONY), now, "required", controls={}))
+    None
     """
     chosen = _chosen(tools, tool_choice)
+    grammar = _Grammar(answer_format, controls or {}, thinking)
     if not chosen or answer_format.calls is None:
         return None
-    grammar = _Grammar(answer_format, dict(controls or {}), thinking)
-    if answer_format.calls is CallFormat.HARMONY and not all(
-        mark in grammar.controls for mark in HARMONY_MARKS
+    if (
+        answer_format.calls is HARMONY
+        and not {"<|channel|>", "<|message|>", "<|start|>"} <= grammar.controls.keys()
     ):
         return None
-    return grammar.write(chosen, is_forced=tool_choice != "auto", is_parallel=parallel)
+    return grammar.of_calls(chosen, is_forced=tool_choice != "auto", is_parallel=parallel)
 
 
 def answer_grammar(
@@ -83,15 +85,7 @@ def answer_grammar(
     thinking: bool = False,
     controls: Mapping[str, int] | None = None,
 ) -> str:
-    """The grammar of an answer that is JSON, behind what the model thinks.
-
-    Parameters
-    ----------
-    answer_format : AnswerFormat
-    schema : dict
-        Of the JSON.
-    thinking, controls
-        As `tool_grammar` takes them.
+    """The grammar of reasoning and an answer that is JSON of a schema; parameters as of `tool_grammar`.
 
     Examples
     --------
@@ -99,97 +93,287 @@ def answer_grammar(
     start: answer
     answer: %json {"type": "integer"}
     """
-    grammar = _Grammar(answer_format, dict(controls or {}), thinking)
-    return grammar.write_answer(schema)
+    return _Grammar(answer_format, controls or {}, thinking).of_answer(schema)
+
+
+def quoted(text: str) -> str:
+    """A text in a rule."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def marked(text: str, controls: Mapping[str, int]) -> str:
+    """A text in a rule, with the control tokens in it as tokens.
+
+    Examples
+    --------
+    >>> marked("<|channel>thought", {"<|channel>": 7})
+    '<[7]> "thought"'
+    """
+    spellings = sorted(filter(None, controls), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, spellings))})", text) if spellings else [text]
+    return (
+        " ".join(f"<[{controls[part]}]>" if part in controls else quoted(part) for part in parts if part)
+        or '""'
+    )
 
 
 class _Grammar:
-    """Rules, and how marks are written in them."""
+    """The rules of one grammar."""
 
     def __init__(self, answer_format: AnswerFormat, controls: Mapping[str, int], is_thinking: bool) -> None:
         self.controls = controls
-        self._mark = Marks(controls)
         self._format = answer_format
         self._is_thinking = is_thinking
         self._rules: list[str] = []
 
-    def write(self, tools: Sequence[Mapping[str, Json]], *, is_forced: bool, is_parallel: bool) -> str:
-        start = (self._harmony if self._format.calls is CallFormat.HARMONY else self._usual)(
-            is_forced, is_parallel
-        )
+    def of_calls(self, tools: Sequence[Mapping[str, Json]], *, is_forced: bool, is_parallel: bool) -> str:
+        is_harmony = self._format.calls is HARMONY
+        start = self._channels(is_forced) if is_harmony else self._around_calls(is_forced, is_parallel)
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
-            schema = function.get("parameters") or NO_PARAMETERS
-            schema = schema if "type" in schema else {"type": "object", **schema}
-            assert self._format.calls is not None
-            self._rules += call_rules(self._format.calls, i, str(function["name"]), schema, self._mark)
+            schema = function.get("parameters") or _NO_PARAMETERS
+            self._call(i, str(function["name"]), schema if "type" in schema else {"type": "object", **schema})
         return "\n".join([f"start: {start}", *self._rules])
 
-    def write_answer(self, schema: Mapping[str, Json]) -> str:
-        mark = self._mark
-        start = f"{self._think()}answer"
-        if self._format.calls is CallFormat.HARMONY:
-            self._rules = [
-                f"TEXT: {_ANYTHING}",
-                f'again: {mark("<|end|>")} {mark("<|start|>")} "assistant"',
-                f'analysis: {mark("<|channel|>")} "analysis" {mark("<|message|>")} TEXT again',
-            ]
-            start = f'analysis? {mark("<|channel|>")} "final" {mark("<|message|>")} answer'
+    def of_answer(self, schema: Mapping[str, Json]) -> str:
+        if self._format.calls is HARMONY:
+            self._channels(False)
+            start = f'analysis? {self._mark("<|channel|>")} "final" {self._mark("<|message|>")} answer'
+        else:
+            start = f"{self._reasoning()}answer"
         return "\n".join([f"start: {start}", *self._rules, f"answer: %json {json.dumps(schema)}"])
 
-    def _usual(self, is_forced: bool, is_parallel: bool) -> str:
-        """What an answer consists of, but in harmony."""
-        around = AROUND[self._format.calls or CallFormat.LLAMA3]
-        many = f" ({around.between} call)*" if is_parallel and around.between is not None else ""
-        is_parallel = is_parallel and around.again is not None
-        calls = " ".join(filter(None, [f"call{many}", self._mark.all(around.closing)]))
-        think = self._think()
-        if is_forced:
-            one = " ".join(filter(None, [self._mark.all(around.opening), calls]))
-            return f"{think}{one} ({around.again} {one})*" if is_parallel else f"{think}{one}"
-        if not around.opening:  # JSON as the whole answer
-            self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
-            return f"{think}(TEXT | {calls})?"
-        begin, tail = self._up_to(around.opening[0], "begin"), self._without(around.opening[0])
-        one = " ".join(filter(None, [begin, self._mark.all(around.opening[1:]), calls]))
-        return f"{think}({one})* {tail}" if is_parallel else f"{think}({tail} | {one})"
+    def _mark(self, *texts: str) -> str:
+        return " ".join(marked(text, self.controls) for text in texts)
 
-    def _harmony(self, is_forced: bool, _is_parallel: bool) -> str:
-        """Messages in channels; the prompt has begun the first."""
-        mark = self._mark
+    def _around_calls(self, is_forced: bool, is_parallel: bool) -> str:
+        """What an answer consists of, in all families but harmony."""
+        calls = self._format.calls
+        assert calls is not None
+        many = f" ({calls.between} call)*" if is_parallel and calls.between is not None else ""
+        is_parallel = is_parallel and calls.again is not None
+        body = f"call{many} {self._mark(*calls.closing)}".strip()
+        think = self._reasoning()
+        if is_forced:
+            one = f"{self._mark(*calls.opening)} {body}".strip()
+            return f"{think}{one} ({calls.again} {one})*" if is_parallel else f"{think}{one}"
+        if not calls.opening:  # JSON as the whole answer
+            self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
+            return f"{think}(TEXT | {body})?"
+        mark, *others = calls.opening
+        without = "" if mark in self.controls else f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/"
+        one = " ".join(filter(None, [self._up_to(mark, "begin"), self._mark(*others), body]))
+        self._rules.append(f"TAIL: {_ANYTHING}{without}")
+        return f"{think}({one})* TAIL" if is_parallel else f"{think}(TAIL | {one})"
+
+    def _channels(self, is_forced: bool) -> str:
+        """The messages of harmony, of which the prompt has begun the first."""
+        channel, message = self._mark("<|channel|>"), self._mark("<|message|>")
         self._rules += [
             f"TEXT: {_ANYTHING}",
-            f'again: {mark("<|end|>")} {mark("<|start|>")} "assistant"',
-            f'analysis: {mark("<|channel|>")} "analysis" {mark("<|message|>")} TEXT again',
-            f'preamble: {mark("<|channel|>")} "commentary" {mark("<|message|>")} TEXT again',
-            f'final: {mark("<|channel|>")} "final" {mark("<|message|>")} TEXT',
+            f'again: {self._mark("<|end|>", "<|start|>")} "assistant"',
+            f'analysis: {channel} "analysis" {message} TEXT again',
+            f'preamble: {channel} "commentary" {message} TEXT again',
+            f'final: {channel} "final" {message} TEXT',
         ]
         return "analysis? preamble? call" if is_forced else "analysis? (final | preamble? call)"
 
-    def _think(self) -> str:
+    def _reasoning(self) -> str:
         """Reasoning before the answer."""
-        if self._format.reasoning is None:
+        reasoning = self._format.reasoning
+        if reasoning is None:
             return ""
         self._rules.append(r"SPACE: /\s+/")
-        thought = f"{self._up_to(self._format.reasoning.closing, 'thought')} SPACE?"
-        if self._is_thinking:
-            return f"{thought} "
-        return f"({self._mark(self._format.reasoning.opening.strip())} {thought})? "
+        thought = f"{self._up_to(reasoning.closing, 'thought')} SPACE?"
+        return (
+            f"{thought} " if self._is_thinking else f"({self._mark(reasoning.opening.strip())} {thought})? "
+        )
 
     def _up_to(self, mark: str, name: str) -> str:
         """Any text up to a mark, and the mark."""
         if mark in self.controls:
             self._rules.append(f"{name.upper()}: {_ANYTHING}")
             return f"{name.upper()} {self._mark(mark)}"
-        self._rules.append(f"{name}[lazy]: /(?s:.*){escaped(mark)}/")
+        self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
         return name
 
-    def _without(self, mark: str) -> str:
-        """Any text without a mark."""
-        without = "" if mark in self.controls else f" & ~/(?s:.*){escaped(mark)}(?s:.*)/"
-        self._rules.append(f"TAIL: {_ANYTHING}{without}")
-        return "TAIL"
+    def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
+        """The rule `call_i`, and those that it needs. A name never becomes a control token."""
+        calls = self._format.calls
+        assert calls is not None
+        names = {NAME: quoted(name), QUOTED_NAME: quoted(quoted(name))}
+        parts = [names.get(part) or self._mark(part) for part in calls.before_call]
+        parts += [f"arguments_{i}", *([quoted(calls.after_call)] if calls.after_call else [])]
+        self._rules.append(f"call_{i}: {' '.join(parts)}")
+        if calls is QWEN_XML:
+            self._parameters(i, schema)
+        elif calls is GEMMA4:
+            self._rules += _GemmaRules(f"arguments_{i}", schema, self._mark('<|"|>')).lines
+        else:
+            self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+
+    def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
+        """`arguments_i`: Qwen's parameters between tags, in the order of the schema."""
+        required, end = schema.get("required") or (), "\n</parameter>\n"
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        parts = []
+        for j, (key, inner) in enumerate((schema.get("properties") or {}).items()):
+            rule, inner = f"value_{i}_{j}", inner if isinstance(inner, Mapping) else {}
+            kinds, values = inner.get("type"), inner.get("enum", [])
+            if "string" in (kinds if isinstance(kinds, list) else [kinds]) and "enum" not in inner:
+                self._rules.append(f"{rule}[lazy]: /{_any_text(inner)}{_escaped(end)}/")
+            else:
+                value = " | ".join(quoted(v if isinstance(v, str) else json.dumps(v)) for v in values)
+                value = f"({value})" if value else f"%json {json.dumps({**inner, **shared})}"
+                self._rules += [f"{rule}_json: {value}", f"{rule}: {rule}_json {quoted(end)}"]
+            part = f"{self._mark('<parameter=')} {quoted(key)} {quoted('>' + chr(10))} {rule}"
+            parts.append(part if key in required else f"({part})?")
+        self._rules.append(f"arguments_{i}: {' '.join(parts) or quoted('')}")
+
+
+class _GemmaRules:
+    """Schemas in Gemma 4's notation, {key:<|"|>text<|"|>,other:[1,true]}; llguidance knows JSON only.
+
+    Keys come in the order in which the family's templates write them, and objects that name their properties
+    have no others. What is not known of a schema is left aside, unless its x-guidance says that it is not
+    lenient.
+    """
+
+    def __init__(self, name: str, schema: Mapping[str, Json], quote: str) -> None:
+        self.lines: list[str] = []
+        self._prefix, self._root, self._quote = name, schema, quote
+        self._guidance = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        self._is_lenient = schema.get("x-guidance", {}).get("lenient", True)
+        self._references: dict[str, str] = {}  # rules by what they define
+        self._n = 0
+        self.lines.append(f"{name}: {self._value(schema)}")
+
+    def _name(self) -> str:
+        self._n += 1
+        return f"{self._prefix}_{self._n}"
+
+    def _rule(self, schema: Json) -> str:
+        name = self._name()
+        self.lines.append(f"{name}: {self._value(schema)}")
+        return name
+
+    def _value(self, schema: Json) -> str:
+        """What a value of a schema looks like, as the right side of a rule."""
+        if not isinstance(schema, Mapping):
+            return self._anything()
+        if not self._is_lenient and (unknown := schema.keys() - _HELD_BY_GEMMA):
+            raise PromptError(f"in calls of this model {min(unknown)} of a schema is not supported")
+        if "$ref" in schema:
+            return self._reference(str(schema["$ref"]))
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values and isinstance(values, list):
+            return " | ".join(map(self._literal, values))
+        if choices := schema.get("anyOf") or schema.get("oneOf"):
+            return " | ".join(map(self._rule, choices))
+        kinds = schema.get("type") or (
+            "object" if "properties" in schema else "array" if "items" in schema else None
+        )
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        return " | ".join(
+            self._of_kind(k, schema) for k in [*kinds, *(["null"] if schema.get("nullable") else [])]
+        )
+
+    def _of_kind(self, kind: Json, schema: Mapping[str, Json]) -> str:
+        if kind == "string":
+            return self._text(_any_text(schema))
+        if kind in _SCALARS:
+            kept = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+            return f"%json {json.dumps({**self._guidance, **kept, 'type': kind})}"
+        if kind == "array":
+            least, most = schema.get("minItems") or 0, schema.get("maxItems")
+            item = self._rule(schema.get("items"))
+            more = (
+                f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 0 else ""
+            )
+            items = f'"[" {item} {more} "]"' if more else '"[]"'
+            return items if least else f'("[]" | {items})'
+        return self._object(schema) if kind == "object" else self._anything()
+
+    def _text(self, pattern: str) -> str:
+        """A text, whose end is the next quote."""
+        name = self._name()
+        if self._quote.startswith("<["):  # a token, which no text contains
+            self.lines.append(f"{name}: /{pattern}/")
+            return f"{self._quote} {name} {self._quote}"
+        self.lines.append(rf'{name}[lazy]: /{pattern}<\|"\|>/')
+        return f"{self._quote} {name}"
+
+    def _object(self, schema: Mapping[str, Json]) -> str:
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        if not properties:
+            if schema.get("additionalProperties") is False:
+                return '"{}"'
+            entry = f'/{_BARE_KEY}/ ":" {self._rule(schema.get("additionalProperties"))}'
+            return f'("{{}}" | "{{" {entry} ("," {entry})* "}}")'
+        first = rest = '""'  # from a property on: where none came before it, and where some did
+        for key in sorted(properties, key=str.lower, reverse=True):
+            entry, name = f'{self._key(key)} ":" {self._rule(properties[key])}', self._name()
+            optional = (f" | {first}", f" | {rest}") if key not in required else ("", "")
+            self.lines += [
+                f"{name}_first: {entry} {rest}{optional[0]}",
+                f'{name}_more: "," {entry} {rest}{optional[1]}',
+            ]
+            first, rest = f"{name}_first", f"{name}_more"
+        return f'"{{" {first} "}}"'
+
+    def _key(self, key: str) -> str:
+        return (
+            quoted(key)
+            if re.fullmatch(_BARE_KEY, key)
+            else f"{self._quote} {quoted(quoted(key)[1:-1])} {self._quote}"
+        )
+
+    def _literal(self, value: Json) -> str:
+        """One value and no other."""
+        if isinstance(value, str):
+            return f"{self._quote} {quoted(value)} {self._quote}"
+        if isinstance(value, list):
+            return " ".join(['"["', ' "," '.join(map(self._literal, value)), '"]"'])
+        if isinstance(value, Mapping):
+            entries = (f'{self._key(key)} ":" {self._literal(value[key])}' for key in value)
+            return " ".join(['"{"', ' "," '.join(entries), '"}"'])
+        return quoted(json.dumps(value))
+
+    def _anything(self) -> str:
+        rule = f"{self._prefix}_any"
+        if rule not in self._references:
+            self._references[rule] = rule
+            value = self._of_kind("object", {"additionalProperties": None})
+            scalar = json.dumps({"type": list(_SCALARS)})
+            self.lines += [
+                f"{rule}: {self._text('(?s:.*)')} | {rule}_scalar | {value} | {self._of_kind('array', {})}"
+            ]
+            self.lines.append(f"{rule}_scalar: %json {scalar}")
+        return rule
+
+    def _reference(self, reference: str) -> str:
+        """The rule of what a schema refers to, which may refer to itself."""
+        if reference not in self._references:
+            found: Json = self._root
+            for part in reference.removeprefix("#").split("/")[1:]:
+                found = found.get(part) if isinstance(found, Mapping) else None
+            if not isinstance(found, Mapping) or not reference.startswith("#"):
+                raise PromptError(f"a schema refers to {reference[:100]!r}, which is not there")
+            self._references[reference] = name = f"{self._name()}_ref"
+            self.lines.append(f"{name}: {self._value(found)}")
+        return self._references[reference]
+
+
+def _any_text(schema: Mapping[str, Json]) -> str:
+    """A regular expression for texts of the length that a schema wants."""
+    least, most = schema.get("minLength") or 0, schema.get("maxLength")
+    return f"(?s:.{{{least},{'' if most is None else most}}})" if least or most is not None else "(?s:.*)"
+
+
+def _escaped(text: str) -> str:
+    """A text in a regular expression."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
 def _chosen(tools: Sequence[Mapping[str, Json]], choice: ToolChoice) -> Sequence[Mapping[str, Json]]:

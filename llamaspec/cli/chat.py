@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import click
 
-from llamaspec.chat.conversation import Session, Settings
-from llamaspec.chat.saved import ConversationFiles, load_last
+from llamaspec.chat.session import ConversationFiles, Session, Settings, load_last
 from llamaspec.cli.chat_loop import ChatLoop
 from llamaspec.cli.chat_options import (
     ChatOptions,

@@ -13,8 +13,7 @@ from typing import Literal
 
 import click
 
-from llamaspec.chat.conversation import Reply, Session
-from llamaspec.chat.saved import ConversationFiles, keep_last
+from llamaspec.chat.session import ConversationFiles, Reply, Session, keep_last
 from llamaspec.cli.chat_options import FileOptions
 from llamaspec.cli.decoding_options import UNLIMITED, DecodingOptions, settings_of, with_setting
 from llamaspec.cli.lines import (

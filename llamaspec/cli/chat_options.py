@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.cli.report import Detail, chosen_detail, statistics_options

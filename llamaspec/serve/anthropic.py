@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.answers import CallDelta, ContentDelta, ReasoningDelta
-from llamaspec.chat.message import Message
+from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
+from llamaspec.chat.template import Message
 from llamaspec.engine.events import StopReason
 from llamaspec.serve.bodies import (
     MAX_MESSAGES,

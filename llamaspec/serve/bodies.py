@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse
 
-from llamaspec.chat.message import Message, ToolCall
-from llamaspec.chat.template import NoTemplateError
+from llamaspec.chat.template import Message, NoTemplateError, ToolCall
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling

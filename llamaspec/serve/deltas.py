@@ -12,8 +12,8 @@ from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerPart
-from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
-from llamaspec.chat.message import Message
+from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
+from llamaspec.chat.template import Message
 from llamaspec.engine.text import Span
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import RequestError

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import (
     MAX_MESSAGES,

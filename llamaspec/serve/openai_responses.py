@@ -11,8 +11,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.answers import ArgumentsDelta, CallDelta, ReasoningDelta
-from llamaspec.chat.message import Message
+from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.template import Message
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import (
     MAX_MESSAGES,

@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from llamaspec.chat.covering import conversation, texts_in
-from llamaspec.chat.formats import AnswerFormat, CallFormat
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import RESERVED, ChatTemplate, NoTemplateError
+from llamaspec.chat.escaping import texts_in
+from llamaspec.chat.families import HARMONY, recognize
+from llamaspec.chat.parse import AnswerFormat
+from llamaspec.chat.template import RESERVED, ChatTemplate, Message, NoTemplateError, conversation
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.events import Completion
@@ -231,7 +231,7 @@ class RequestBuilder:
     def __init__(self, pair: Pair, template: ChatTemplate | None, parallel: int) -> None:
         target = pair.target
         self.template, self.vocabulary, self._parallel = template, target.vocabulary, parallel
-        self.answer_format = AnswerFormat() if template is None else AnswerFormat.of(template.source)
+        self.answer_format = AnswerFormat() if template is None else recognize(template.source)
         self.takes_tools = template is not None and template.takes_tools
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
@@ -335,7 +335,7 @@ class RequestBuilder:
     ) -> GenerationParameters:
         """Constrains the text that follows the reasoning."""
         answer_format = parameters.answer_format
-        has_channels = answer_format.calls is CallFormat.HARMONY
+        has_channels = answer_format.calls is HARMONY
         alone = await self.compile(wanted)
         if answer_format.reasoning is None:
             return replace(parameters, constraint=alone)
@@ -355,7 +355,7 @@ class RequestBuilder:
     async def _with_tools(self, parameters: GenerationParameters, use: ToolUse) -> GenerationParameters:
         """Holds calls to their schemas, where the grammar of the model's calls is known."""
         answer_format = parameters.answer_format
-        if answer_format.calls is CallFormat.HARMONY:
+        if answer_format.calls is HARMONY:
             # Cutting the reasoning would lead to the final channel, past the call.
             constraint = await self._tool_constraint(answer_format, False, use)
             return replace(parameters, constraint=constraint, reasoning_budget=None)

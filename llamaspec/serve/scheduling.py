@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream, ReasoningLimit
-from llamaspec.chat.answers import AnswerParser
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream

@@ -9,10 +9,9 @@ import pytest
 from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
 from forward_requests import Count
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
-from llamaspec.chat.message import Message
-from llamaspec.chat.special_tokens import Rendered, SpecialTokens, tokenize
-from llamaspec.chat.template import ChatTemplate
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.escaping import Rendered, SpecialTokens
+from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.transcript import Transcript, tokenize
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import ModelStore
 from tiny_models import Recipe

@@ -12,10 +12,9 @@ import pytest
 from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
-from llamaspec.chat.conversation import REGENERATION
-from llamaspec.chat.message import Message
-from llamaspec.chat.special_tokens import Rendered
-from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.escaping import Rendered
+from llamaspec.chat.session import REGENERATION
+from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.errors import ContextFullError
 
 

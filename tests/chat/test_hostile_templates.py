@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from command import environment
-from llamaspec.chat import template_worker
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import ChatTemplate, TemplateError
-from llamaspec.chat.template_process import PROCESS, RenderError, TemplateProcess
+from llamaspec.chat import sandbox
+from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
+from llamaspec.chat.template import ChatTemplate, Message, TemplateError
 
 HELLO = Message("user", "hello")
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -70,7 +69,7 @@ def outcome(process: TemplateProcess, source: str) -> str:
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_templates(process: TemplateProcess, source: str) -> None:
     """They hung, took gigabytes, or gave a traceback. The next template is rendered as ever."""
-    assert len(outcome(process, source)) <= template_worker.MAX_CHARACTERS
+    assert len(outcome(process, source)) <= sandbox.MAX_CHARACTERS
     assert process.render("{{ x }}", {"x": "hello"}) == "hello"
 
 
@@ -99,7 +98,7 @@ def test_ctrl_c_while_a_template_computes() -> None:
     """The answer to what was interrupted is not taken for that to the next request."""
     script = (
         "import signal, threading, os\n"
-        "from llamaspec.chat.template_process import TemplateProcess\n"
+        "from llamaspec.chat.sandbox import TemplateProcess\n"
         "process = TemplateProcess(); process.check('')\n"
         "interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))\n"
         f"try: interrupt.start(); process.render({HOSTILE['loops']!r}, {{}})\n"
@@ -123,7 +122,7 @@ def test_a_killed_process_is_begun_again() -> None:
 
 
 def test_one_that_dies_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_worker, "__file__", os.devnull)
+    monkeypatch.setattr(sandbox, "__file__", os.devnull)
     process = TemplateProcess()
     with pytest.raises(RenderError, match="crashes what renders it"):
         process.check("x" * 1_000_000)
@@ -165,14 +164,14 @@ def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(*requests: object) -> list[dict[str, str]]:
         lines = io.BytesIO(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
         out = io.BytesIO()
-        template_worker.serve(lines, out, 3.0)
+        sandbox.answer_requests(lines, out, 3.0)
         return [json.loads(line) for line in out.getvalue().splitlines()]
 
     assert answers({"source": "{{ x }}", "variables": {"x": "é"}}, {"source": "{{"}) == [
         {"text": "é"},
         {"failure": "unexpected 'end of template'"},
     ]
-    monkeypatch.setattr(template_worker, "MAX_CHARACTERS", 3)
+    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 3)
     assert answers({"source": "{{ x }}", "variables": {"x": "four"}}) == [
         {"failure": "it writes more than 3 characters"}
     ]
@@ -180,7 +179,7 @@ def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_request: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(template_worker, "respond", full)
+    monkeypatch.setattr(sandbox, "respond", full)
     assert answers({}) == [{"fatal": "it needs too much memory"}]
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
@@ -207,8 +206,8 @@ def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_what_templates_are_written_for(source: str, said: dict[str, str]) -> None:
     request = {"source": source, "variables": {"x": {"b": "<é>", "a": [1, None]}}}
-    assert template_worker.respond(request) == said
-    assert template_worker.respond({"source": source}) == {"text": ""}, "only compiled"
+    assert sandbox.respond(request) == said
+    assert sandbox.respond({"source": source}) == {"text": ""}, "only compiled"
 
 
 def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +215,7 @@ def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: set_to.append(limits))
     for hard in (resource.RLIM_INFINITY, 1 << 20):
         monkeypatch.setattr(resource, "getrlimit", lambda _kind, hard=hard: (hard, hard))
-        template_worker._limit_memory()
+        sandbox._limit_memory()
     assert set_to == [(1 << 30, resource.RLIM_INFINITY), (1 << 20, 1 << 20)]
 
 
@@ -232,6 +231,6 @@ def test_where_memory_cannot_be_limited_templates_are_rendered_all_the_same(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(line)))
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=said))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    template_worker.main("3.0", "first", "second")
+    sandbox.main("3.0", "first", "second")
     assert json.loads(said.getvalue()) == {"text": "hello"}
     assert sys.path[:2] == ["first", "second"]

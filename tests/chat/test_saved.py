@@ -9,8 +9,8 @@ import pytest
 
 from command import invoke, naming
 from llamaspec import PromptError
-from llamaspec.chat.message import Message
-from llamaspec.chat.saved import ConversationFiles, load_conversation, save_conversation
+from llamaspec.chat.session import ConversationFiles, load_conversation, save_conversation
+from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError
 
 HELLO = Message("user", "hello")

@@ -9,8 +9,7 @@ import pytest
 from chat_models import TEMPLATE, say, session, with_template
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import ChatTemplate, TemplateError
+from llamaspec.chat.template import ChatTemplate, Message, TemplateError
 from llamaspec.chat.transcript import Transcript
 from model_store import ModelStore
 

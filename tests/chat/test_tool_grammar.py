@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from llamaspec.chat.answers import AnswerParser, message_of
-from llamaspec.chat.call_grammar import Marks
-from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
-from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
+from llamaspec.chat import families
+from llamaspec.chat.parse import AnswerFormat, AnswerParser, Reasoning, message_of
+from llamaspec.chat.tool_grammar import answer_grammar, marked, tool_grammar
 from llamaspec.errors import PromptError
 
 llguidance = pytest.importorskip("llguidance")
@@ -30,10 +29,7 @@ MARKS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
     "<|end|>",
     "<|constrain|>",
-    "<|tool_call>", "<tool_call|>", '<|"|>', "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|channel>", "<channel|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>",
 ]  # fmt: skip
 
 
@@ -80,7 +76,7 @@ def matches(grammar: str, words: Bytes, text: str) -> bool:
     return bool(matcher.is_accepting())
 
 
-HERMES = AnswerFormat(CallFormat.HERMES)
+HERMES = AnswerFormat(families.HERMES)
 PARIS = '{"city": "Paris"}'
 ONE = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -90,19 +86,6 @@ UNIT = "<parameter=unit>\n{}\n</parameter>\n"
 Q = '<|"|>'
 GEMMA = "<|tool_call>call:weather{{{}}}<tool_call|>"
 GEMMA_PARIS = GEMMA.format(f"city:{Q}Paris{Q}")
-V31 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
-V31_CALL = "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-V31_NOW = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-R1_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```<｜tool▁call▁end｜>"
-R1_NOW = R1_CALL.replace("weather", "now").format("{}")
-KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
-GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n{}</tool_call>"
-GLM_DAYS = "<arg_key>days</arg_key>\n<arg_value>{}</arg_value>\n"
-
-
-def kimi_call(number: Any) -> str:
-    begin, middle = f"<|tool_call_begin|>functions.weather:{number}", "<|tool_call_argument_begin|>"
-    return f"{begin}{middle}{PARIS}<|tool_call_end|>"
 
 
 # Format, choice, right answers, wrong ones.
@@ -122,13 +105,13 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
     "hermes, named": (HERMES, "now", [OTHER], [ONE, ""]),
     "as OpenAI names it": (HERMES, {"type": "function", "function": {"name": "now"}}, [OTHER], [ONE, ""]),
     "thinking": (
-        AnswerFormat(CallFormat.HERMES, THINK),
+        AnswerFormat(families.HERMES, THINK),
         "required",
         [ONE, f"<think>\nHm.\n</think>\n\n{ONE}"],
         ["<think>\nHm.\n</think>\n\nHello", f"<think>Hm. {ONE}"],
     ),
     "qwen-xml": (
-        AnswerFormat(CallFormat.QWEN_XML),
+        AnswerFormat(families.QWEN_XML),
         "required",
         [
             XML.format(""),
@@ -138,25 +121,25 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         [XML.format(DAYS.format("three")), XML.format(UNIT.format("K")), XML.format("x"), "Hello"],
     ),
     "qwen-xml, auto": (
-        AnswerFormat(CallFormat.QWEN_XML),
+        AnswerFormat(families.QWEN_XML),
         "auto",
         ["Hello", "So: " + XML.format("")],
         [XML.format(DAYS.format("three"))],
     ),
     "llama": (
-        AnswerFormat(CallFormat.LLAMA3),
+        AnswerFormat(families.LLAMA3),
         "required",
         [f'{{"name": "weather", "parameters": {PARIS}}}'],
         ['{"name": "weather", "parameters": {}}', "Hello"],
     ),
     "llama, auto": (
-        AnswerFormat(CallFormat.LLAMA3),
+        AnswerFormat(families.LLAMA3),
         "auto",
         [f'{{"name": "weather", "parameters": {PARIS}}}', "Hello {", ""],
         ['{"name": "weather", "parameters": {}}', "{}"],
     ),
     "mistral": (
-        AnswerFormat(CallFormat.MISTRAL),
+        AnswerFormat(families.MISTRAL),
         "required",
         [
             f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}]',
@@ -166,7 +149,7 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         ["[TOOL_CALLS][]", "Hello"],
     ),
     "gemma4": (
-        AnswerFormat(CallFormat.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
+        AnswerFormat(families.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
         "required",
         [
             GEMMA_PARIS,
@@ -186,63 +169,13 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         ],
     ),
     "gemma4, auto": (
-        AnswerFormat(CallFormat.GEMMA4),
+        AnswerFormat(families.GEMMA4),
         "auto",
         ["Hello", f"So: {GEMMA_PARIS}."],
         [f"So: {GEMMA.format('')}"],
     ),
-    "deepseek": (
-        AnswerFormat(CallFormat.DEEPSEEK, THINK),
-        "required",
-        [
-            V31.format(V31_CALL.format(PARIS)),
-            V31.format(V31_NOW + V31_CALL.format(PARIS)),
-            f"<think>Hm.</think>{V31.format(V31_NOW)}",
-        ],
-        ["Hello", V31.format(""), V31.format(V31_CALL.format("{}")), V31_CALL.format(PARIS)],
-    ),
-    "deepseek, auto": (
-        AnswerFormat(CallFormat.DEEPSEEK),
-        "auto",
-        ["Hello", "So: " + V31.format(V31_NOW)],
-        ["So: " + V31.format(V31_CALL.format("{}"))],
-    ),
-    "deepseek r1": (
-        AnswerFormat(CallFormat.DEEPSEEK_R1),
-        "required",
-        [V31.format(R1_CALL.format(PARIS)), V31.format(f"{R1_NOW}\n{R1_CALL.format(PARIS)}")],
-        [V31.format(R1_CALL.format("{}")), V31.format(V31_CALL.format(PARIS)), V31.format(R1_NOW + R1_NOW)],
-    ),
-    "kimi": (
-        AnswerFormat(CallFormat.KIMI),
-        "required",
-        [KIMI.format(kimi_call(0)), KIMI.format(kimi_call(10) + kimi_call(11))],
-        [
-            "Hello",
-            KIMI.format(kimi_call("")),
-            KIMI.format(kimi_call(0).replace("city", "town")),
-            KIMI.format(kimi_call(0).replace("weather", "other")),
-        ],
-    ),
-    "glm": (
-        AnswerFormat(CallFormat.GLM, THINK),
-        "required",
-        [
-            GLM.format(""),
-            GLM.replace("\n", "").format(""),
-            "\n".join([GLM.format(GLM_DAYS.format(3))] * 2),
-            "<think></think>\n<tool_call>now\n</tool_call>",
-        ],
-        ["Hello", GLM.format(GLM_DAYS.format("three")), GLM.replace("Paris</arg_value>", "Paris").format("")],
-    ),
-    "glm, auto": (
-        AnswerFormat(CallFormat.GLM),
-        "auto",
-        ["", "Hello", "So:\n" + GLM.format("")],
-        ["So: " + GLM.format(GLM_DAYS.format("three"))],
-    ),
     "mistral-args": (
-        AnswerFormat(CallFormat.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
+        AnswerFormat(families.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
         "required",
         [
             f"[TOOL_CALLS]weather[ARGS]{PARIS}",
@@ -251,7 +184,7 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         ["[TOOL_CALLS]weather[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}"],
     ),
     "mistral-args, auto": (
-        AnswerFormat(CallFormat.MISTRAL_ARGS),
+        AnswerFormat(families.MISTRAL_ARGS),
         "auto",
         ["Hello", f"So: [TOOL_CALLS]weather[ARGS]{PARIS}"],
         ["[TOOL_CALLS]weather[ARGS]{}"],
@@ -259,7 +192,7 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
 }
 SPECIAL_ONLY: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
     "gpt-oss": (
-        AnswerFormat(CallFormat.HARMONY, HARMONY),
+        AnswerFormat(families.HARMONY, families.CHANNELS),
         "required",
         [
             f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}",
@@ -272,7 +205,7 @@ SPECIAL_ONLY: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         ],
     ),
     "gpt-oss, auto": (
-        AnswerFormat(CallFormat.HARMONY, HARMONY),
+        AnswerFormat(families.HARMONY, families.CHANNELS),
         "auto",
         ["<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello"],
         ["<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}"],
@@ -319,7 +252,7 @@ def test_one_call_where_several_are_not_wanted(marks: list[str]) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_prompt_has_opened_the_reasoning(choice: str) -> None:
-    thinks = AnswerFormat(CallFormat.HERMES, THINK)
+    thinks = AnswerFormat(families.HERMES, THINK)
     assert accepts(thinks, f"Hm. <tool_call>\n</think>\n\n{ONE}", [], choice, thinking=True)
     assert not accepts(thinks, f"Hm.\n</think>\n\n{ONE.replace('city', 'town')}", [], choice, thinking=True)
 
@@ -328,15 +261,15 @@ def test_where_nothing_is_forced() -> None:
     assert tool_grammar(HERMES, TOOLS, "none") is None
     assert tool_grammar(HERMES, [], "auto") is None
     assert tool_grammar(AnswerFormat(), TOOLS, "required") is None
-    assert tool_grammar(AnswerFormat(CallFormat.HARMONY, HARMONY), TOOLS, "required") is None
+    assert tool_grammar(AnswerFormat(families.HARMONY, families.CHANNELS), TOOLS, "required") is None
     with pytest.raises(PromptError, match="names other, which is not among the tools"):
         tool_grammar(HERMES, TOOLS, "other")
 
 
 def test_of_two_marks_the_longer_is_written() -> None:
-    mark = Marks({"[CALL]": 1, "[CALL]s": 2, "]": 3})
-    assert mark("a[CALL]s[CALL]b]") == '"a" <[2]> <[1]> "b" <[3]>'
-    assert mark("") == '""'
+    controls = {"[CALL]": 1, "[CALL]s": 2, "]": 3}
+    assert marked("a[CALL]s[CALL]b]", controls) == '"a" <[2]> <[1]> "b" <[3]>'
+    assert marked("", controls) == '""'
 
 
 def test_arguments_are_an_object_whatever_a_schema_leaves_out() -> None:
@@ -356,7 +289,7 @@ def test_names_and_schemas_of_all_kinds() -> None:
     }
     tools = [{"function": {"name": 'x"é/\\', "parameters": odd}}]
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(MARKS)))
-    for calls in CallFormat:
+    for calls in families.FORMATS:
         grammar = tool_grammar(AnswerFormat(calls), tools, "required", controls=Bytes(MARKS).controls)
         if grammar is not None:
             matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
@@ -380,7 +313,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
             ["5", "Hm</think>", "a</think>b"],
         ),
         (
-            AnswerFormat(CallFormat.HARMONY, HARMONY),
+            AnswerFormat(families.HARMONY, families.CHANNELS),
             False,
             [f"{FINAL}5", f"{ANALYSIS}{FINAL}5"],
             ["5", ANALYSIS, f"{FINAL}a", f"{ANALYSIS}5"],
@@ -428,11 +361,6 @@ SCHEMAS: list[tuple[Any, list[Any], list[Any]]] = [
     ({"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 2}]}, [True, "ab"], [1, "a"]),
     ({"$ref": "#/$defs/tree"}, [{"Name": "a"}, {"Name": "a", "below": [{"Name": "b", "below": []}]}],
      [{}, {"below": []}]),
-    (
-        {"allOf": [{"$ref": "#/$defs/tree"}, {"properties": {"n": {"type": "integer"}}, "required": ["n"]}]},
-        [{"Name": "a", "n": 1}],
-        [{"Name": "a"}, {"n": 1}],
-    ),
     ({"type": "object"}, [{}, {"x": {"y": [1, "z", None]}, "w": True}], [1]),
     ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1}], [{"x": "y"}]),
     ({"type": "object", "additionalProperties": False}, [{}], [{"x": 1}]),
@@ -448,7 +376,7 @@ def test_gemma_writes_what_a_schema_says_and_it_is_read(
 ) -> None:
     parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"tree": TREE}}
     tools = [{"function": {"name": "f", "parameters": parameters}}]
-    words, answer_format = Bytes(marks), AnswerFormat(CallFormat.GEMMA4)
+    words, answer_format = Bytes(marks), AnswerFormat(families.GEMMA4)
     grammar = tool_grammar(answer_format, tools, "required", controls=words.controls)
     assert grammar is not None
     for value in right:
@@ -468,21 +396,21 @@ def test_what_gemma_cannot_be_held_to() -> None:
         "x-guidance": {"lenient": True},
     }
     tools = [{"function": {"name": "f", "parameters": schema}}]
-    assert tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools) is not None
+    assert tool_grammar(AnswerFormat(families.GEMMA4), tools) is not None
     schema["x-guidance"]["lenient"] = False
     with pytest.raises(PromptError, match="pattern of a schema is not supported"):
-        tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools)
+        tool_grammar(AnswerFormat(families.GEMMA4), tools)
     schema["properties"]["a"] = {"$ref": "#/nowhere"}
     with pytest.raises(PromptError, match="refers to '#/nowhere', which is not there"):
-        tool_grammar(AnswerFormat(CallFormat.GEMMA4), tools)
+        tool_grammar(AnswerFormat(families.GEMMA4), tools)
 
 
 def test_names_never_become_control_tokens() -> None:
     """They come from clients."""
-    name = "<arg_key>"
+    name = "<tool_call>"
     tools = [{"function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}]
     controls = {name: 7}
-    for calls in CallFormat:
-        grammar = tool_grammar(AnswerFormat(calls), tools, "required", controls=controls)
+    for calls in families.FORMATS:
+        grammar = tool_grammar(AnswerFormat(calls), tools, "required", False, controls=controls)
         if grammar is not None:
-            assert grammar.count("<[7]>") == (1 if calls is CallFormat.GLM else 0)
+            assert grammar.count("<[7]>") == calls.opening.count(name)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamaspec.chat.message import Message, ToolCall
-from llamaspec.chat.special_tokens import SpecialTokens
-from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError
+from llamaspec.chat.escaping import SpecialTokens
+from llamaspec.chat.template import RESERVED, ChatTemplate, Message, TemplateError, ToolCall
 from llamaspec.errors import PromptError
 
 SPECIAL = SpecialTokens(["<|im_start|>", "<|im_end|>", "<|tool|>", "</s>", "<|function|>", "<|object|>"])

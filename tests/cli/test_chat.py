@@ -15,8 +15,14 @@ import pytest
 from chat_models import PLAIN, last, say, session
 from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
-from llamaspec.chat.message import Message
-from llamaspec.chat.saved import ConversationFiles, keep_last, load_conversation, load_last, save_conversation
+from llamaspec.chat.session import (
+    ConversationFiles,
+    keep_last,
+    load_conversation,
+    load_last,
+    save_conversation,
+)
+from llamaspec.chat.template import Message
 from llamaspec.cli.lines import Typed, history_path, line_editing, read_typed
 from patience import PATIENCE, until_it_waits
 

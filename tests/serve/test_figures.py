@@ -6,7 +6,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.answer_stream import AnswerPart
-from llamaspec.chat.answers import ContentDelta, ReasoningDelta
+from llamaspec.chat.parse import ContentDelta, ReasoningDelta
 from llamaspec.engine.events import Piece
 from llamaspec.engine.text import Span
 from llamaspec.serve.deltas import Content, DeltaBuilder

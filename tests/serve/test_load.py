@@ -18,7 +18,7 @@ import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.answers import message_of
+from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import AHEAD
 from llamaspec.errors import PromptError
 from llamaspec.serve.bodies import RequestError, SpeculativeFields

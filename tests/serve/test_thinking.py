@@ -8,10 +8,9 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
-from llamaspec.chat.answers import AnswerParser, message_of
-from llamaspec.chat.formats import AnswerFormat
-from llamaspec.chat.message import Message
-from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.families import recognize
+from llamaspec.chat.parse import AnswerParser, message_of
+from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.serve.requests import ReasoningFields
 from serve_soak import TEMPLATE
 from serving import Served
@@ -55,7 +54,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 def expected(alone: Pair) -> tuple[str, str]:
     """Reasoning and answer by the function that `chat` uses."""
     template = ChatTemplate.of(alone.target, TEMPLATE)
-    answer_format = AnswerFormat.of(template.source)
+    answer_format = recognize(template.source)
     rendered = template.render([Message("user", "Why?")], template_kwargs={"enable_thinking": True})
     assert answer_format.begins_thinking(rendered.text)
     assert answer_format.reasoning is not None

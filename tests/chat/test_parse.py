@@ -12,19 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamaspec.chat.answer_text import MAX_HELD
-from llamaspec.chat.answers import (
+from llamaspec.chat import families
+from llamaspec.chat.parse import (
+    MAX_HELD,
+    AnswerFormat,
     AnswerParser,
     ArgumentsDelta,
     CallDelta,
     ContentDelta,
     Delta,
+    Reasoning,
     joined,
     message_of,
     random_id,
 )
-from llamaspec.chat.formats import HARMONY, AnswerFormat, CallFormat, Reasoning
-from llamaspec.chat.message import Message, ToolCall
+from llamaspec.chat.template import Message, ToolCall
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 EDIT = {
@@ -44,18 +46,14 @@ TOOLS = [
 ]
 THINK = Reasoning("<think>", "</think>", "\n\n")
 FORMATS = {
-    "qwen3": AnswerFormat(CallFormat.HERMES, THINK),
-    "qwen-coder": AnswerFormat(CallFormat.QWEN_XML),
-    "llama": AnswerFormat(CallFormat.LLAMA3),
-    "mistral": AnswerFormat(CallFormat.MISTRAL),
-    "ministral": AnswerFormat(CallFormat.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
-    "gemma4": AnswerFormat(CallFormat.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
-    "gpt-oss": AnswerFormat(CallFormat.HARMONY, HARMONY),
+    "qwen3": AnswerFormat(families.HERMES, THINK),
+    "qwen-coder": AnswerFormat(families.QWEN_XML),
+    "llama": AnswerFormat(families.LLAMA3),
+    "mistral": AnswerFormat(families.MISTRAL),
+    "ministral": AnswerFormat(families.MISTRAL_ARGS, Reasoning("[THINK]", "[/THINK]")),
+    "gemma4": AnswerFormat(families.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
+    "gpt-oss": AnswerFormat(families.HARMONY, families.CHANNELS),
     "deepseek-r1": AnswerFormat(None, THINK),
-    "deepseek": AnswerFormat(CallFormat.DEEPSEEK, THINK),
-    "deepseek-v3": AnswerFormat(CallFormat.DEEPSEEK_R1),
-    "glm": AnswerFormat(CallFormat.GLM, THINK),
-    "kimi": AnswerFormat(CallFormat.KIMI),
     "plain": AnswerFormat(),
 }
 
@@ -150,50 +148,6 @@ RECORDED: dict[str, tuple[str, str, Message]] = {
         ' {"name": "Bob", "parameters": {"age": 3}} is JSON',
         answer(' {"name": "Bob", "parameters": {"age": 3}} is JSON'),
     ),
-    "deepseek v3.1": (
-        "deepseek",
-        "<think>Hm.</think>Let me look.\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
-        '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
-        answer("Let me look.", PARIS, ("now", {}), thought="Hm."),
-    ),
-    "deepseek v3": (
-        "deepseek-v3",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-        '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
-        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        answer("", PARIS, ("now", {})),
-    ),
-    "deepseek, a section without its first mark": (
-        "deepseek",
-        '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>\n',
-        answer("", PARIS),
-    ),
-    "deepseek, no call": (
-        "deepseek",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather is",
-        answer("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather is"),
-    ),
-    "glm 4.6": (
-        "glm",
-        "\n<think>The user asks.</think>\nI'll write it.\n<tool_call>edit\n<arg_key>file</arg_key>\n"
-        '<arg_value>#include <a.h>\n"q"\n</arg_value>\n<arg_key>tags</arg_key>\n'
-        '<arg_value>["x", 1]</arg_value>\n'
-        "<arg_key>line</arg_key>\n<arg_value>12</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
-        answer(
-            "I'll write it.",
-            ("edit", {"file": '#include <a.h>\n"q"\n', "tags": ["x", 1], "line": "12"}),
-            ("now", {}),
-            thought="The user asks.",
-        ),
-    ),
-    "glm 4.7": (
-        "glm",
-        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
-        "<arg_value>2</arg_value></tool_call><tool_call>now</tool_call>",
-        answer("", BOTH, ("now", {})),
-    ),
-    "glm, no call": ("glm", "In <tool_call> tags\n", answer("In <tool_call> tags\n")),
     "mistral nemo": (
         "mistral",
         '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": "123456789"}, '
@@ -420,20 +374,3 @@ def test_ids() -> None:
     ids = {random_id() for _ in range(20)}
     assert len(ids) == 20
     assert all(len(made) == 9 and made.isalnum() for made in ids)
-
-
-def test_kimi_gives_calls_their_ids() -> None:
-    """Its template wants them back."""
-    text = (
-        "Let me look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:3"
-        '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:4'
-        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
-    )
-    calls = (
-        ToolCall("functions.weather:3", "weather", '{"city": "Paris"}'),
-        ToolCall("functions.now:4", "now", "{}"),
-    )
-    for pieces in ([text], text):
-        assert message_of(parsed("kimi", pieces)) == Message("assistant", "Let me look.", tool_calls=calls)
-    torn = text[: text.index(":3<") + 2]
-    assert message_of(parsed("kimi", [torn])).text == torn

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llamaspec.chat.formats import AnswerFormat, CallFormat
+from llamaspec.chat import families
+from llamaspec.chat.families import recognize
+from llamaspec.chat.parse import AnswerFormat, CallFormat
 
 THINKS = "{{- '<think>\\n\\n</think>\\n\\n' }}"
 # The lines of published templates that tell.
@@ -12,63 +14,42 @@ TEMPLATES = {
     "Qwen3": (
         "<tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": <args-json-object>}\\n</tool_call>"
         + THINKS,
-        CallFormat.HERMES,
+        families.HERMES,
         "<think>",
     ),
     "Hermes": (
         "{{- '<tool_call>\\n{\"name\": \"' }}{{ '\", \"arguments\": ' }}</tool_call>",
-        CallFormat.HERMES,
+        families.HERMES,
         None,
     ),
     "Qwen3-Coder": (
         "'\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' '<parameter=' + args_name '</tool_call>'",
-        CallFormat.QWEN_XML,
+        families.QWEN_XML,
         None,
     ),
     "Llama 3.1": (
         "'<|start_header_id|>assistant<|end_header_id|>' {{- '\"parameters\": ' }}",
-        CallFormat.LLAMA3,
+        families.LLAMA3,
         None,
     ),
-    "Nemo": ('{{- "[TOOL_CALLS][" }}', CallFormat.MISTRAL, None),
+    "Nemo": ('{{- "[TOOL_CALLS][" }}', families.MISTRAL, None),
     "Ministral": (
         "'[TOOL_CALLS]' name + '[ARGS]' + arguments '[THINK]' '[/THINK]'",
-        CallFormat.MISTRAL_ARGS,
+        families.MISTRAL_ARGS,
         "[THINK]",
     ),
     "Gemma 4": (
         "'<|tool_call>call:' + name '}<tool_call|>' '<|channel>thought\\n<channel|>'",
-        CallFormat.GEMMA4,
+        families.GEMMA4,
         "<|channel>thought\n",
     ),
     "gpt-oss": (
         '"<|start|>assistant<|channel|>analysis<|message|>" "<|end|>"',
-        CallFormat.HARMONY,
+        families.HARMONY,
         "<|channel|>analysis<|message|>",
     ),
     "DeepSeek R1": ("content.split('</think>')[-1]", None, "<think>"),
     "Gemma 2": ("<start_of_turn>", None, None),
-    "GLM 4.6": (
-        "'\\n<tool_call>' + tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value> </think>",
-        CallFormat.GLM,
-        "<think>",
-    ),
-    "GLM 4.7": ("<tool_call>' <arg_key>{{ k }}</arg_key><arg_value>{{ v }}", CallFormat.GLM, None),
-    "Kimi K2": (
-        "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
-        CallFormat.KIMI,
-        None,
-    ),
-    "DeepSeek V3.1": (
-        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' '</think>'",
-        CallFormat.DEEPSEEK,
-        "<think>",
-    ),
-    "DeepSeek V3": (
-        "'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json'",
-        CallFormat.DEEPSEEK_R1,
-        None,
-    ),
     "Apriel, a list": ('<tool_call></tool_call> <tool_calls>[{"arguments": 1}]</tool_calls>', None, None),
     "Llama 3, without tools": ("<|start_header_id|>", None, None),
 }  # fmt: skip
@@ -76,7 +57,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize(("source", "calls", "opening"), TEMPLATES.values(), ids=TEMPLATES)
 def test_families(source: str, calls: CallFormat | None, opening: str | None) -> None:
-    found = AnswerFormat.of(source)
+    found = recognize(source)
     assert found.calls is calls
     assert (found.reasoning.opening if found.reasoning else None) == opening
 
@@ -92,10 +73,10 @@ def test_the_tokens_of_an_answer() -> None:
         "<s>": 6,
         "": 7,
     }
-    harmony = AnswerFormat.of(TEMPLATES["gpt-oss"][0]).spelled(controls)
+    harmony = recognize(TEMPLATES["gpt-oss"][0]).spelled(controls)
     assert harmony == {1: b"<|channel|>", 2: b"<|message|>", 3: b"<|start|>", 4: b"<|end|>"}
-    assert AnswerFormat.of("").spelled(controls) == {}
-    gemma = AnswerFormat.of(TEMPLATES["Gemma 4"][0])
+    assert recognize("").spelled(controls) == {}
+    gemma = recognize(TEMPLATES["Gemma 4"][0])
     assert gemma.spelled({"<|channel>": 1, "<channel|>": 2, "<eos>": 3}) == {
         1: b"<|channel>",
         2: b"<channel|>",
@@ -112,6 +93,6 @@ def test_the_tokens_of_an_answer() -> None:
     ],
 )
 def test_whether_the_prompt_opens_the_reasoning(prompt: bytes, thinks: bool) -> None:
-    assert AnswerFormat.of(THINKS).begins_thinking(prompt) is thinks
-    assert not AnswerFormat.of(TEMPLATES["gpt-oss"][0]).begins_thinking(prompt)
+    assert recognize(THINKS).begins_thinking(prompt) is thinks
+    assert not recognize(TEMPLATES["gpt-oss"][0]).begins_thinking(prompt)
     assert not AnswerFormat().begins_thinking(prompt)

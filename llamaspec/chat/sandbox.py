@@ -1,0 +1,274 @@
+"""The process that renders chat templates, which are programs in model files by strangers.
+
+Jinja's sandbox keeps a template from reaching anything; the operating system bounds the time and memory of
+the process. So whatever a template tries costs that process at most. This file is both sides: imported, it
+starts the process when first needed and talks to it in lines of JSON; run as a script, it is the process, and
+imports nothing of llamaspec. The environment of a template is that of Hugging Face's transformers.
+tests/chat/test_hostile_templates.py attacks it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MEMORY_BYTES = 1 << 30  # of the process
+MAX_CHARACTERS = 1 << 24  # of a rendered text
+_LONGEST_REASON = 500
+_COMMAND = (sys.executable, "-I", "-S")  # starts faster without what the environment adds
+_NEEDED = ("jinja2", "markupsafe")
+
+
+class RenderError(Exception):
+    """A template cannot be compiled or rendered; the message is one line."""
+
+
+class TemplateProcess:
+    """Compiles and renders templates in another process, one request at a time; from any thread.
+
+    Parameters
+    ----------
+    cpu_seconds : float
+        What one request may compute.
+    """
+
+    def __init__(self, cpu_seconds: float = 2.0) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()
+
+    def check(self, source: str) -> None:
+        """Compile a template.
+
+        Raises
+        ------
+        RenderError
+            It is not valid.
+        """
+        self._ask({"source": source})
+
+    def render(self, source: str, variables: dict[str, Any]) -> str:
+        """Render a template with variables that JSON can express.
+
+        Raises
+        ------
+        RenderError
+            It refuses, fails, or takes more time or memory than it may.
+        """
+        return self._ask({"source": source, "variables": variables})
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            process = self._running()
+            try:
+                answer = self._exchange(process, line)
+            except BaseException:  # Ctrl-C: the next request must not get the answer to this one
+                self._end()
+                raise
+            if not answer:
+                process.wait()
+                self._end()
+                raise RenderError(
+                    f"it computes for more than {self._cpu_seconds:g} seconds"
+                    if process.returncode == -signal.SIGPROF
+                    else "it crashes what renders it"
+                )
+            found: dict[str, str] = json.loads(answer)
+            if "fatal" in found:
+                self._end()
+        if "text" in found:
+            return found["text"]
+        raise RenderError(found.get("failure") or found["fatal"])
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+        """The answer to a request; empty where the process died."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return b""
+        answer = process.stdout.readline()
+        return answer if answer.endswith(b"\n") else b""
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and (self._process.poll() is not None or self._pid != os.getpid()):
+            self._end()
+        if self._process is None:
+            self._pid = os.getpid()
+            self._process = subprocess.Popen(
+                [*_COMMAND, __file__, str(self._cpu_seconds), *map(_folder_of, _NEEDED)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at a terminal is for this process
+            )
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._pid == os.getpid():
+            process.kill()
+            process.wait()
+        else:
+            process.returncode = 0  # after a fork it is the parent's
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # unsent data
+                assert pipe is not None
+                pipe.close()
+
+
+def _folder_of(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parents[1])
+
+
+PROCESS = TemplateProcess()
+atexit.register(PROCESS.close)
+
+# The other side: what runs in the process.
+
+
+def main(cpu_seconds: str, *paths: str) -> None:
+    """Answer requests until there are no more, importing modules from these folders."""
+    sys.path[:0] = paths
+    _limit_memory()
+    _environment()  # imports Jinja before the clock runs
+    answer_requests(sys.stdin.buffer, sys.stdout.buffer, float(cpu_seconds))
+
+
+def answer_requests(requests: BinaryIO, answers: BinaryIO, cpu_seconds: float) -> None:
+    """Answer each line of JSON with another, or end where one takes longer."""
+    for line in requests:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # ends the process, also within C code
+        try:
+            answer = json.dumps(respond(json.loads(line)))
+        except MemoryError:
+            answer = json.dumps({"fatal": "it needs too much memory"})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def respond(request: dict[str, Any]) -> dict[str, str]:
+    """Compile a template, {"source"}, or render it, {"source", "variables"}.
+
+    Returns
+    -------
+    dict
+        {"text"}, or {"failure"}: why not, in one line.
+    """
+    import jinja2
+
+    # What a template can raise: its own refusals, Jinja's errors, and those of Python in its expressions.
+    failures = (
+        jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+        SyntaxError, RecursionError, AssertionError, StopIteration, OSError,
+    )  # fmt: skip
+    try:
+        template = _compile(request["source"])
+        if "variables" not in request:
+            return {"text": ""}
+        # In pieces, so that an endless text stops at this limit and not at that of memory.
+        pieces: list[str] = []
+        n_characters = 0
+        helpers = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        for piece in template.generate(**request["variables"], **helpers):
+            pieces.append(piece)
+            n_characters += len(piece)
+            if n_characters > MAX_CHARACTERS:
+                return {"failure": f"it writes more than {MAX_CHARACTERS} characters"}
+        return {"text": "".join(pieces)}
+    except failures as error:
+        return {"failure": _line(error)}
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(source: str) -> Any:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; here it has no effect."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            """The statements between the tags."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(reason: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(reason)
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it calls itself without end"
+    reason = " ".join(str(error)[: 4 * _LONGEST_REASON].split())[:_LONGEST_REASON]
+    return reason.rstrip(".") or type(error).__name__
+
+
+def _limit_memory() -> None:
+    import resource  # not on every platform
+
+    _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    with suppress(OSError, ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

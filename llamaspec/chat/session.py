@@ -1,0 +1,461 @@
+"""A conversation with a model: its messages, the answer to the next one, and its file.
+
+The whole conversation is the prompt each time; what the KV cache holds of it costs nothing, and what was read
+or written before keeps its tokens (`chat/transcript.py`). Knows no terminal: text comes out of iterators,
+remarks go to a function.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
+from llamaspec.chat.families import recognize
+from llamaspec.chat.parse import AnswerParser, ContentDelta, ReasoningDelta
+from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.transcript import Transcript
+from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.errors import ContextFullError, LlamaspecError, PromptError, printable
+from llamaspec.files import cache_folder, parse_json, read_file, write_file
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.sampling.filters import Sampling
+from llamaspec.values import TokenArray
+
+REGENERATION = 1_000_000  # added to the seed for each new attempt: no conversation has so many turns
+_MAX_BYTES = 64 << 20  # of a file
+
+Tell = Callable[[str], None]  # receives a remark for the person
+Turns = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How every answer of a conversation is generated."""
+
+    sampling: Sampling
+    seed: int  # turn n, counted from 0, is drawn with seed + n
+    max_tokens: int  # of each answer
+    rule: str
+    policy: LengthPolicy  # one for the whole conversation, which goes on learning
+    reasoning_budget: int | None = None  # tokens of each answer's reasoning
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an answer consists of up to a point."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""  # with reasoning and marks
+    said: str = ""  # what a person reads of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """An answer and how it came about."""
+
+    completion: Completion
+    seed: int
+    n_thought: int = 0  # characters of reasoning
+    before: Answer | None = None  # the answer that this one continues
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all answers of a session, dropped and regenerated ones included."""
+
+    n_answers: int = 0
+    n_prompt_tokens: int = 0  # of the conversation before each answer, counted for each
+    n_cached: int = 0  # those among them that were found in the KV cache
+
+
+class Session:
+    """A conversation that goes on.
+
+    Parameters
+    ----------
+    pair : Pair
+        Stays open as long as the session is used.
+    template : ChatTemplate
+        Of the target.
+    settings : Settings
+        May be replaced between two answers.
+    system : str, optional
+        The system prompt.
+    tell : callable
+        Receives remarks, such as that old turns were left out.
+    on_reasoning : callable, optional
+        Receives what the model thinks, piece by piece. It is not part of the conversation.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        template: ChatTemplate,
+        settings: Settings,
+        *,
+        system: str | None = None,
+        tell: Tell,
+        on_reasoning: Tell | None = None,
+    ) -> None:
+        self.settings = settings
+        self.last: Reply | None = None
+        self.totals = Totals()
+        self._pair, self._template, self._system = pair, template, system
+        self._tell, self._on_reasoning = tell, on_reasoning
+        self._format = recognize(template.source)
+        self._vocabulary = pair.target.vocabulary
+        self._transcript = Transcript(self._vocabulary)
+        self._turns: Turns = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._prompted: Turns = ()  # the messages of the last prompt
+        self._n_dropped = 0  # messages at the beginning of the turns that prompts leave out
+        self._attempt = 0  # how often the last answer was regenerated
+        self._answered: Answer | None = None  # the last answer, where it was written here
+
+    @property
+    def messages(self) -> Turns:
+        """The whole conversation, also what the context has no room for, with the system prompt."""
+        return (*self._system_messages(), *self._turns)
+
+    def replace(self, messages: Sequence[Message]) -> None:
+        """Go on from another conversation; the system prompt stays if that has none.
+
+        Raises
+        ------
+        PromptError
+            A system prompt stands elsewhere than at the beginning.
+        """
+        begins = bool(messages) and messages[0].role == "system"
+        turns = tuple(messages[1:] if begins else messages)
+        if any(message.role == "system" for message in turns):
+            raise PromptError("a conversation has one system prompt, at its beginning; mend the file")
+        self._system = messages[0].text if begins else self._system
+        self._turns, self.last = turns, None
+        self._begin()
+
+    def reset(self) -> None:
+        """Begin anew; the system prompt stays."""
+        self.replace(())
+
+    def ask(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """The answer to a message, piece by piece. Stopping early keeps what has come.
+
+        Parameters
+        ----------
+        text : str
+            The message.
+        on_prefill : callable, optional
+            Told how many tokens of the conversation are prefilled, of how many.
+
+        Raises
+        ------
+        ContextFullError
+            The message does not fit. The conversation stays as it was.
+        PromptError
+            The template refuses it. The conversation stays as it was.
+        """
+        return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
+
+    @property
+    def last_message(self) -> str:
+        """What the user said last; PromptError where that is nothing yet."""
+        return self._turns[self._last_asked()].text
+
+    def ask_instead(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """The answer to another message in place of the last one; else as `ask`."""
+        return self._answer((*self._turns[: self._last_asked()], Message("user", text)), 0, on_prefill)
+
+    def go_on(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """More of the last answer: what a larger limit would have let it write at once; errors as `ask`."""
+        self._require_answer("go on with")
+        return self._answer(self._turns[:-1], self._attempt, on_prefill, more=True)
+
+    def regenerate(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+        """Another answer to the last message, with another seed; errors as `ask`."""
+        self._require_answer("regenerate")
+        if self.settings.sampling.temperature == 0:
+            self._tell("at temperature 0 the answer is always the same")
+        return self._answer(self._turns[:-1], self._attempt + 1, on_prefill)
+
+    def _require_answer(self, what: str) -> None:
+        if not self._turns or self._turns[-1].role != "assistant":
+            raise PromptError(f"there is no answer to {what}; write a message first")
+
+    def _last_asked(self) -> int:
+        asked = [i for i, message in enumerate(self._turns) if message.role == "user"]
+        if not asked:
+            raise PromptError("there is no message yet; write one first")
+        return asked[-1]
+
+    def _answer(
+        self, turns: Turns, attempt: int, on_prefill: Progress | None, *, more: bool = False
+    ) -> Generator[str, None, None]:
+        before = Answer()
+        if more:
+            before = self._answered or self._answer_of_file(self._turns[-1].text, turns)
+        prompt, is_thinking = self._prompt(turns, before)
+        n_turn = sum(message.role == "user" for message in turns) - 1
+        seed = self.settings.seed + n_turn + attempt * REGENERATION
+        parser = AnswerParser(self._format, thinking=is_thinking)
+        parser.feed(before.text)
+        stream = self._stream(prompt, seed, on_prefill, parser)
+        said: list[str] = []
+        n_thought = 0
+        try:
+            for part in stream:
+                for delta in part.deltas:
+                    if isinstance(delta, ContentDelta):
+                        said.append(delta.text)
+                        yield delta.text
+                    elif isinstance(delta, ReasoningDelta):
+                        n_thought += len(delta.text)
+                        if self._on_reasoning is not None:
+                            self._on_reasoning(delta.text)
+        finally:
+            stream.close()
+            reply = Reply(stream.completion, seed, n_thought, before if more else None)
+            self._keep(turns, reply, before, "".join(said), attempt)
+
+    def _stream(
+        self, prompt: TokenArray, seed: int, on_prefill: Progress | None, parser: AnswerParser
+    ) -> AnswerStream:
+        settings = self.settings
+
+        def open_stream(prompt: TokenArray, max_tokens: int) -> TextStream:
+            return self._pair.stream(
+                prompt,
+                sampling=settings.sampling,
+                seed=seed,
+                max_tokens=max_tokens,
+                spelled=self._format.spelled(self._vocabulary.controls),
+                rule=settings.rule,
+                policy=settings.policy,
+                on_prefill=on_prefill,
+            )
+
+        limit = None
+        if settings.reasoning_budget is not None and self._format.reasoning is not None:
+            limit = ReasoningLimit(self._format.reasoning, settings.reasoning_budget)
+        return AnswerStream(prompt, settings.max_tokens, open_stream, parser, self._vocabulary, limit)
+
+    def _keep(self, turns: Turns, reply: Reply, before: Answer, said: str, attempt: int) -> None:
+        """Let the conversation go on with an answer, or as before where nothing was said."""
+        completion, totals = reply.completion, self.totals
+        if completion.stop_reason is StopReason.INTERRUPT and not said:
+            return
+        self._transcript.wrote(completion.tokens)
+        self._answered = Answer(
+            (*before.tokens, *completion.tokens), before.text + completion.text, before.said + said
+        )
+        self._turns = (*turns, self._as_message(self._answered.said))
+        self._attempt = attempt
+        self.last = reply
+        self.totals = Totals(
+            totals.n_answers + 1,
+            totals.n_prompt_tokens + completion.n_prompt_tokens,
+            totals.n_cached + completion.n_cached,
+        )
+
+    def _system_messages(self) -> Turns:
+        return (Message("system", self._system),) if self._system else ()
+
+    # Prompts
+
+    def _prompt(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
+        """Tokens of the conversation and of an answer that is continued, and whether reasoning comes next.
+
+        Once there is no room for an answer, the oldest turns are dropped until half of the context is free:
+        after every drop what is left must be prefilled anew, so it should be rare.
+        """
+        size = self._pair.target.context_size
+        room = size - min(self.settings.max_tokens, size // 4)
+        n_dropped = min(self._n_dropped, len(turns) - 1)
+        tokens, is_thinking = self._tokens(turns[n_dropped:], answered)
+        while len(tokens) > room and (next_turn := _next_turn(turns, n_dropped)) is not None:
+            n_dropped, room = next_turn, size // 2
+            tokens, is_thinking = self._tokens(turns[n_dropped:], answered)
+        if len(tokens) >= size and answered.tokens:
+            raise ContextFullError(
+                f"the context of {size} tokens has no room for more of this answer; open a larger one"
+            )
+        if len(tokens) >= size:
+            raise ContextFullError(
+                f"the message has {len(tokens)} tokens with what the template and the system prompt add, the "
+                f"context {size}; shorten it or open a larger context"
+            )
+        if n_dropped > self._n_dropped:
+            n_turns = sum(message.role == "user" for message in turns[self._n_dropped : n_dropped])
+            self._tell(
+                f"the conversation has outgrown the context of {size} tokens; from now on the model "
+                f"is asked without the {n_turns} oldest turns it saw"
+                + (", but with the system prompt" if self._system else "")
+            )
+            self._n_dropped = n_dropped
+        return tokens, is_thinking
+
+    def _tokens(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
+        self._prompted = (*self._system_messages(), *turns)
+        rendered = self._template.render(self._prompted, template_kwargs=self.settings.template_kwargs)
+        tokens = self._transcript.read(rendered)
+        self._transcript.wrote(answered.tokens)
+        tokens = np.concatenate([tokens, np.array(answered.tokens, dtype=np.int32)])
+        return tokens, self._format.begins_thinking(rendered.text)
+
+    def _as_message(self, said: str) -> Message:
+        """An answer as it goes on in the conversation: without the spaces that the template itself writes."""
+        for variant in (said, said.strip()):
+            message = Message("assistant", variant)
+            with suppress(PromptError):  # a template may want the user to speak last
+                kwargs = self.settings.template_kwargs
+                rendered = self._template.render([*self._prompted, message], template_kwargs=kwargs)
+                if rendered.text.startswith(self._transcript.text):
+                    return message
+        return Message("assistant", said)
+
+    def _answer_of_file(self, said: str, turns: Turns) -> Answer:
+        """An answer that was not written here: only what was said is known, and not what was thought."""
+        kwargs = self.settings.template_kwargs
+        rendered = self._template.render((*self._system_messages(), *turns), template_kwargs=kwargs)
+        reasoning = self._format.reasoning
+        cut = reasoning.cut if reasoning is not None and self._format.begins_thinking(rendered.text) else ""
+        tokens = [
+            *self._vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True).tolist(),
+            *self._vocabulary.tokenize(said.encode(), add_special=False).tolist(),
+        ]
+        if tokens and self._vocabulary.piece(tokens[0]) == b" " and not (cut or said).startswith(" "):
+            del tokens[0]  # SentencePiece begins so
+        return Answer(tuple(tokens), cut + said, said)
+
+
+def _next_turn(turns: Turns, start: int) -> int | None:
+    """Where the turn after the one at `start` begins; None if that is the last."""
+    return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
+
+
+# Files
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A message as chat programs exchange it, in a JSON list; what else they say of it is left out."""
+
+    role: str
+    content: str
+
+
+def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
+    """Write a conversation; a file that is there is replaced in one step, or not at all.
+
+    Raises
+    ------
+    LlamaspecError
+        The file cannot be written.
+    """
+    content = [{"role": message.role, "content": message.text} for message in messages]
+    try:
+        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot save the conversation to {printable(str(path))}: {error.strerror or error}; "
+            "name a writable file"
+        ) from error
+
+
+def load_conversation(path: Path) -> Turns:
+    """Read a conversation.
+
+    Raises
+    ------
+    PromptError
+        The file cannot be read, or holds something else.
+    """
+    shown = printable(str(path))
+    try:
+        saved = parse_json(list[_Saved], read_file(path, _MAX_BYTES), unknown="ignore")
+        return tuple(Message(message.role, message.content) for message in saved)
+    except OSError as error:
+        raise PromptError(
+            f"cannot read the conversation {shown}: {error.strerror or error}; name a readable file"
+        ) from error
+    except ValueError as error:  # not UTF-8, not JSON, not messages
+        raise PromptError(
+            f'{shown} is no conversation: it should hold a JSON list of {{"role", "content"}}, '
+            "as /save writes"
+        ) from error
+
+
+class ConversationFiles:
+    """The files of one chat; a file that it has neither read nor written is never overwritten."""
+
+    def __init__(self) -> None:
+        self._own: set[str] = set()
+
+    def load(self, name: str) -> Turns:
+        """As `load_conversation`."""
+        messages = load_conversation(Path(name))
+        self._own.add(os.path.realpath(name))
+        return messages
+
+    def writable(self, name: str) -> Path:
+        """The path of a file that may be written.
+
+        Raises
+        ------
+        PromptError
+            It is another file, or its folder does not exist.
+        """
+        path, shown = Path(name), printable(name)
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                folder = printable(str(path.parent))
+                raise PromptError(
+                    f"there is no folder {folder} for the conversation; make it first"
+                ) from None
+        except (OSError, ValueError) as error:  # too long, through a file, with a null character
+            raise PromptError(f"no file can be called {shown}; name another") from error
+        else:
+            if os.path.realpath(path) not in self._own:
+                raise PromptError(
+                    f"{shown} exists and is not this conversation; remove it or name another file"
+                )
+        return path
+
+    def save(self, path: Path, messages: Sequence[Message]) -> None:
+        """As `save_conversation`."""
+        save_conversation(path, messages)
+        self._own.add(os.path.realpath(path))
+
+
+def last_conversation() -> Path:
+    """Where the conversation held last is kept; it need not exist."""
+    return cache_folder() / "last_chat.json"
+
+
+def keep_last(messages: Sequence[Message]) -> None:
+    """Keep a conversation as the last one, for nobody else to read; LlamaspecError where that fails."""
+    path = last_conversation()
+    with suppress(OSError):  # writing says why
+        path.parent.mkdir(parents=True, exist_ok=True)
+    save_conversation(path, messages, private=True)
+
+
+def load_last() -> Turns:
+    """The conversation held last; PromptError where there is none, or its file is damaged."""
+    if not last_conversation().exists():
+        raise PromptError("no conversation was kept yet; begin one, or name a file that holds one")
+    return load_conversation(last_conversation())
