@@ -8,7 +8,7 @@ target's next one, until the verification is over; what it has drafted is used w
 guess turn out right, and dropped elsewhere. The draft step that is running then is waited for.
 
 Texts and agreement are real: under the coupled rule the text alone says where a draft token is accepted, so
-rounds are replayed from one reading (llamaspec.measure.read_along). Only costs are not: an evaluation takes
+rounds are replayed from one reading (llamaspec.draft_making.worth). Only costs are not: an evaluation takes
 what a curve says of its width, a draft step a share of width 1, and neither slows the other down. Each arm
 has its best constant number of draft tokens, 0 being plain decoding. The last line of stdout is one JSON
 array.
@@ -28,8 +28,8 @@ import yaml
 
 from help_text import help_text
 from llamaspec import ModelOptions, Sampling, demo_draft, demo_target, open_pair
-from llamaspec.measure.read_along import Agreed, read_along, write_texts
-from llamaspec.measure.task import Task
+from llamaspec.draft_making.worth import Agreed, read_along, write_texts
+from llamaspec.measure.compare import Task
 from simulate_load import CURVES
 from simulate_trees import PROMPTS
 
@@ -156,7 +156,7 @@ def _read(
             for prompt in prompts:
                 tokens = pair.target.vocabulary.tokenize(prompt.encode())
                 tasks.append(Task(tokens, sampling, 0, max_tokens, "coupled"))
-            agreed = [read_along(pair.draft, text, sampling, 0) for text in write_texts(pair, tasks)]
+            agreed = [read_along(pair.draft, text, sampling, 0) for text in write_texts(pair.target, tasks)]
             texts[f"temperature {temperature:g}"] = agreed
     return texts
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from demo_pair import check, corpus, distil, evaluate, export
-from llamaspec.distil import train
-from llamaspec.distil.losses import compile_goals
-from llamaspec.distil.model import Llama, Shape
+from demo_pair.lessons import WindowPlan, mean_loss, next_token_loss, windows
+from llamaspec.draft_making.student import Llama, Shape
+from llamaspec.draft_making.training import Progress, train
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Shape(n_layers=8)
@@ -70,25 +70,25 @@ def train_target(options: Options, data: corpus.Corpus) -> Llama:
         model.load_state_dict(torch.load(options.start))
     kept_out = np.concatenate([np.asarray(corpus.encode(data.tokenizer, d)) for d in data.kept_out])
     chance = np.random.default_rng(options.seed)
-    plan = train.Plan(minutes=options.minutes_target, rate=5e-3, long_from=0.7)
+    plan = WindowPlan(minutes=options.minutes_target, rate=5e-3, long_from=0.7)
 
     def batch(done: float) -> Tensor:
         length = plan.length(done)
-        return train.windows(data.train_ids, plan.batch_tokens // length, length, chance)
+        return windows(data.train_ids, plan.batch_tokens // length, length, chance)
 
-    def report(progress: train.Progress) -> None:
-        loss = train.mean_loss(model, kept_out, plan.length(progress.done))
+    def report(progress: Progress) -> None:
+        loss = mean_loss(model, kept_out, plan.length(progress.done))
         log(f"target {progress}  kept-out {loss:.4f}")
         torch.save(model.state_dict(), unfinished)
 
-    train.run(
+    train(
         model,
         plan,
         batch,
-        train.next_token_loss(model, torch.compile(model.hidden, dynamic=False)),
+        next_token_loss(model, torch.compile(model.hidden, dynamic=False)),
         report,
     )
-    log(f"target kept-out loss {train.mean_loss(model, kept_out, plan.long):.4f}")
+    log(f"target kept-out loss {mean_loss(model, kept_out, plan.long):.4f}")
     torch.save(model.state_dict(), file)
     return model
 
@@ -99,7 +99,7 @@ def own_text(options: Options, data: corpus.Corpus, target: Llama) -> NDArray[np
     if not file.exists():
         log(f"the target writes {N_OWN_ROWS * TARGET.n_context} tokens")
         chance = np.random.default_rng(options.seed + 1)
-        prompts = train.windows(data.train_ids, N_OWN_ROWS, distil.N_PROMPT - 1, chance)
+        prompts = windows(data.train_ids, N_OWN_ROWS, distil.N_PROMPT - 1, chance)
         written = distil.write_text(target, prompts, TARGET.n_context, options.seed)
         np.save(file, written.numpy())
     rows: NDArray[np.int64] = np.load(file)
@@ -116,9 +116,9 @@ def train_draft(options: Options, data: corpus.Corpus, target: Llama) -> Llama:
     if file.exists():
         draft.load_state_dict(torch.load(file))
         return draft
-    plan = train.Plan(minutes=options.minutes_draft, rate=4e-3, long_from=0.0)
+    plan = WindowPlan(minutes=options.minutes_draft, rate=4e-3, long_from=0.0)
 
-    def report(progress: train.Progress) -> None:
+    def report(progress: Progress) -> None:
         log(f"draft {progress}")
         torch.save(draft.state_dict(), unfinished)
 
@@ -128,7 +128,7 @@ def train_draft(options: Options, data: corpus.Corpus, target: Llama) -> Llama:
         plan,
         np.random.default_rng(options.seed + 2),
     )
-    train.run(draft, plan, batches, distil.teacher_loss(draft, target), report)
+    train(draft, plan, batches, distil.teacher_loss(draft, target), report)
     torch.save(draft.state_dict(), file)
     return draft
 
@@ -195,7 +195,6 @@ def main() -> None:
     options = parse(sys.argv[1:])
     if not options.evaluate:
         options.work.mkdir(parents=True, exist_ok=True)
-        compile_goals()
         data = corpus.build(options.work, options.seed)
         target = train_target(options, data)
         write_files(options, data, target, train_draft(options, data, target))

@@ -23,10 +23,10 @@ import yaml
 from numpy.typing import NDArray
 
 from demo_pair import corpus, distil
+from demo_pair.lessons import WindowPlan, windows
 from help_text import help_text
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
-from llamaspec.distil.model import Llama
-from llamaspec.distil.train import Plan, windows
+from llamaspec.draft_making.student import Llama
 from mtp_target import export, train, trunk
 from mtp_target.head import Head
 from plain_llama import PlainLlama
@@ -94,7 +94,7 @@ def _head(model: Llama, source: Path, work: Path, start: Path | None, minutes: f
         head.load_state_dict(torch.load(start))
     ids = _corpus(source, work, seed)
     own = _own_text(model, ids, work, seed)
-    plan = Plan(minutes=minutes, rate=4e-3, long_from=2.0, batch_tokens=2048, short=256, report_seconds=30)
+    plan = WindowPlan(minutes=minutes, rate=4e-3, batch_tokens=2048, short=256, report_seconds=30)
     chance = np.random.default_rng(seed)
 
     def batch(done: float) -> torch.Tensor:

@@ -17,7 +17,7 @@ from llamaspec.cli.terminal import SlowProgress
 from llamaspec.errors import PairError
 from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
-from llamaspec.measure.task import Task
+from llamaspec.measure.compare import Task
 
 DEFAULT_PROMPT = "def read_lines(path):\n"
 DEFAULT_SEED = 0

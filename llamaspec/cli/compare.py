@@ -19,9 +19,8 @@ from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress, stderr_console
 from llamaspec.errors import PairError
 from llamaspec.measure.attention_choice import TextSize
-from llamaspec.measure.compare import Arm, Comparison, Spread, run_compare
+from llamaspec.measure.compare import Arm, Comparison, Spread, Task, run_compare
 from llamaspec.measure.learned_length import keep_prior
-from llamaspec.measure.task import Task
 
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 

@@ -15,6 +15,8 @@ from rich.table import Table
 from llamaspec.cli.fetching import fetched_model
 from llamaspec.cli.option_groups import Command, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.terminal import SlowProgress, say
+from llamaspec.draft_making.skip_layers import Made, make_draft
+from llamaspec.draft_making.worth import TrialSettings, judge_draft
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.hub.made import made_path
 from llamaspec.llama.gguf_header import check_gguf
@@ -22,8 +24,12 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.compare import Spread
+<<<<<<< HEAD
 from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
 from llamaspec.sampling.filters import Sampling
+=======
+from llamaspec.sampling.parameters import Sampling
+>>>>>>> 0282fd2 (draft_making in place of pruning and distil; bit-exactness, sample text and tasks live with the probe and compare)
 
 MOST_TEXT_BYTES = 1 << 30
 
@@ -129,12 +135,12 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
     """
     output, texts = options.file(), options.texts()
     with refusing_values():
-        wish = Wish(texts, budget, types, options.sampling, output=output)
+        settings = TrialSettings(texts, budget, options.sampling)
     path = fetched_model(target)
     if not texts:
         say("no --text given, measuring on a short text; your own text decides better")
     with _opened(path, options) as model:
-        made = make_draft(model, wish, say)
+        made = make_draft(model, settings, say, types=types, output=output)
     if as_json:
         click.echo(json.dumps(_as_json(made)))
         return
@@ -167,7 +173,7 @@ def distil(
     After Ctrl-C the same command goes on. The draft is measured at the end, and kept whatever it is worth.
     """
     try:
-        from llamaspec.distil.run import Distillation, distil_draft
+        from llamaspec.draft_making.distil import Distillation, distil_draft
     except ImportError as error:
         raise LlamaspecError(
             f"distilling needs {error.name}, which is not installed; run: pip install 'llamaspec[train]'"
@@ -184,7 +190,7 @@ def distil(
         distil_draft(path, options.models, texts, wish, output, say, progress)
     say("measuring the draft together with its target")
     with _opened(path, options) as model:
-        judged = judge_draft(model, output, Wish(texts, sampling=options.sampling))
+        judged = judge_draft(model, output, TrialSettings(texts, sampling=options.sampling))
     if as_json:
         click.echo(json.dumps({"path": str(output), **asdict(judged)}))
         return

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamaspec.engine.events import Completion
-from llamaspec.measure.bit_exactness import Measurement, logit_differences
-from llamaspec.measure.task import Task
+from llamaspec.measure.compare import Task
+from llamaspec.measure.probe import Measurement, compare_widths
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
@@ -105,13 +105,15 @@ def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[For
 
 
 def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> dict[int, float]:
-    """Largest logit difference of each width against width 1, at the beginning of the text."""
+    """Largest logit difference of each width against width 1, over the first tokens of the text."""
     widest = min(WIDEST, len(drafted.tokens))
     if widest < 2:
         return {}
     path = np.concatenate([prompt, np.array(drafted.tokens[:widest], dtype=np.int32)])
     pair.forget()
-    return logit_differences(pair, path, tuple(range(2, widest + 1)))
+    widths = range(1, widest + 1)
+    found = pair.run(compare_widths(path, len(prompt), widths, lambda part: True, lambda done: None))
+    return {width: found[width].largest for width in widths[1:]}
 
 
 def _text(pair: Pair, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Target alone, draft alone, and both together, on one prompt in one process.
+"""One text generated in several ways: by the target alone, by the draft alone, and by both together.
 
 The arms take turns, so that a machine that warms up or is busy slows all of them alike. The KV caches are
 emptied before every run: no arm finds a prompt that another has left there. All figures are medians with
@@ -12,12 +12,53 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llamaspec.drafters.no_drafter import NoDrafter
 from llamaspec.engine.events import Completion
-from llamaspec.measure.task import Task
 from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
+from llamaspec.protocols import Drafter, LengthPolicy
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.values import TokenArray
 
 Report = Callable[[float], None]  # the finished fraction, 0 to 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A prompt and how it is to be continued."""
+
+    prompt: TokenArray  # [n]
+    sampling: Sampling
+    seed: int
+    max_tokens: int
+    rule: str
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the text with draft tokens is the text without: otherwise only its law is the same."""
+        return self.rule == "coupled" or self.sampling.temperature == 0
+
+    def run(
+        self,
+        pair: Pair,
+        policy: LengthPolicy | None = None,
+        *,
+        n_before: int = 0,
+        drafter: Drafter | None = None,
+    ) -> Completion:
+        """Generate with a pair; `n_before` runs before this one had the seeds before."""
+        return pair.stream(
+            self.prompt,
+            sampling=self.sampling,
+            seed=self.seed + n_before,
+            max_tokens=self.max_tokens,
+            rule=self.rule,
+            policy=policy,
+            drafter=drafter,
+        ).run()
+
+    def run_plain(self, pair: Pair, *, n_before: int = 0) -> Completion:
+        """The same by plain decoding."""
+        return self.run(pair, n_before=n_before, drafter=NoDrafter())
 
 
 @dataclass(frozen=True, slots=True)

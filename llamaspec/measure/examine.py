@@ -41,7 +41,7 @@ from llamaspec.measure.model_findings import (
     vocabulary_findings,
 )
 from llamaspec.measure.pair_files import PairFiles
-from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.measure.probe import sample_tokens
 from llamaspec.suffix_store import SuffixStore, folder, kept_texts
 from llamaspec.values import TARGET, ForwardRequest
 

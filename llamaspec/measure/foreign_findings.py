@@ -12,7 +12,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.findings import OK, WARNING, Finding
-from llamaspec.measure.sample_text import sample_tokens
+from llamaspec.measure.probe import sample_tokens
 from llamaspec.pair import Pair
 
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens

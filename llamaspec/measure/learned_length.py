@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.bit_exactness import exact_widths
+from llamaspec.measure.probe import exact_widths
 from llamaspec.measure.store import store_prior, stored_prior, stored_probe
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy

@@ -1,30 +1,34 @@
-"""Measures what a wider batch costs, for one pair on one machine: the saturation probe.
+"""The saturation probe: what a wider batch costs on this machine, and which widths are bit-identical.
 
-Behind the same context every width is asked again and again, in shuffled order, so that a machine that warms
-up slows all alike. Where time is short, the widest batches, long contexts and further turns are left out.
+Behind the same context every width is evaluated again and again, in shuffled order, so that a machine that
+warms up slows all alike. A wider batch may run another kernel, which adds in another order: so the same
+positions are evaluated one at a time and in batches, and their logits compared bit by bit. Where time is
+short, the widest batches, long contexts and further turns are left out. Measurements are coroutines.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed_length import FixedLength
-from llamaspec.measure.bit_exactness import Difference, Measurement, compare_widths
-from llamaspec.measure.sample_text import sample_tokens
 from llamaspec.pair import Pair
-from llamaspec.protocols import Stream
+from llamaspec.protocols import Stream, Vocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling, distribution
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, MTP, TARGET, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
 
+Result = TypeVar("Result")
+Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
 Clock = Callable[[], float]  # seconds
 Report = Callable[[float], None]  # the finished fraction, 0 to 1
 FULL_WIDTHS = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
@@ -36,6 +40,32 @@ DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
 READING = 0.5  # part of the time left that reading on to a longer context may take
+# On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
+EXACT_DEPTHS = (32, 320)  # tokens in the cache
+EXACT_COMPARED = 34  # positions at each depth
+EXACT_SECONDS = 20.0  # no further comparison begins after this; what was not compared is not exact
+# Ordinary text, because a mixture of experts sends random tokens through more of its experts.
+TEXT = """\
+def moving_average(values, size):
+    total = sum(values[:size])
+    for i in range(size, len(values)):
+        yield total / size
+        total += values[i] - values[i - size]
+
+The river had risen in the night, and in the morning the lower fields lay under water. Two of the
+neighbours came with a boat; they counted the sheep, 114 in all, and brought them up to the old mill.
+"Will it hold?" asked the younger. "It held in 1924," said the other, "and the wall was thinner then."
+
+| year | rainfall (mm) | harvest (t) |
+| 2019 | 812 | 40.5 |
+"""
+BYTES_PER_TOKEN = 4  # roughly; a text that is too short for a vocabulary is repeated
+
+
+def sample_tokens(vocabulary: Vocabulary, n: int) -> TokenArray:
+    """The first `n` tokens of the text, said as often as needed: int32 [n]."""
+    text = TEXT * (1 + BYTES_PER_TOKEN * n // len(TEXT))
+    return np.resize(vocabulary.tokenize(text.encode()), n).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,3 +326,100 @@ def _time_sampling(tokens: TokenArray, clock: Clock) -> Measurement[float]:
         streams.choose(distribution(forward.logits[0], Sampling()), Stream.TOKEN, position)
         times.append(clock() - start)
     return statistics.median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far the scores of one width are from those of width 1."""
+
+    largest: float  # of any logit; 0 = bit-identical
+    n_compared: int  # positions
+
+
+def exact_widths(pair: Pair) -> frozenset[int]:
+    """Widths that are bit-identical with width 1 here, found on the spot, without timing anything."""
+    target, begin = pair.target, time.perf_counter()
+    widths = range(1, min(18, target.max_scored + 1, target.context_size // 2))
+    pair.forget()
+    exact = frozenset(widths)
+    for depth in sorted({max(1, min(d, target.context_size - EXACT_COMPARED)) for d in EXACT_DEPTHS}):
+        tokens = sample_tokens(target.vocabulary, min(depth + EXACT_COMPARED, target.context_size))
+        found = pair.run(
+            compare_widths(
+                tokens,
+                depth,
+                widths,
+                lambda part: time.perf_counter() - begin < part * EXACT_SECONDS,
+                lambda done: None,
+            )
+        )
+        exact &= {width for width, difference in found.items() if difference.largest == 0}
+    return exact | {1}
+
+
+def compare_widths(
+    tokens: TokenArray,
+    depth: int,
+    widths: Sequence[int],
+    in_time: Callable[[float], bool],
+    report: Callable[[float], None],
+) -> Measurement[dict[int, Difference]]:
+    """Compare widths behind the first `depth` tokens, over all positions behind them.
+
+    Parameters
+    ----------
+    tokens : [n] int32, n > depth
+        The positions from `depth` on are compared.
+    widths : sequence of int
+        Ascending from 1.
+    in_time : callable
+        Whether less than a part of the time, 0 to 1, has passed.
+    report : callable
+        Told the finished fraction.
+
+    Returns
+    -------
+    dict of width -> Difference
+        Widths 1 and 2 at least. One batch of every width comes first, narrow widths before wide ones: where
+        time is short, the widest are left out.
+    """
+    alone = yield from _one_at_a_time(tokens, depth, in_time)
+    report(0.3)
+    found = {1: Difference(0.0, len(alone))}
+    for width in widths[1:]:
+        if len(found) > 1 and not in_time(1.0):
+            break
+        found[width] = yield from _compare(tokens, depth, width, alone[:width])
+    report(0.6)
+    # More positions only for widths that still seem identical.
+    unsure = [width for width in found if found[width].largest == 0 and 2 * width <= len(alone) and width > 1]
+    for done, width in enumerate(unsure):
+        if not in_time(1.0):
+            break
+        found[width] = yield from _compare(tokens, depth, width, alone[: len(alone) // width * width])
+        report(0.6 + 0.4 * (done + 1) / len(unsure))
+    return found
+
+
+def _compare(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measurement[Difference]:
+    """One width against known logits [n, V], batch behind batch, with no other width in the KV cache."""
+    largest = 0.0
+    yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
+    for first in range(0, len(alone), width):
+        known = alone[first : first + width]
+        together = yield ForwardRequest(TARGET, tokens[: depth + first + width], n_logits=width)
+        largest = max(largest, float(np.abs(together.logits[: len(known)] - known).max()))
+    return Difference(largest, len(alone))
+
+
+def _one_at_a_time(tokens: TokenArray, depth: int, in_time: Callable[[float], bool]) -> Measurement[Logits]:
+    """Logits of the positions from `depth` on, in evaluations of one position each: [n, V] float32."""
+    # The context in batches, as a prompt is read; a position evaluated together with it would not be alone.
+    yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
+    rows: list[Logits] = []
+    for end in range(depth + 1, len(tokens) + 1):
+        if rows and not in_time(0.3):
+            break
+        forward = yield ForwardRequest(TARGET, tokens[:end])
+        rows.append(forward.logits[0].copy())
+    return np.array(rows)

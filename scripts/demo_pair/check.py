@@ -14,7 +14,7 @@ import torch
 from llama_cpp import Llama as LlamaCpp
 from tokenizers import Tokenizer
 
-from llamaspec.distil.model import Llama
+from llamaspec.draft_making.student import Llama
 
 AWKWARD = (
     "",

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from demo_pair.chat_template import CHAT_TEMPLATE
 from demo_pair.corpus import BOS_ID, EOS_ID, KEPT_OUT
-from llamaspec.distil.export import write_model
-from llamaspec.distil.model import Llama
+from llamaspec.draft_making.student import Llama, write_model
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, silu
 
-from llamaspec.distil.model import Block, Llama, Norm, Shape, rotate
+from llamaspec.draft_making.student import Block, Llama, Norm, Shape, rotate
 from mtp_target.trunk import Lesson
 
 N_STEPS = 3  # draft tokens behind each position

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llamaspec.distil.model import Llama
-from llamaspec.distil.train import Plan
+from llamaspec.draft_making.student import Llama
+from llamaspec.draft_making.training import Plan
 from mtp_target import head as heads
 from mtp_target.head import LATER, Head
 from mtp_target.trunk import teach

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamaspec.distil.model import RMS_EPSILON, ROPE_BASE, Llama, Shape
+from llamaspec.draft_making.student import RMS_EPSILON, ROPE_BASE, Llama, Shape
 from widening.source import Source, UnsuitableFileError
 
 

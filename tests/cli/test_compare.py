@@ -10,8 +10,7 @@ import pytest
 
 from command import Answer, invoke, naming, run
 from llamaspec import FixedLength, Sampling, open_pair
-from llamaspec.measure.compare import run_compare
-from llamaspec.measure.task import Task
+from llamaspec.measure.compare import Task, run_compare
 from model_store import ModelStore
 from tiny_models import Recipe
 

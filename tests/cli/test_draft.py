@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from command import invoke, run, said
+from llamaspec.draft_making.skip_layers import Candidate, Found, Made
+from llamaspec.draft_making.worth import TrialSettings, Worth
 from llamaspec.hub.made import DRAFT_FOR, identity, made_path
 from llamaspec.hub.names import find_draft
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.compare import Spread
-from llamaspec.pruning.make import Judged, Made, Wish
-from llamaspec.pruning.search import Candidate, Found
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_budget_is_a_number_of_minutes(target: Path) -> None:
 
 
 def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("llamaspec.distil.")]:
+    for name in [name for name in sys.modules if name == "llamaspec.draft_making.distil"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "pip install 'llamaspec[train]'" in said(invoke("draft", "distil", target, "--text", __file__))
@@ -86,13 +86,13 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
         asked.append((path, texts, wish, output))
         shutil.copy(path, output)
 
-    module: Any = ModuleType("llamaspec.distil.run")
+    module: Any = ModuleType("llamaspec.draft_making.distil")
     module.Distillation, module.distil_draft = lambda *wish: wish, copy
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    judged = Judged(0.25, 0.625, Spread(1.25, 1.5, 2.25))
-    wishes: list[Wish] = []
+    judged = Worth(0.25, 0.625, Spread(1.25, 1.5, 2.25))
+    wishes: list[TrialSettings] = []
 
-    def judge(_model: object, path: Path, wish: Wish) -> Judged:
+    def judge(_model: object, path: Path, wish: TrialSettings) -> Worth:
         assert path.read_bytes() == target.read_bytes()
         wishes.append(wish)
         return judged
@@ -164,7 +164,7 @@ FOUND = (
 def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = target.with_name("made.gguf")
     made = Made(FOUND, Spread(1.25, 1.5, 2.25), output, None)
-    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_: made)
+    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     lines = invoke("draft", "make", target, "--threads", "1").stdout.splitlines()
     assert [line.split() for line in lines[:3]] == [
         ["layers", "type", "MB", "cost", "acceptance", "predicted"],
@@ -181,7 +181,7 @@ def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPa
 
 def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(FOUND, None, None, "the best one, L6-Q4_0, gave 0.93x")
-    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_: made)
+    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     answer = invoke("draft", "make", target, "--threads", "1")
     assert answer.code == 0
     told = "no draft made of this target pays here: the best one, L6-Q4_0, gave 0.93x"

@@ -12,8 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure import store as curves
-from llamaspec.measure.bit_exactness import exact_widths
-from llamaspec.measure.probe import Effort, measure
+from llamaspec.measure.probe import Effort, exact_widths, measure
 from llamaspec.measure.reasons import Dip, dips, knees, saturation_width, verdict
 from llamaspec.values import ForwardRequest, Logits
 

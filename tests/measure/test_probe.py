@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from llamaspec import ModelOptions, Pair
-from llamaspec.measure.bit_exactness import compare_widths
-from llamaspec.measure.probe import FULL, QUICK, Effort, Probe, measure
+from llamaspec.measure.probe import FULL, QUICK, Effort, Probe, compare_widths, measure
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
 
 KERNEL_CHANGE = 256  # cached tokens from which single positions are rounded otherwise

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
+from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
+from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.hub.made import DRAFT_FOR, identity, made_drafts, made_path
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.quantize import COPY, Copy, write_copy
-from llamaspec.measure.compare import Spread
-from llamaspec.measure.read_along import WrittenText, read_along, replay
-from llamaspec.measure.sample_text import sample_tokens
-from llamaspec.measure.task import Task
-from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
-from llamaspec.sampling.filters import Sampling
+from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.probe import sample_tokens
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
 from widening.plan import Plan, Widening
@@ -62,9 +60,9 @@ def widened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "wide.gguf"
 
 
-def made(target: Path, machine: KnownCosts, **wish: object) -> Made:
+def made(target: Path, machine: KnownCosts, texts: tuple[bytes, ...] = (), **options: Any) -> Made:
     with LlamaModel(target, OPTIONS) as model:
-        return make_draft(model, Wish(**wish), lambda line: None, machine)  # type: ignore[arg-type]
+        return make_draft(model, TrialSettings(texts), lambda line: None, machine=machine, **options)
 
 
 def test_layers_that_add_nothing_have_no_influence(widened: Path) -> None:
@@ -112,11 +110,11 @@ def test_the_measurement_decides(widened: Path) -> None:
 
 
 def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> None:
-    class Dear(KnownCosts):
+    class Expensive(KnownCosts):
         def round_seconds(self, target: LlamaModel) -> list[float]:
             return [1.0, 1.98, 2.97]
 
-    found = made(widened, Dear())
+    found = made(widened, Expensive())
     assert found == Made((), None, None, "here even a perfect draft would give 1.01x at most")
 
 
@@ -126,32 +124,30 @@ def test_where_no_copy_can_be_made_the_reasons_are_told(
     def refuses(*_: object) -> None:
         raise ModelFileError("llama.cpp cannot make this copy")
 
-    monkeypatch.setattr("llamaspec.pruning.bench.write_copy", refuses)
+    monkeypatch.setattr("llamaspec.draft_making.skip_layers.write_copy", refuses)
     told: list[str] = []
     with LlamaModel(widened, OPTIONS) as model:
-        found = make_draft(model, Wish(types=(COPY,)), told.append, KnownCosts())
+        found = make_draft(model, TrialSettings(), told.append, types=(COPY,), machine=KnownCosts())
     assert found == Made((), None, None, "no smaller copy of this target can be made")
     assert "L2-copy: not possible: llama.cpp cannot make this copy" in told
 
 
 @pytest.mark.parametrize(
-    ("wish", "says"),
+    ("options", "says"),
     [
         ({"texts": (b"", b"a")}, "the texts are too short"),
         ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another place with --output"),
     ],
 )
-def test_what_cannot_be_wished_for(widened: Path, wish: dict[str, object], says: str) -> None:
+def test_options_that_cannot_be(widened: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(LlamaspecError, match=says):
-        made(widened, KnownCosts(), **wish)
+        made(widened, KnownCosts(), **options)
 
 
 def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
     with pytest.raises(LlamaspecError, match="ends its texts at once"):
         made(target, KnownCosts())
-    with LlamaModel(target, OPTIONS) as model, pytest.raises(LlamaspecError, match="ends its texts at once"):
-        judge_draft(model, target, Wish(), KnownCosts())
 
 
 @pytest.mark.parametrize(
@@ -167,13 +163,6 @@ def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
 def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"the type must be|layers must ascend|at most 127 bytes"):
         Copy(**wrong)
-
-
-def test_minutes_that_cannot_be() -> None:
-    for minutes in (0.0, 1e6, float("nan")):
-        with pytest.raises(ValueError, match="more than 0 minutes and less than a million"):
-            Wish(minutes=minutes)
-    assert Wish(minutes=999_999.5).minutes == 999_999.5
 
 
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
@@ -251,23 +240,6 @@ def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"target.gguf", "copy.gguf", "other.gguf"}
 
 
-def test_a_target_agrees_with_itself_at_every_position(widened: Path) -> None:
-    with LlamaModel(widened, OPTIONS) as model:
-        task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
-        tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
-        text = WrittenText(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20, 1.0)
-        assert read_along(model, text, Sampling(), 5).all()
-        assert not read_along(model, text, Sampling(), 6).all()
-
-
-def test_rounds_are_replayed() -> None:
-    agreed = [np.array([True, True, False, True, True]), np.array([False, True])]
-    # One draft token: rounds of 2, 1, 2 and 1, 1 tokens.
-    assert replay(agreed, [1.0, 1.0]) == (1, 7 / 5)
-    assert replay(agreed, [1.0, 1.0, 9.0])[0] == 1
-    assert replay([np.array([False] * 4)], [1.0, 1.25]) == (1, 0.8)
-
-
 def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "wide.gguf", Recipe(seed=9))
     write_copy(widened, made_path(other, "x"), Copy(texts={DRAFT_FOR: identity(widened)}), 1)
@@ -287,7 +259,49 @@ def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
     assert identity(tmp_path / "target.gguf") != key
 
 
-def test_a_draft_that_was_made_otherwise_is_judged(widened: Path) -> None:
-    with LlamaModel(widened, OPTIONS) as model:
-        judged = judge_draft(model, widened, Wish(), KnownCosts(measured=1.25))
-    assert (judged.cost_ratio, judged.acceptance, judged.measured.median) == (1.0, 1.0, 1.25)
+# The search
+
+
+class KnownWorth:
+    """Copies whose worth is known: it rises to a number of layers and falls behind it."""
+
+    def __init__(self, best: int, n_layers: int = 48, refused: tuple[str, ...] = ()) -> None:
+        self.best, self.n_layers, self.refused = best, n_layers, refused
+        self.asked: list[Candidate] = []
+
+    def __call__(self, candidate: Candidate) -> Found | None:
+        self.asked.append(candidate)
+        if candidate.file_type in self.refused:
+            return None
+        n_left = self.n_layers - len(candidate.pruned)
+        speed_up = 2.0 - abs(n_left - self.best) / 10 + (candidate.file_type == "B") / 100
+        return Found(candidate, n_left, n_left, n_left / self.n_layers, 0.5, 1, speed_up)
+
+
+def test_layers_that_change_nothing_are_left_out_first() -> None:
+    influence = [1.0, 0.2, 0.0, 0.0, 0.3, 0.0]
+    worth = KnownWorth(best=3, n_layers=6)
+    best = search(influence, ["A"], worth)[0]
+    assert worth.asked[0].pruned == best.candidate.pruned == (2, 3, 5)
+
+
+def test_the_best_number_of_layers_is_found_with_few_questions() -> None:
+    influence = [1.0 - layer / 100 for layer in range(48)]
+    for best in (1, 7, 20, 33, 47):
+        worth = KnownWorth(best)
+        found = search(influence, ["A"], worth)
+        assert found[0].n_layers == best
+        assert len(worth.asked) == len(set(worth.asked)) <= 22
+        assert found[0].candidate.pruned == tuple(range(best, 48)), "the least influential layers go"
+
+
+def test_other_types_are_tried_with_the_best_number_of_layers() -> None:
+    found = search([1.0] * 48, ["A", "B"], KnownWorth(30))
+    assert found[0].candidate.file_type == "B"
+    assert found[0].n_layers == 30
+
+
+def test_what_cannot_be_used_is_not_found() -> None:
+    found = search([1.0] * 8, ["A", "B"], KnownWorth(4, 8, refused=("A",)))
+    assert {each.candidate.file_type for each in found} == {"B"}
+    assert search([1.0], ["A"], KnownWorth(1, 1, refused=("A",))) == []

@@ -13,15 +13,21 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from llamaspec import LlamaModel, ModelOptions, open_pair  # noqa: E402
-from llamaspec.distil import train  # noqa: E402
-from llamaspec.distil.export import write_model  # noqa: E402
-from llamaspec.distil.losses import BestTokens, loss_of  # noqa: E402
-from llamaspec.distil.model import Llama, Shape  # noqa: E402
-from llamaspec.distil.run import Distillation, distil_draft  # noqa: E402
-from llamaspec.distil.teacher import record  # noqa: E402
+from llamaspec.draft_making import training  # noqa: E402
+from llamaspec.draft_making.distil import (  # noqa: E402
+    Distillation,
+    distil_draft,
+    record,
+)
+from llamaspec.draft_making.student import (  # noqa: E402
+    Llama,
+    Shape,
+    write_model,
+)
+from llamaspec.draft_making.training import best_tokens, loss_of  # noqa: E402
 from llamaspec.errors import LlamaspecError, PromptError  # noqa: E402
 from llamaspec.hub.made import made_drafts, made_path  # noqa: E402
-from llamaspec.measure.sample_text import TEXT, sample_tokens  # noqa: E402
+from llamaspec.measure.probe import TEXT, sample_tokens  # noqa: E402
 from plain_llama import PlainLlama  # noqa: E402
 
 OPTIONS = ModelOptions(threads=1)
@@ -69,14 +75,14 @@ def test_what_is_interrupted_goes_on(target: Path, monkeypatch: pytest.MonkeyPat
         distil_draft(target, OPTIONS, [b"x" * 999], SMALL, output, lambda line: None)
 
     starts = []
-    restore = train._restore
+    restore = training._restore
 
     def noted(*given: Any) -> tuple[float, int]:
         done, steps = restore(*given)
         starts.append(steps)
         return done, steps
 
-    monkeypatch.setattr(train, "_restore", noted)
+    monkeypatch.setattr(training, "_restore", noted)
     distil_draft(target, OPTIONS, texts, SMALL, output, lambda line: None)
     assert starts == [left["steps"]]
     assert output.exists()
@@ -115,7 +121,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     weight = torch.randn(20, 8, requires_grad=True)
     p = torch.softmax(torch.randn(5, 20), -1)
     log_p, ids = p.log().topk(4)
-    loss = loss_of(features, weight, BestTokens(ids, log_p))
+    loss = loss_of(features, weight, best_tokens(ids, log_p))
     loss.backward()
     found = features.grad.clone(), weight.grad.clone()
     features.grad = weight.grad = None

@@ -1,10 +1,8 @@
-"""Wall-clock bounded training: the share of time that has passed drives the learning rate.
+"""Wall-clock bounded training, with losses of whole distributions over large vocabularies.
 
-The one idea: a run is told how many minutes it has, not how many steps, so that it ends fully
-decayed on any machine. Muon moves the matrices of the layers, AdamW the rest. The seed fixes the
-start and the order of the data; how many steps fit, and so the exact weights, depends on the machine.
-
-It does not know what is learned: the caller hands in batches and the loss of a batch.
+A run is told how many minutes it has, not how many steps, so that it ends fully decayed on any machine. Muon
+moves the matrices of the layers, AdamW the rest. A goal answers for some rows of logits with their loss and
+its gradient, so that the logits of a batch never exist together. Knows no data: the caller hands in batches.
 """
 
 from __future__ import annotations
@@ -15,13 +13,82 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
-from llamaspec.distil.losses import NextToken, loss_of
-from llamaspec.distil.model import Llama
+from llamaspec.draft_making.student import Llama
+
+N_ROWS = 1024  # whose logits exist at once
+WARMUP, DECAY_FROM, LEAST_RATE = 0.02, 0.4, 0.02  # shares of the time; and of the peak learning rate
+_LEAST = 1e-6  # probability of all tokens that are not among the best
+
+# (logits, rows) -> summed loss, gradient by the logits
+Goal = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+def best_tokens(ids: Tensor, log_p: Tensor) -> Goal:
+    """The goal of distillation from a recorded teacher: forward KL(p || q) over its most probable tokens.
+
+    One more token stands for all others. The gradient is q - p for the best tokens, and
+    q - p_rest q / q_rest for the others.
+
+    Parameters
+    ----------
+    ids : [N, k] int64
+    log_p : [N, k] float32
+        Natural logarithms of the teacher's probabilities.
+    """
+
+    def goal(logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        best, wanted = ids[part], log_p[part]
+        log_q = log_softmax(logits.float(), dim=-1)
+        q, p = log_q.exp(), wanted.exp()
+        p_rest = (1.0 - p.sum(-1, keepdim=True)).clamp(min=_LEAST)
+        q_rest = (1.0 - q.gather(-1, best).sum(-1, keepdim=True)).clamp(min=_LEAST)
+        loss = (p * (wanted - log_q.gather(-1, best))).sum() + (p_rest * (p_rest / q_rest).log()).sum()
+        gradient = q * (1.0 - p_rest / q_rest)
+        gradient.scatter_(-1, best, q.gather(-1, best) - p)
+        return loss, gradient.to(torch.bfloat16)
+
+    return goal
+
+
+def loss_of(features: Tensor, weight: Tensor, goal: Goal) -> Tensor:
+    """Mean loss per row of `features` [N, width] under the output matrix `weight`."""
+    out: Tensor = _LossInChunks.apply(features, weight, goal)
+    return out
+
+
+class _LossInChunks(torch.autograd.Function):
+    """A loss whose gradient is computed on the way forward, a block of rows at a time.
+
+    The logits of a batch would be the largest array of training by far; here only `N_ROWS` of them exist at
+    once, and none are computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, features, weight, goal):  # type: ignore[no-untyped-def]
+        """Return the loss; keep the gradients for `backward`."""
+        weight16 = weight.to(torch.bfloat16)
+        grad_features = torch.empty_like(features)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=features.device)
+        for start in range(0, len(features), N_ROWS):
+            part = slice(start, start + N_ROWS)
+            loss, grad16 = goal(features[part] @ weight16.T, part)
+            total += loss
+            grad_features[part] = grad16 @ weight16
+            grad_weight += (grad16.T @ features[part]).float()
+        scale = 1.0 / len(features)
+        ctx.save_for_backward(grad_features * scale, grad_weight * scale)
+        return total * scale
+
+    @staticmethod
+    def backward(ctx, upstream):  # type: ignore[no-untyped-def]
+        """Scale the gradients that were computed on the way forward."""
+        grad_features, grad_weight = ctx.saved_tensors
+        return grad_features * upstream, grad_weight * upstream, None
 
 
 @dataclass(frozen=True)
@@ -30,25 +97,16 @@ class Plan:
 
     minutes: float
     rate: float  # peak learning rate of the matrices, in AdamW's units
-    long_from: float  # share of the time after which the windows are long
     batch_tokens: int = 4096
-    short: int = 256  # positions of a window; short ones learn faster from little data
-    long: int = 1024  # positions of a window, and of the model's context
-    warmup: float = 0.02  # share of the time
-    decay_from: float = 0.4  # share of the time after which the rate falls linearly
     report_seconds: float = 100.0
-
-    def length(self, done: float) -> int:
-        """Return the positions of a window at the elapsed share `done`."""
-        return self.short if done < self.long_from else self.long
 
     def rate_share(self, done: float) -> float:
         """Return the learning rate at the elapsed share `done`, as a share of the peak."""
-        if done < self.warmup:
-            return max(0.02, done / self.warmup)
-        if done < self.decay_from:
+        if done < WARMUP:
+            return max(LEAST_RATE, done / WARMUP)
+        if done < DECAY_FROM:
             return 1.0
-        return max(0.0, 1.0 - done) / (1.0 - self.decay_from) * 0.98 + 0.02
+        return max(0.0, 1.0 - done) / (1.0 - DECAY_FROM) * (1.0 - LEAST_RATE) + LEAST_RATE
 
 
 @dataclass(frozen=True)
@@ -67,30 +125,21 @@ class Progress:
         )
 
 
-def windows(ids: NDArray[np.int64], rows: int, length: int, chance: np.random.Generator) -> Tensor:
-    """Random stretches of the stream, [rows, length + 1]."""
-    starts = chance.integers(0, len(ids) - length - 1, size=rows)
-    return torch.from_numpy(np.stack([ids[s : s + length + 1] for s in starts]))
-
-
 def optimizers(model: Llama, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers; AdamW for embedding and norms."""
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": [model.embedding.weight], "weight_decay": 0.01},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(
-            [
-                {"params": [model.embedding.weight], "weight_decay": 0.01},
-                {"params": norms, "weight_decay": 0.0},
-            ],
-            lr=1.4 * rate,
-            betas=(0.9, 0.95),
-        ),
+        torch.optim.AdamW(groups, lr=1.4 * rate, betas=(0.9, 0.95)),
     ]
 
 
-def run(
+def train(
     model: Llama,
     plan: Plan,
     next_batch: Callable[[float], Tensor],
@@ -136,7 +185,7 @@ def run(
 
 
 def _save(path: Path, model: Llama, movers: list[torch.optim.Optimizer], done: float, steps: int) -> None:
-    """Write a checkpoint in one step: who is interrupted keeps the one before."""
+    """Write a checkpoint in one step: after an interruption the one before is whole."""
     unfinished = path.with_suffix(".part")
     states = [mover.state_dict() for mover in movers]
     torch.save({"model": model.state_dict(), "movers": states, "done": done, "steps": steps}, unfinished)
@@ -150,23 +199,3 @@ def _restore(path: Path, model: Llama, movers: list[torch.optim.Optimizer]) -> t
     for mover, its in zip(movers, state["movers"], strict=True):
         mover.load_state_dict(its)
     return float(state["done"]), int(state["steps"])
-
-
-def next_token_loss(model: Llama, hidden: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the loss of plain training; `hidden` is `model.hidden`, compiled or not."""
-
-    def loss(batch: Tensor) -> Tensor:
-        with torch.autocast(batch.device.type, torch.bfloat16):
-            features = hidden(batch[:, :-1])
-        return loss_of(features.flatten(0, 1), model.embedding.weight, NextToken(batch[:, 1:].flatten()))
-
-    return loss
-
-
-@torch.no_grad()
-def mean_loss(model: Llama, ids: NDArray[np.int64], length: int, most: int = 32) -> float:
-    """Mean next-token loss in nats over at most `most` windows spread evenly over `ids`."""
-    starts = np.linspace(0, len(ids) - length - 1, most).astype(int)
-    loss = next_token_loss(model, model.hidden)
-    parts = [np.stack([ids[s : s + length + 1] for s in starts[i : i + 8]]) for i in range(0, most, 8)]
-    return float(np.mean([loss(torch.from_numpy(part)).item() for part in parts]))

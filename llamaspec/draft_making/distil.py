@@ -1,7 +1,8 @@
-"""Distils a small draft from a target: a Llama with the target's vocabulary that learns to say what it says.
+"""Distils a small draft from a target: a Llama with its vocabulary, which learns the target's distribution.
 
-Three stages, each of which leaves its files in a folder and goes on there: the target reads the user's text
-and is recorded, the draft is trained, the draft is written. Needs the extra `train` (torch, gguf).
+The target reads the user's text, which costs a fraction of writing, and its most probable tokens at every
+position are recorded; then the draft is trained on the record, and written. Each stage leaves its files in a
+folder and continues there after an interruption. Needs the extra `train` (torch, gguf).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +22,26 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamaspec.distil import train
-from llamaspec.distil.export import copy_vocabulary, write_model
-from llamaspec.distil.losses import BestTokens, loss_of
-from llamaspec.distil.model import Llama, Shape
-from llamaspec.distil.teacher import N_BEST, Record, Report, record
+from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_model
+from llamaspec.draft_making.training import Plan, Progress, best_tokens, loss_of, train
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import write_file
 from llamaspec.hub.made import DRAFT_FOR, identity
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.values import TARGET, ForwardRequest
+from llamaspec.values import TARGET, ForwardRequest, Logits
 
 SHARE = 0.05  # of the target's parameters: how large a draft may be
 LEAST_WIDTH, MOST_WIDTH, HEAD = 64, 1024, 64
 LENGTH = 512  # tokens of a window, and of the draft's context: it can do no more than it has learnt
 BATCH = 4096  # tokens of a step
 RATE = 4e-3  # of learning
-RECORDED_BYTES = 6  # of a token that the target might have said
+N_BEST = 32  # tokens of a position that are recorded; they have nearly all of the probability
+RECORDED_BYTES = 6  # of each of them
 TRAINED_BYTES = 34  # of a parameter: two checkpoints with weights, averages of gradients; the file
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], None]  # receives a line for the person
+Report = Callable[[float], None]  # the finished fraction, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,15 @@ class Distillation:
             raise ValueError(f"the width must be a multiple of {HEAD} from {HEAD} to 8192, got {self.width}")
 
 
+@dataclass(frozen=True)
+class Record:
+    """Windows of a text and what the target says behind each of their tokens."""
+
+    tokens: NDArray[np.int32]  # [W, T]
+    best: NDArray[np.int32]  # [W, T, k] ids
+    log_p: NDArray[np.float16]  # [W, T, k] natural logarithms
+
+
 def distil_draft(
     target: Path,
     options: ModelOptions,
@@ -82,7 +92,7 @@ def distil_draft(
 ) -> None:
     """Train a draft for a target along texts, and write it to `output`.
 
-    What is interrupted goes on with the same call; its files lie in a folder beside the output until then.
+    After an interruption the same call continues; its files lie in a folder beside the output until then.
 
     Raises
     ------
@@ -100,7 +110,7 @@ def distil_draft(
         seconds = _reading_seconds(model, tokens, wish.length)
         tell(
             f"the target reads {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
-            f"{_n_parameters(shape) / 1e6:.1f}M parameters learns for {wish.minutes:g} min on {device.type}"
+            f"{shape.n_parameters / 1e6:.1f}M parameters learns for {wish.minutes:g} min on {device.type}"
         )
         recorded = record(model, tokens, wish.length, folder, report)
     draft = Llama(shape).to(device)
@@ -115,19 +125,60 @@ def distil_draft(
     shutil.rmtree(folder)
 
 
+def record(
+    target: LlamaModel, tokens: NDArray[np.int32], length: int, folder: Path, report: Report
+) -> Record:
+    """Let the target read a text in windows of `length` tokens, each on its own.
+
+    Parameters
+    ----------
+    target : LlamaModel
+        Scores `length` positions at once.
+    tokens : [n] int32
+        At least `length`; what is left behind the last whole window is left out.
+    length : int
+    folder : Path
+        Keeps the record.
+    report : callable
+    """
+    windows = np.resize(tokens, (len(tokens) // length, length)).astype(np.int32)
+    shape = (*windows.shape, min(N_BEST, target.vocabulary_size))
+    best: NDArray[np.int32] = _array(folder / "best.npy", shape, np.int32)
+    log_p: NDArray[np.float16] = _array(folder / "log_p.npy", shape, np.float16)
+    counter = folder / "recorded.txt"
+    n_done = int(counter.read_text()) if counter.exists() else 0
+    for i in range(n_done, len(windows)):
+        target.forget()
+        logits = target.forward(ForwardRequest(TARGET, windows[i], length))
+        best[i], log_p[i] = _most_probable(logits, shape[-1])
+        write_file(counter, str(i + 1))
+        report((i + 1 - n_done) / (len(windows) - n_done))
+    return Record(windows, best, log_p)
+
+
+def _most_probable(logits: Logits, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The k most probable tokens of each row and their log-probabilities: [T, k] each."""
+    best = np.argpartition(logits, -k, axis=1)[:, -k:]
+    scores = np.take_along_axis(logits, best, axis=1)
+    most = scores.max(axis=1, keepdims=True)
+    total = np.exp(logits - most).sum(axis=1, keepdims=True)
+    return best, scores - most - np.log(total)
+
+
+def _array(path: Path, shape: tuple[int, ...], kind: type[np.generic]) -> NDArray[Any]:
+    """An array in a file, which survives an interruption."""
+    if path.exists():
+        array: NDArray[Any] = np.load(path, mmap_mode="r+")
+        return array
+    return np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape)
+
+
 def _train(
     draft: Llama, recorded: Record, wish: Distillation, checkpoint: Path, tell: Tell, report: Report
 ) -> None:
     device = draft.embedding.weight.device
     rows = max(1, wish.batch // wish.length)
-    plan = train.Plan(
-        minutes=wish.minutes,
-        rate=RATE,
-        long_from=0.0,
-        batch_tokens=rows * wish.length,
-        long=wish.length,
-        report_seconds=min(30.0, 60 * wish.minutes / 4),
-    )
+    plan = Plan(wish.minutes, RATE, rows * wish.length, report_seconds=min(30.0, 60 * wish.minutes / 4))
     chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # other windows than before
 
     def batch(done: float) -> Tensor:
@@ -141,14 +192,14 @@ def _train(
         tokens = torch.from_numpy(recorded.tokens[chosen].astype(np.int64)).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             features = draft.hidden(tokens).flatten(0, 1)
-        return loss_of(features, draft.embedding.weight, BestTokens(best.flatten(0, 1), log_p.flatten(0, 1)))
+        return loss_of(features, draft.embedding.weight, best_tokens(best.flatten(0, 1), log_p.flatten(0, 1)))
 
-    def told(progress: train.Progress) -> None:
+    def told(progress: Progress) -> None:
         left = (1 - progress.done) * 60 * wish.minutes * progress.tokens_per_second
         passes = left / recorded.tokens.size
         tell(f"{progress}; the rest of the time is enough to read the text {passes:.1f} times")
 
-    train.run(draft, plan, batch, loss, told, checkpoint)
+    train(draft, plan, batch, loss, told, checkpoint)
 
 
 def _device() -> torch.device:
@@ -165,12 +216,8 @@ def _shape(target: LlamaModel, wish: Distillation) -> Shape:
         Shape(wish.n_layers, width, width // HEAD, -(-8 * width // 3 // 32) * 32, n_vocab, wish.length)
         for width in widths
     ]
-    return max((s for s in shapes if _n_parameters(s) <= most), key=_n_parameters, default=shapes[0])
-
-
-def _n_parameters(shape: Shape) -> int:
-    layer = 4 * shape.width**2 + 3 * shape.width * shape.n_ffn
-    return shape.n_vocab * shape.width + shape.n_layers * layer
+    fitting = [shape for shape in shapes if shape.n_parameters <= most]
+    return max(fitting, key=lambda shape: shape.n_parameters, default=shapes[0])
 
 
 def _tokens(target: LlamaModel, texts: Sequence[bytes], length: int) -> NDArray[np.int32]:
@@ -190,21 +237,21 @@ def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int)
 
 
 def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distillation, shape: Shape) -> None:
-    """Begin a folder, or go on in one that holds the same distillation."""
+    """Begin a folder, or continue in one that holds the same distillation."""
     text = hashlib.sha256(tokens.tobytes()).hexdigest()
     # How long to train may change on the way.
     what = {"target": identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
     folder.mkdir(parents=True, exist_ok=True)
-    plan, said = folder / "plan.json", json.dumps(what)
+    plan, wanted = folder / "plan.json", json.dumps(what)
     if not plan.exists():
-        write_file(plan, said)
-    elif plan.read_text() != said:
+        write_file(plan, wanted)
+    elif plan.read_text() != wanted:
         raise LlamaspecError(f"{folder} holds another distillation; delete it, or name another --output")
 
 
 def _check_disk(folder: Path, n_tokens: int, shape: Shape) -> None:
     """Refuse where the record, the checkpoint and the draft do not fit."""
-    needed = n_tokens * N_BEST * RECORDED_BYTES + _n_parameters(shape) * TRAINED_BYTES
+    needed = n_tokens * N_BEST * RECORDED_BYTES + shape.n_parameters * TRAINED_BYTES
     held = sum(file.stat().st_size for file in folder.iterdir())
     free = shutil.disk_usage(folder).free + held
     if free < needed:

@@ -1,0 +1,234 @@
+"""What a draft is worth to its target on this machine: how often it is right, what it costs, what both gain.
+
+Under the coupled rule a draft token is accepted where draft and target draw the same token with the same
+noise. So the acceptance comes from one reading of the text, and rounds of any length can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaspec.errors import PromptError
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.probe import QUICK, TEXT, Effort, measure
+from llamaspec.measure.reasons import round_seconds
+from llamaspec.pair import Pair
+from llamaspec.protocols import Stream
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
+from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
+from llamaspec.values import TARGET, ForwardRequest, TokenArray
+
+N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
+WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
+STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
+N_RUNS = 2  # of each text, for a speed-up
+
+Agreed = npt.NDArray[np.bool_]  # [n] for each token of a text, whether the draft would have drawn it
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSettings:
+    """On what drafts are measured.
+
+    Raises
+    ------
+    ValueError
+        A number is out of range.
+    """
+
+    texts: tuple[bytes, ...] = ()  # of the user's kind; none = an ordinary text
+    minutes: float = 15.0  # for all together; what has begun is completed
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < 1e6:
+            raise ValueError(
+                f"the budget must be more than 0 minutes and less than a million, got {self.minutes}"
+            )
+
+    def prompts(self, target: LlamaModel) -> list[TokenArray]:
+        """Beginnings at even distances over all texts.
+
+        Raises
+        ------
+        PromptError
+            There is hardly any text.
+        """
+        vocabulary, room = target.vocabulary, max(2, target.context_size - LEAST_WRITTEN)
+        length = min(PROMPT, room)
+        texts = self.texts or (TEXT.encode(),)
+        joined = np.concatenate([vocabulary.tokenize(text, add_special=False) for text in texts])
+        if len(joined) < 2:
+            raise PromptError("the texts are too short; give some pages of what the model is used for")
+        starts = np.unique(np.linspace(0, max(0, len(joined) - length), N_PROMPTS).astype(int))
+        return [vocabulary.begun(joined[start : start + length]) for start in starts]
+
+    def tasks(self, prompts: Sequence[TokenArray], token_seconds: float) -> list[Task]:
+        """What the target is to write, as much as the time allows."""
+        affordable = int(60 * self.minutes * WRITING / (token_seconds * len(prompts)))
+        n = min(WRITTEN, max(LEAST_WRITTEN, affordable))
+        return [Task(prompt, self.sampling, self.seed, n, DEFAULT_RULE) for prompt in prompts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenText:
+    """A text that the target wrote behind a prompt."""
+
+    tokens: TokenArray  # [n_prompt + n]
+    n_prompt: int
+
+
+def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
+    """Let the target write; what ends before its first token is left out.
+
+    Raises
+    ------
+    PromptError
+        Nothing is left.
+    """
+    pair, written = Pair(target, None, 0.0), []
+    for task in tasks:
+        tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
+        if len(tokens):
+            written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
+    if not written:
+        raise PromptError("the target ends its texts at once; give other texts with --text")
+    return written
+
+
+def read_along(draft: LlamaModel, text: WrittenText, sampling: Sampling, seed: int) -> Agreed:
+    """Where the draft would have drawn the target's token; its KV cache is emptied."""
+    streams, sampler = SeededStreams(seed), Sampler(sampling, text.n_prompt)
+    agreed: list[bool] = []
+    draft.forget()
+    for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
+        end = min(start + draft.max_scored, len(text.tokens))
+        begin = max(0, end - 1 - draft.context_size)
+        logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
+        for position, scores in zip(range(start, end), logits, strict=True):
+            if not np.isfinite(scores.max()):
+                agreed.append(False)
+                continue
+            q = sampler.distribution(scores, text.tokens[:position])
+            agreed.append(streams.choose(q, Stream.TOKEN, position) == text.tokens[position])
+    draft.release(-1)
+    return np.array(agreed, dtype=np.bool_)
+
+
+def replay(agreed: Sequence[Agreed], seconds: Sequence[float]) -> tuple[int, float]:
+    """The best constant number of draft tokens, at least 1, on these texts; its speed next to plain decoding.
+
+    Parameters
+    ----------
+    agreed : sequence of [n] bool
+        At least one text.
+    seconds : [longest + 1]
+        Of a round with 0, 1, ... draft tokens.
+
+    Examples
+    --------
+    >>> replay([np.array([True, True, False])], [1.0, 1.1, 1.2])
+    (2, 1.25)
+    """
+    n_tokens = sum(map(len, agreed))
+    rounds = [sum(_n_rounds(one, n) for one in agreed) for n in range(1, len(seconds))]
+    speeds = [n_tokens * seconds[0] / (n * each) for n, each in zip(rounds, seconds[1:], strict=True)]
+    best = int(np.argmax(speeds))
+    return best + 1, speeds[best]
+
+
+def _n_rounds(agreed: Agreed, n: int) -> int:
+    """Rounds of `n` draft tokens that a text takes."""
+    n_rounds = at = 0
+    while at < len(agreed):
+        rejected = np.flatnonzero(~agreed[at : at + n])
+        at += (int(rejected[0]) if len(rejected) else n) + 1
+        n_rounds += 1
+    return n_rounds
+
+
+class Machine(Protocol):
+    """What things cost; tests have one without a clock."""
+
+    def round_seconds(self, target: LlamaModel) -> list[float]:
+        """[K] the target's share of a round with K draft tokens."""
+
+    def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
+        """Seconds of a draft step next to one token of the target."""
+
+    def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
+        """Tokens per second with a draft next to plain decoding."""
+
+
+class ThisMachine:
+    """Measures."""
+
+    def round_seconds(self, target: LlamaModel) -> list[float]:
+        """[K] the target's share of a round with K draft tokens."""
+        return round_seconds(measure(Pair(target, None, 0.0), QUICK).curve)
+
+    def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
+        """Both in turns; the low quartiles, because the rest is what other programs took."""
+        found = measure(Pair(target, draft, 0.0), STEPS)
+        assert found.draft_step is not None
+        return found.draft_step.low / found.widths[0].timings[0].low
+
+    def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
+        """Both in turns, each text several times; the automatic length learns first."""
+        ratios = []
+        with LlamaModel(draft_file, draft_options(target)) as draft:
+            pair = Pair(target, draft, 0.0)
+            for run in range(N_RUNS + 1):  # the first one warms up
+                for task in tasks:
+                    pair.forget()
+                    plain = task.run_plain(pair).summary.tokens_per_second
+                    pair.forget()
+                    drafted = task.run(pair).summary.tokens_per_second
+                    if run and plain and drafted:
+                        ratios.append(drafted / plain)
+        return Spread.of(ratios)
+
+
+def draft_options(target: LlamaModel) -> ModelOptions:
+    """A draft is loaded as its target is."""
+    options = target.options
+    return ModelOptions(
+        n_ctx=options.n_ctx,
+        gpu_layers=options.gpu_layers,
+        threads=options.threads,
+        max_scored=DRAFT_SCORED,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a draft is worth."""
+
+    cost_ratio: float  # seconds of a draft step next to one token of the target
+    acceptance: float  # of draft tokens, on the target's own texts
+    measured: Spread  # tokens per second next to plain decoding
+
+
+def judge_draft(
+    target: LlamaModel, draft_file: Path, settings: TrialSettings, machine: Machine | None = None
+) -> Worth:
+    """Measure any draft together with its target."""
+    machine = machine or ThisMachine()
+    tasks = settings.tasks(settings.prompts(target), machine.round_seconds(target)[0])
+    texts = write_texts(target, tasks)
+    with LlamaModel(draft_file, draft_options(target)) as draft:
+        agreed = [read_along(draft, text, settings.sampling, settings.seed) for text in texts]
+        ratio = machine.step_ratio(target, draft)
+    acceptance = float(np.concatenate(agreed).mean())
+    return Worth(ratio, acceptance, machine.speed_up(target, draft_file, tasks))

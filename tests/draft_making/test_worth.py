@@ -1,0 +1,125 @@
+"""What a draft is worth: agreement on the target's own texts, shares of its time and speed-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaspec import LlamaModel, ModelOptions, Pair
+from llamaspec.draft_making.worth import (
+    ThisMachine,
+    TrialSettings,
+    WrittenText,
+    draft_options,
+    judge_draft,
+    read_along,
+    replay,
+)
+from llamaspec.engine.events import Completion
+from llamaspec.errors import LlamaspecError
+from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.probe import Probe, Timing, WidthTiming, sample_tokens
+from llamaspec.sampling.parameters import Sampling
+from rounds import taking
+from tiny_models import Recipe, write_llama
+
+OPTIONS = ModelOptions(threads=1, n_ctx=256)
+PROBE = Probe(
+    depths=(64,),
+    left_out_depths=(),
+    widths=(
+        WidthTiming(1, (Timing(0.010, 0.008, 0.020),), 0.0, 1),
+        WidthTiming(3, (Timing(0.014, 0.012, 0.015),), 0.0, 1),
+    ),
+    draft_step=Timing(0.003, 0.002, 0.005),
+    catch_ups=(),
+    sampling_seconds=0.0,
+)
+
+
+def test_costs_of_a_target_and_its_draft(target_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The low quartiles: 2 ms next to 8 ms."""
+    monkeypatch.setattr("llamaspec.draft_making.worth.measure", lambda *_: PROBE)
+    with LlamaModel(target_file, OPTIONS) as model:
+        assert ThisMachine().step_ratio(model, model) == pytest.approx(0.25)
+        alone = ThisMachine().round_seconds(model)
+    assert alone == pytest.approx([0.010, 0.012 + 0.003, 0.014 + 0.006])
+
+
+def test_a_speed_up_is_that_of_each_text_run_against_run(
+    target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 tokens in 3 and 6 s without a draft and in 2 s with it; the runs that warm up take much longer."""
+    tasks = [Task(np.zeros(1, dtype=np.int32), Sampling(), seed, 4, "coupled") for seed in (1, 2)]
+    n_runs = {"plain": 0, "drafted": 0}
+
+    def took(kind: str, seconds: float) -> Completion:
+        n_runs[kind] += 1
+        return taking(seconds * (1.0 if n_runs[kind] > 2 else 100.0 if kind == "plain" else 1.0))
+
+    monkeypatch.setattr(Task, "run_plain", lambda self, pair: took("plain", 3.0 * self.seed))
+    monkeypatch.setattr(Task, "run", lambda self, pair: took("drafted", 2.0))
+    with LlamaModel(target_file, OPTIONS) as model:
+        found = ThisMachine().speed_up(model, draft_file, tasks)
+    assert found == Spread(1.5, 2.25, 3.0)
+    assert n_runs == {"plain": 6, "drafted": 6}
+
+
+def test_a_draft_is_loaded_as_its_target_is(target_file: Path) -> None:
+    with LlamaModel(target_file, ModelOptions(n_ctx=96, gpu_layers=0, threads=1)) as model:
+        found = draft_options(model)
+    assert (found.n_ctx, found.gpu_layers, found.threads) == (96, 0, 1)
+    assert found.max_scored < ModelOptions().max_scored
+
+
+def test_a_target_agrees_with_itself_at_every_position(target_file: Path) -> None:
+    with LlamaModel(target_file, OPTIONS) as model:
+        task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
+        tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
+        text = WrittenText(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20)
+        assert read_along(model, text, Sampling(), 5).all()
+        assert not read_along(model, text, Sampling(), 6).all()
+
+
+def test_rounds_are_replayed() -> None:
+    agreed = [np.array([True, True, False, True, True]), np.array([False, True])]
+    # One draft token: rounds of 2, 1, 2 and 1, 1 tokens.
+    assert replay(agreed, [1.0, 1.0]) == (1, 7 / 5)
+    assert replay(agreed, [1.0, 1.0, 9.0])[0] == 1
+    assert replay([np.array([False] * 4)], [1.0, 1.25]) == (1, 0.8)
+
+
+class KnownCosts:
+    """A machine without a clock."""
+
+    def round_seconds(self, target: LlamaModel) -> list[float]:
+        return [1.0, 1.05]
+
+    def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
+        return 0.125
+
+    def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
+        return Spread(1.0, 1.25, 1.75)
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Recipe(seed=4, dtype="f32", end_score=None))
+    with LlamaModel(target, OPTIONS) as model:
+        judged = judge_draft(model, target, TrialSettings(), KnownCosts())
+    assert (judged.cost_ratio, judged.acceptance, judged.measured.median) == (0.125, 1.0, 1.25)
+
+
+def test_minutes_that_cannot_be() -> None:
+    for minutes in (0.0, 1e6, float("nan")):
+        with pytest.raises(ValueError, match="more than 0 minutes and less than a million"):
+            TrialSettings(minutes=minutes)
+    assert TrialSettings(minutes=999_999.5).minutes == 999_999.5
+
+
+def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
+    with LlamaModel(target, OPTIONS) as model, pytest.raises(LlamaspecError, match="ends its texts at once"):
+        judge_draft(model, target, TrialSettings(), KnownCosts())
