@@ -24,12 +24,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.compare import Spread
-<<<<<<< HEAD
-from llamaspec.pruning.make import Made, Wish, judge_draft, make_draft
 from llamaspec.sampling.filters import Sampling
-=======
-from llamaspec.sampling.parameters import Sampling
->>>>>>> 0282fd2 (draft_making in place of pruning and distil; bit-exactness, sample text and tasks live with the probe and compare)
 
 MOST_TEXT_BYTES = 1 << 30
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaspec.drafters.no_drafter import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 Report = Callable[[float], None]  # the finished fraction, 0 to 1

@@ -22,7 +22,7 @@ from llamaspec.engine.events import Completion
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import Probe, Timing, WidthTiming, sample_tokens
-from llamaspec.sampling.parameters import Sampling
+from llamaspec.sampling.filters import Sampling
 from rounds import taking
 from tiny_models import Recipe, write_llama
 
