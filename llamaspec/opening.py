@@ -12,7 +12,7 @@ from pathlib import Path
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub.names import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
+from llamaspec.hub import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
 from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel

@@ -2,7 +2,7 @@
 
 They lie in the user's cache folder as token ids, readable by nobody else. What is damaged counts as none,
 with a reason for whoever wants to tell it. A file belongs to one model file, by its size and its beginning,
-so no text ever becomes a draft for another model. tests/test_suffix_store.py.
+so no text ever becomes a draft for another model.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from llamaspec.drafters.ngram import MAX_TOKENS, PastTexts, latest
-from llamaspec.files import cache_folder, read_beginning, read_file, write_file
+from llamaspec.files import cache_folder, read_file, write_file
+from llamaspec.hub import identity
 from llamaspec.values import TokenArray
 
 _MAGIC = b"llamaspec texts 1\n"
 _MAX_BYTES = 4 * (2 * MAX_TOKENS) + 64
-_HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 _END = -1  # of a text
+_LOCK_SECONDS = 10.0  # a process that holds the lock longer hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,7 @@ class SuffixStore:
         OSError
             The model's file cannot be read.
         """
-        key = hashlib.sha256(read_beginning(model, _HASHED_BYTES))
-        key.update(b"%d" % model.stat().st_size)
-        return cls(folder() / f"{key.hexdigest()[:24]}.texts")
+        return cls(folder() / f"{identity(model)}.texts")
 
     def read(self) -> tuple[PastTexts, str | None]:
         """The texts, and why there are none where a file cannot be used."""
@@ -56,25 +56,26 @@ class SuffixStore:
         return PastTexts(), f"{self.path} counts as empty, it cannot be used: {reason}"
 
     def add(self, texts: Sequence[TokenArray]) -> None:
-        """Keep texts besides those that are kept, of other processes, too.
+        """Keep texts besides those that are kept; other processes may do so at the same time.
 
         Raises
         ------
         OSError
             They cannot be kept; what was kept still is.
         """
-        try:
-            kept = tuple(self._texts())
-        except (OSError, ValueError):
-            kept = ()
-        for text in texts:
-            kept = latest([*kept, text], MAX_TOKENS)
         if not texts:
             return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         end = np.array([_END], np.int32)
-        body = np.concatenate([part for text in kept for part in (text, end)]).astype("<i4").tobytes()
-        write_file(self.path, _MAGIC + hashlib.sha256(body).digest() + body, private=True)
+        with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            try:
+                kept = tuple(self._texts())
+            except (OSError, ValueError):
+                kept = ()
+            for text in texts:
+                kept = latest([*kept, text], MAX_TOKENS)
+            body = np.concatenate([part for text in kept for part in (text, end)]).astype("<i4").tobytes()
+            write_file(self.path, _MAGIC + hashlib.sha256(body).digest() + body, private=True)
 
     def _texts(self) -> list[TokenArray]:
         content = read_file(self.path, _MAX_BYTES)
@@ -120,6 +121,7 @@ def forget_texts() -> KeptTexts:
         A file cannot be deleted.
     """
     found = kept_texts()
-    for path in folder().glob("*.texts"):
-        path.unlink(missing_ok=True)
+    for path in folder().glob("*"):
+        if path.suffix in (".texts", ".lock"):
+            path.unlink(missing_ok=True)
     return found

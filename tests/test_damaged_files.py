@@ -15,11 +15,10 @@ import yaml
 
 from hub_server import OWN_LIST
 from llamaspec import ModelOptions
+from llamaspec.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.chat.session import load_conversation, save_conversation
 from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.hub.catalog import add_own, own_list, read_catalog, remove_own
-from llamaspec.hub.entries import Entry
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior

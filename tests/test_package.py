@@ -13,7 +13,7 @@ from command import environment
 from patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-NAMES = "from llamaspec.hub.catalog import read_catalog; print(*read_catalog().entries)"
+NAMES = "from llamaspec.catalog import read_catalog; print(*read_catalog().entries)"
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from command import invoke
+from command import environment, invoke
 from fakes import tokens
 from llamaspec import FixedLength, ModelOptions, NoDrafter, open_pair
 from llamaspec.drafters.ngram import PastTexts
 from llamaspec.suffix_store import SuffixStore, folder, forget_texts, kept_texts
 from llamaspec.values import Source
 from model_store import ModelStore
+from patience import PATIENCE
 from tiny_models import Recipe
 
 TEXTS = [tokens(1, 2, 3, 4, 5, 6), tokens(7, 8, 9, 10, 11)]
@@ -41,7 +44,27 @@ def test_what_another_process_keeps_stays(kept: SuffixStore) -> None:
     kept.add(TEXTS[1:])
     kept.add([])
     assert len(kept.read()[0].texts) == 2
-    assert list(kept.path.parent.iterdir()) == [kept.path]
+    assert {path.suffix for path in kept.path.parent.iterdir()} <= {".texts", ".lock"}
+
+
+ADD = """
+import sys
+from pathlib import Path
+import numpy as np
+from llamaspec.suffix_store import SuffixStore
+for i in range(20):
+    SuffixStore(Path(sys.argv[1])).add([np.array([int(sys.argv[2]), i] * 5, np.int32)])
+"""
+
+
+def test_two_processes_that_keep_texts_at_once_lose_none(kept: SuffixStore) -> None:
+    """Without a lock the later of two that read the same file overwrote the other's text."""
+    adding = [
+        subprocess.Popen([sys.executable, "-c", ADD, str(kept.path), str(n)], env=environment())
+        for n in range(3)
+    ]
+    assert [process.wait(PATIENCE) for process in adding] == [0, 0, 0]
+    assert len(kept.read()[0].texts) == 60
 
 
 def test_no_model_sees_the_texts_of_another(store: ModelStore, own_cache: None) -> None:
@@ -126,10 +149,10 @@ def test_a_second_text_copies_the_first(store: ModelStore) -> None:
 
 def test_a_run_finds_what_the_one_before_kept(target_file: Path, own_cache: None) -> None:
     common = [*generating(target_file), "--draft", "ngram", "-n", "60", "-k", "6", "--seed", "3"]
-    runs = [invoke(*common).json for _ in range(2)]
+    runs = [invoke(*common, "--past-texts").json for _ in range(2)]
     assert runs[0]["text"] == runs[1]["text"]
     assert runs[1]["statistics"]["accepted"] > runs[0]["statistics"]["accepted"] + 20
-    silent = invoke(*common, "--no-past-texts").json
+    silent = invoke(*common).json
     assert silent["statistics"]["accepted"] == runs[0]["statistics"]["accepted"]
     found = invoke("doctor", "--target", target_file, "--draft", "ngram").stdout
     assert "past texts" in found
@@ -139,7 +162,7 @@ def test_a_run_finds_what_the_one_before_kept(target_file: Path, own_cache: None
 def test_without_leave_nothing_is_kept(target_file: Path, own_cache: None) -> None:
     common = [*generating(target_file), "-n", "20", "--seed", "3"]
     invoke(*common, "--no-draft")
-    invoke(*common, "--draft", "ngram", "--no-past-texts")
+    invoke(*common, "--draft", "ngram")
     assert not folder().exists()
 
 
@@ -147,7 +170,17 @@ def test_a_damaged_file_is_told_in_one_line(target_file: Path, kept: SuffixStore
     kept.path.parent.mkdir(parents=True)
     kept.path.write_bytes(b"nonsense")
     answer = invoke(
-        "generate", "--target", target_file, "--draft", "ngram", "-p", "the end", "-n", "8", "--json"
+        "generate",
+        "--target",
+        target_file,
+        "--draft",
+        "ngram",
+        "--past-texts",
+        "-p",
+        "x",
+        "-n",
+        "8",
+        "--json",
     )
     assert [line for line in answer.complaints if "counts as empty" in line] == answer.complaints
     assert len(answer.complaints) == 1
@@ -157,6 +190,16 @@ def test_a_damaged_file_is_told_in_one_line(target_file: Path, kept: SuffixStore
 def test_tokens_that_the_model_lacks_are_no_draft(target_file: Path, kept: SuffixStore) -> None:
     kept.add([np.full(40, 1 << 20, np.int32)])
     answer = invoke(
-        "generate", "--target", target_file, "--draft", "ngram", "-p", "the end", "-n", "8", "--json"
+        "generate",
+        "--target",
+        target_file,
+        "--draft",
+        "ngram",
+        "--past-texts",
+        "-p",
+        "x",
+        "-n",
+        "8",
+        "--json",
     )
     assert answer.code == 0

@@ -65,7 +65,7 @@ def chat(
         messages = load_last()
     save_to = own_files.writable(files.save) if files.save is not None else None
     seed = decoding.seed_or_random()
-    with open_files(find_files(models), models, keeps_texts=True) as pair:
+    with open_files(find_files(models), models) as pair:
         policy = make_policy(pair, decoding)
         settings = Settings(
             decoding.sampling,

@@ -120,9 +120,7 @@ def generate(
         check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
-    with open_files(
-        find_files(models, text=TextSize.expected(text, decoding.max_tokens)), models, keeps_texts=True
-    ) as pair:
+    with open_files(find_files(models, text=TextSize.expected(text, decoding.max_tokens)), models) as pair:
         policy = make_policy(pair, decoding)
         constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:

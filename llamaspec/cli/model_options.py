@@ -15,7 +15,7 @@ from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.cli.parameters import DEVICE_NAMES, SHARES, DraftName
 from llamaspec.errors import PairError
-from llamaspec.hub.names import AUTO, locate_model, may_have_heads
+from llamaspec.hub import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
@@ -38,9 +38,9 @@ _NAMES: tuple[Decorator, ...] = (
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram", is_flag=True,
                  help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
-    click.option("--past-texts/--no-past-texts", default=None, envvar="LLAMASPEC_PAST_TEXTS",
-                 help="Look up draft tokens in texts of earlier runs, too, and keep this one, in the cache "
-                      "folder, readable by you alone; default: where generate and chat look up at all."),
+    click.option("--past-texts/--no-past-texts", envvar="LLAMASPEC_PAST_TEXTS",
+                 help="With ngram: look up draft tokens in texts of earlier runs, too, and keep this one, in "
+                      "the cache folder, readable by you alone. Default: nothing is kept."),
 )  # fmt: skip
 _SIZE: dict[str, Any] = {
     "type": int,
@@ -93,7 +93,7 @@ class ModelChoice:
     draft: str | None
     pair: str | None
     ngram: bool
-    past_texts: bool | None  # None = as the command does
+    past_texts: bool
     n_ctx: int | None
     draft_ctx: int | None
     gpu_layers: int | None

@@ -1,7 +1,6 @@
 """`llamaspec models`: what is known by name, what of it is here, and how to get the rest.
 
-`fetch` is imported where it is used: every command would start a fifth of a second later. Names, notes and
-paths come from lists and hubs: on a terminal their control characters are escaped.
+Names, notes and paths come from lists and hubs: on a terminal their control characters are escaped.
 """
 
 from __future__ import annotations
@@ -18,14 +17,20 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from llamaspec.cli.fetching import fetch_report
+from llamaspec.catalog import (
+    HUB,
+    Catalog,
+    Entry,
+    Quantization,
+    add_own,
+    expanded,
+    own_list,
+    read_catalog,
+    remove_own,
+)  # fmt: skip
+from llamaspec.cli.fetching import say_fetching
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub.cache import find_here, remove
-from llamaspec.hub.catalog import Catalog, add_own, own_list, read_catalog, remove_own
-from llamaspec.hub.entries import Entry, Quantization, as_listed, expanded
-from llamaspec.hub.made import made_drafts
-from llamaspec.hub.names import find_remote, is_path, locate_model
-from llamaspec.hub.remote import HUB
+from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import heads_in_file
 
@@ -110,9 +115,7 @@ Examples:
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", nargs=-1, required=True)
 @click.option("--no-draft", is_flag=True, help="Leave out the drafts.")
 def pull(called: tuple[str, ...], no_draft: bool) -> None:
-    """Fetch models and their drafts. What was cut off goes on where it stopped."""
-    from llamaspec.hub.download import fetch
-
+    """Fetch models and their drafts."""
     wanted = list(called)
     if not no_draft:
         drafts = (read_catalog().draft_of(name) for name in called)
@@ -122,8 +125,7 @@ def pull(called: tuple[str, ...], no_draft: bool) -> None:
         if remote is None:
             click.echo(f"llamaspec: {printable(name)} lies on this machine already", err=True)
             continue
-        with fetch_report() as report:
-            _echo_path(find_here(remote) or fetch(remote, report))
+        _echo_path(find_here(remote) or fetch(remote, say_fetching))
 
 
 @models.command(
@@ -231,7 +233,7 @@ def _as_line(quantization: tuple[str, dict[str, Any]]) -> str:
 def _as_json(entry: Entry) -> dict[str, Any]:
     here = _path_here(entry)
     listed = str(own_list()) if entry.is_own else None
-    quantizations = as_listed(entry).get("quantizations", {})
+    quantizations = entry.as_listed().get("quantizations", {})
     found = {
         "listed_in": listed,
         "here": str(here) if here is not None else None,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from llamaspec.cli.model_options import ModelChoice
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.drafters.ngram import PastTexts
-from llamaspec.hub.names import has_draft
+from llamaspec.hub import has_draft
 from llamaspec.llama import runtime
 from llamaspec.measure.pair_files import PairFiles
 from llamaspec.opening import drafts_itself, open_pair
@@ -18,11 +18,8 @@ from llamaspec.values import MTP
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
-def open_files(files: PairFiles, choice: ModelChoice, *, keeps_texts: bool = False) -> Pair:
-    """Load the models with a progress bar, and warn on stderr of what will surprise.
-
-    `keeps_texts`: texts of earlier runs are looked up, unless the person says otherwise.
-    """
+def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
+    """Load the models with a progress bar, and warn on stderr of what will surprise."""
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
@@ -36,7 +33,7 @@ def open_files(files: PairFiles, choice: ModelChoice, *, keeps_texts: bool = Fal
             files.target.path,
             MTP if files.heads else named,
             ngram=files.ngram,
-            past=_past(files) if files.ngram and _or(choice.past_texts, keeps_texts) else None,
+            past=_past(files) if files.ngram and choice.past_texts else None,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
             on_load=progress,
@@ -57,10 +54,6 @@ def _past(files: PairFiles) -> PastTexts:
     if fault is not None:
         say(fault)
     return past
-
-
-def _or(said: bool | None, default: bool) -> bool:
-    return default if said is None else said
 
 
 def _warn(pair: Pair) -> None:

@@ -26,7 +26,7 @@ from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_
 from llamaspec.draft_making.training import Plan, Progress, best_tokens, loss_of, train
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import write_file
-from llamaspec.hub.made import DRAFT_FOR, identity
+from llamaspec.hub import DRAFT_FOR, identity
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.values import TARGET, ForwardRequest, Logits

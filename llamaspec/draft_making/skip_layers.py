@@ -26,7 +26,7 @@ from llamaspec.draft_making.worth import (
     write_texts,
 )
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
-from llamaspec.hub.made import DRAFT_FOR, identity, made_path
+from llamaspec.hub import DRAFT_FOR, identity, made_path
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.model import LlamaModel

@@ -15,8 +15,7 @@ import pytest
 from command import invoke, run, said
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made
 from llamaspec.draft_making.worth import TrialSettings, Worth
-from llamaspec.hub.made import DRAFT_FOR, identity, made_path
-from llamaspec.hub.names import find_draft
+from llamaspec.hub import DRAFT_FOR, find_draft, identity, made_path
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.compare import Spread
 

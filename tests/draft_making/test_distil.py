@@ -26,7 +26,7 @@ from llamaspec.draft_making.student import (  # noqa: E402
 )
 from llamaspec.draft_making.training import best_tokens, loss_of  # noqa: E402
 from llamaspec.errors import LlamaspecError, PromptError  # noqa: E402
-from llamaspec.hub.made import made_drafts, made_path  # noqa: E402
+from llamaspec.hub import made_drafts, made_path  # noqa: E402
 from llamaspec.measure.probe import TEXT, sample_tokens  # noqa: E402
 from plain_llama import PlainLlama  # noqa: E402
 

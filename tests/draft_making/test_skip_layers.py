@@ -17,7 +17,7 @@ from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
 from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
-from llamaspec.hub.made import DRAFT_FOR, identity, made_drafts, made_path
+from llamaspec.hub import DRAFT_FOR, identity, made_drafts, made_path
 from llamaspec.llama.gguf_tensors import read_tensors
 from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.quantize import COPY, Copy, write_copy

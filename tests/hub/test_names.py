@@ -1,75 +1,74 @@
-"""From a name to a file, for programs: with fetching and without."""
+"""From a name to a file: addresses, lists, the cache folder; names from outside never lead out of it."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
-from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub.entries import Quantization
-from llamaspec.hub.names import find_remote, locate_model, resolve_draft, resolve_model
-from llamaspec.hub.progress import FetchProgress
-from llamaspec.hub.remote import MAX_BYTES, RemoteFile
+from llamaspec.catalog import MAX_BYTES, Quantization, RemoteFile, is_plain, remote_file
+from llamaspec.errors import ModelFileError, PairError, printable
+from llamaspec.hub import find_here, find_remote, locate_model, remove, resolve_draft, resolve_model
+
+HOSTILE_FILES = (
+    "../../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a//x.gguf", "./x.gguf", "a\\..\\x.gguf", "C:x.gguf",
+    "a\0.gguf", "a\n.gguf", "\x1b]0;t\x07.gguf", "\u202e.gguf", "\udcff.gguf", f"{251 * 'a'}.gguf",
+    f"{30 * (40 * 'a' + '/')}x.gguf", "x.bin", "", "m-00000-of-00000.gguf", "m-00003-of-00002.gguf",
+)  # fmt: skip
+HOSTILE_REPOS = (
+    "a", "a/b/c", "/b", "a/", "../..", "a/..", "./b", "a/b--c", "a--b/c", "a/b..c", "a\\b/c", "a/b\n",
+    "a/\x1b", "a/-b", "a/b.", f"a/{97 * 'b'}", "ä/b", "",
+)  # fmt: skip
 
 
-@pytest.fixture
-def cache(hub: Hub, own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this process, which asks the hub on this machine and knows `big` and `small`."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}{''.join(template[1:])}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_list.parent / "hub"))
-    monkeypatch.setenv("LLAMASPEC_CACHE", str(own_list.parent / "cache"))
-    return own_list.parent / "hub"
+# Names
 
 
-def test_a_name_is_fetched_once(hub: Hub, cache: Path) -> None:
-    told: list[FetchProgress] = []
-    path = resolve_model("big", told.append)
-    assert path.read_bytes() == hub.files[BIG]
-    assert told
-    told.clear()
-    n_requests = hub.n_requests
-    for name in ("big", "big:q8_0", ADDRESS, path, str(path)):
-        assert resolve_model(name, told.append) == locate_model(name) == path
-    assert hub.n_requests == n_requests
-    assert told == []
+@pytest.mark.parametrize("file", HOSTILE_FILES)
+def test_files_that_are_refused(file: str) -> None:
+    with pytest.raises(ValueError):
+        RemoteFile("a/b", file)
+    with pytest.raises(ModelFileError, match="is no address") as raised:
+        remote_file(f"hf:a/b:{file}")
+    assert str(raised.value) == printable(str(raised.value))
 
 
-def test_a_link_that_leads_nowhere_leads_to_the_content_again(hub: Hub, cache: Path) -> None:
-    """And nothing takes the content's place: other programs look for it where it was."""
-    path = resolve_model("big")
-    content = path.resolve()
-    path.unlink()
-    path.symlink_to("nowhere")
-    assert resolve_model("big") == path
-    assert path.resolve() == content
-    assert content.read_bytes() == hub.files[BIG]
+@pytest.mark.parametrize("repo", HOSTILE_REPOS)
+def test_repositories_that_are_refused(repo: str) -> None:
+    with pytest.raises(ValueError, match="named owner/name"):
+        RemoteFile(repo, "x.gguf")
+
+
+@pytest.mark.parametrize("file", ["x.gguf", "sub/folder/x-Q4_K_M.gguf", "..x.gguf", "ä b.gguf", "x...gguf"])
+def test_files_that_are_accepted(file: str) -> None:
+    assert str(remote_file(f"hf:Qwen/Qwen2.5-0.5B_x:{file}")) == f"hf:Qwen/Qwen2.5-0.5B_x:{file}"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((255,), True), ((256,), False), ((3, 256), False), ((255, 255, 255, 200, 55), True),
+     ((255, 255, 255, 200, 56), False)],
+)  # fmt: skip
+def test_a_plain_name_is_no_longer_than_file_systems_take(
+    lengths: tuple[int, ...], *, expected: bool
+) -> None:
+    """255 bytes between two slashes and 1024 in all, some of them in characters of two bytes."""
+    assert is_plain("/".join(n // 2 * "ä" + n % 2 * "a" for n in lengths)) == expected
 
 
 def test_sizes_that_a_file_may_have() -> None:
     assert [Quantization("x.gguf", bytes=n).bytes for n in (1, MAX_BYTES)] == [1, MAX_BYTES]
 
 
-def test_the_known_draft(hub: Hub, cache: Path) -> None:
-    draft = resolve_draft("auto", "big")
-    assert draft.read_bytes() == hub.files[SMALL]
-    assert resolve_draft("small", "big") == resolve_draft("auto", ADDRESS) == draft
-    assert resolve_draft(Path("x.gguf"), "big") == Path("x.gguf")
-    with pytest.raises(PairError, match=r"no draft is known for small; name one$"):
-        resolve_draft("auto", "small")
-
-
 def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
-    split = "acme/split-GGUF"
     hub.files |= {"acme/two-GGUF/two-Q4_K_M.gguf": b"x", "acme/two-GGUF/two-Q4_K_S.gguf": b"x"}
     hub.files |= {"acme/two-GGUF/mmproj-two-Q4_K_M.gguf": b"x", "acme/big-GGUF/README.md": b"x"}
     assert find_remote("hf:acme/two-GGUF:q4_k_m") == RemoteFile("acme/two-GGUF", "two-Q4_K_M.gguf")
-    first = find_remote(f"hf:{split}")
+    first = find_remote("hf:acme/split-GGUF")
     assert first is not None
     assert "-00001-of-" in first.file
     for address, says in (
@@ -81,10 +80,8 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
             resolve_model(address)
     with pytest.raises(ModelFileError, match="is not on this machine"):
         locate_model("hf:acme/big-GGUF")
-    n_requests = hub.n_requests
     path = resolve_model("hf:acme/big-GGUF:Q8_0")
     assert path.read_bytes() == hub.files[BIG]
-    assert hub.n_requests > n_requests
     n_requests, hub.listing = hub.n_requests, b"no more answers"
     assert resolve_model("hf:acme/big-GGUF") == locate_model("hf:acme/big-GGUF:q8_0") == path
     assert hub.n_requests == n_requests
@@ -101,32 +98,97 @@ def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:
         find_remote("https://elsewhere.example/acme/big-GGUF/blob/main/big-Q8_0.gguf")
 
 
-def test_looking_asks_nobody(hub: Hub, cache: Path) -> None:
-    with pytest.raises(ModelFileError, match="big is not on this machine; run `llamaspec models pull big`"):
-        locate_model("big")
-    with pytest.raises(ModelFileError, match="small is not on this machine"):
-        locate_model("small")
-    assert hub.n_requests == 0
+def test_the_known_draft(hub: Hub, cache: Path) -> None:
+    draft = resolve_draft("auto", "big")
+    assert draft.read_bytes() == hub.files[SMALL]
+    assert resolve_draft("small", "big") == resolve_draft("auto", ADDRESS) == draft
+    assert resolve_draft(Path("x.gguf"), "big") == Path("x.gguf")
+    with pytest.raises(PairError, match=r"no draft is known for small; name one$"):
+        resolve_draft("auto", "small")
 
 
 @pytest.mark.parametrize("option", ["--show", "--forget"])
-@pytest.mark.parametrize(
-    "naming", [("--pair", "big"), ("--target", ADDRESS), ("--target", "x.gguf", "--draft", "small")]
-)
-def test_a_probe_is_looked_up_without_fetching(
-    hub: Hub, cache: Path, option: str, naming: tuple[str, ...]
-) -> None:
-    assert "on this machine" in said(invoke("probe", option, *naming)) or "x.gguf" in naming
+@pytest.mark.parametrize("naming", [("--pair", "big"), ("--target", ADDRESS)])
+def test_looking_asks_nobody(hub: Hub, cache: Path, option: str, naming: tuple[str, ...]) -> None:
+    with pytest.raises(ModelFileError, match="big is not on this machine; run `llamaspec models pull big`"):
+        locate_model("big")
+    assert "on this machine" in said(invoke("probe", option, *naming))
     assert hub.n_requests == 0
     assert not cache.exists()
 
 
-def test_library_errors_speak_of_no_options(cache: Path, own_list: Path) -> None:
-    with pytest.raises(PairError) as raised:
-        resolve_draft("auto", "small")
-    assert "--" not in str(raised.value)
+def test_library_errors_speak_of_no_options(cache: Path) -> None:
     assert "with --draft ngram" in said(invoke("generate", "--pair", "small", "x"))
     for name in ("nobody", "hf:acme", "small:Q4_0", "hf:a/b:../x.gguf"):
         with pytest.raises(ModelFileError) as error:
             locate_model(name)
         assert "--" not in str(error.value)
+
+
+# The cache folder
+
+
+@pytest.fixture
+def folder(cache: Path) -> Path:
+    """The folder of a repository as huggingface-hub keeps it; see `keep`."""
+    return cache / "models--acme--big-GGUF"
+
+
+def keep(folder: Path, name: str, content: bytes, commit: str = "c" * 40) -> Path:
+    blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
+    link = folder / "snapshots" / commit / name
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(content)
+    link.symlink_to(Path("../../blobs") / blob.name)
+    return link
+
+
+def test_the_main_branch_comes_before_what_is_newer(folder: Path) -> None:
+    file = RemoteFile("acme/big-GGUF", "m.gguf")
+    old, new = (keep(folder, "m.gguf", text, commit * 40) for text, commit in ((b"old", "a"), (b"n", "b")))
+    os.utime(old.parent, (1, 1))
+    assert find_here(file) == new
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    assert find_here(file) == old
+
+
+def test_parts_count_only_together(folder: Path) -> None:
+    file = RemoteFile("acme/big-GGUF", "m-00001-of-00002.gguf")
+    first = keep(folder, "m-00001-of-00002.gguf", b"1")
+    keep(folder, "m-00002-of-00002.gguf", b"2", commit="d" * 40)
+    assert find_here(file) is None
+    keep(folder, "m-00002-of-00002.gguf", b"2")
+    assert find_here(file) == first
+
+
+def test_removing_frees_what_nothing_else_needs(folder: Path) -> None:
+    one, two = keep(folder, "one.gguf", b"shared"), keep(folder, "two.gguf", b"shared too")
+    also = two.with_name("also.gguf")
+    also.symlink_to(one.readlink())
+    assert remove(RemoteFile("acme/big-GGUF", "one.gguf")) == 0
+    assert (also.read_bytes(), one.exists()) == (b"shared", False)
+    assert remove(RemoteFile("acme/big-GGUF", "also.gguf")) == 6
+    assert two.read_bytes() == b"shared too"
+    assert remove(RemoteFile("acme/big-GGUF", "two.gguf")) == 10
+    assert not folder.exists()
+
+
+def test_removing_leaves_what_is_outside_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    """A store that newer versions of huggingface-hub share, a link of the user's, a folder elsewhere."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("one.gguf", "two.gguf", "three.gguf"):
+        (outside / name).write_bytes(b"mine")
+    link = keep(folder, "one.gguf", b"x")
+    blob = folder / "blobs" / link.readlink().name
+    blob.unlink()
+    blob.symlink_to(outside / "one.gguf")
+    link.with_name("two.gguf").symlink_to(outside / "two.gguf")
+    (folder / "snapshots" / "state").symlink_to(outside)
+    link.with_name("sub").symlink_to(outside)
+    for name in ("one.gguf", "two.gguf", "three.gguf", "sub/three.gguf"):
+        remove(RemoteFile("acme/big-GGUF", name))
+    assert {path.read_bytes() for path in outside.iterdir()} == {b"mine"}
+    assert len(list(outside.iterdir())) == 3

@@ -1,0 +1,357 @@
+"""What models are called: addresses on the hub, and the lists of models (models.yaml) that give them names.
+
+One list comes with llamaspec, the user's own takes precedence. Names from outside become paths, so each has
+to be a plain relative path. Knows no network, and not which files are here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from platformdirs import user_config_dir
+
+from llamaspec.errors import ModelFileError, printable
+from llamaspec.files import parse_json, read_file, write_file
+
+HUB = "hf:"
+MAX_BYTES = 1 << 50  # of a file; a larger size is a mistake
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_LIST_BYTES = 1 << 20
+_OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
+
+
+def quoted(text: str) -> str:
+    """A name from outside, escaped and shortened for a message of one line."""
+    return f"{printable(text[:200])}{'...' if len(text) > 200 else ''}"
+
+
+# Addresses
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A model file on the hub; a ValueError where no repository or file can have this name."""
+
+    repo: str  # owner/name
+    file: str  # path inside the repository; of a model in parts, the first
+    n_bytes: int | None = None
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_repo(self.repo):
+            raise ValueError(f"a repository is named owner/name, got {quoted(self.repo)}")
+        if not self.file.endswith(".gguf"):
+            raise ValueError(f"a model file ends in .gguf, got {quoted(self.file)}")
+        if not is_plain(self.file):
+            raise ValueError(f"a model file is a plain path inside its repository, got {quoted(self.file)}")
+        found = _PART.fullmatch(self.file)
+        if found is not None and not 1 <= int(found[2]) <= int(found[3]):
+            raise ValueError(f"a model has no such part, got {quoted(self.file)}")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All files of a split model, in order; usually this one alone."""
+        found = _PART.fullmatch(self.file)
+        if found is None:
+            return (self.file,)
+        stem, _, n = found.groups()
+        return tuple(f"{stem}-{i:05}-of-{n}.gguf" for i in range(1, int(n) + 1))
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.repo}:{self.file}"
+
+
+def remote_file(address: str) -> RemoteFile:
+    """The file of an address, hf:owner/repo:file; a ModelFileError where it is no address."""
+    repo, _, file = address.removeprefix(HUB).partition(":")
+    try:
+        return RemoteFile(repo, file)
+    except ValueError as error:
+        raise ModelFileError(
+            f"{quoted(address)} is no address: {error}; write hf:owner/repo:file.gguf"
+        ) from error
+
+
+def address_of_page(url: str, hub_url: str) -> str:
+    """The address, hf:..., of the repository or file whose page in a browser has this URL."""
+    page = url.partition("?")[0].partition("#")[0].removeprefix(f"{hub_url}/")
+    parts = unquote(page).strip("/").split("/")
+    if len(parts) == 2 or parts[2:] == ["tree", "main"]:
+        return f"{HUB}{parts[0]}/{parts[1]}"
+    if parts[2:4] in (["blob", "main"], ["resolve", "main"]) and len(parts) > 4:
+        return f"{HUB}{parts[0]}/{parts[1]}:{'/'.join(parts[4:])}"
+    raise ModelFileError(
+        f"{quoted(url)} is no page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
+    )
+
+
+def is_repo(name: str) -> bool:
+    """Whether a repository can have this name, owner/name; "--" separates the two in the hub's cache."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(_OWNER_OR_REPO.fullmatch(part) for part in parts)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is a relative path that cannot lead out of its folder, on any system."""
+    try:
+        content = name.encode()
+    except UnicodeEncodeError:
+        return False
+    return (
+        printable(name) == name
+        and not set(name) & set('\\:*?"<>|')
+        and not any(part in ("", ".", "..") for part in name.split("/"))
+        and max(len(part) for part in content.split(b"/")) <= _MAX_NAME_BYTES
+        and len(content) <= _MAX_PATH_BYTES
+    )
+
+
+def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
+    """The models among a repository's files with a quantization ("" = any); of a split one the first part."""
+    marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
+    found = []
+    for name in dict.fromkeys(names):
+        with suppress(ValueError):  # not a model, or a name that leads elsewhere
+            file = RemoteFile(repo, name)
+            is_model = file.parts[0] == name and "mmproj" not in name
+            if is_model and (not quantization or marked.search(name)):
+                found.append(file)
+    return found
+
+
+# Entries of a list
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """One file of a model on the hub, as a list names it."""
+
+    file: str
+    bytes: int | None = None
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes is not None and not 0 < self.bytes <= MAX_BYTES:
+            raise ValueError(f"bytes must be from 1 to {MAX_BYTES}")
+        if self.sha256 is not None and not SHA256.fullmatch(self.sha256):
+            raise ValueError(f"sha256 must be 64 hexadecimal digits in quotes, got {quoted(self.sha256)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a list says of a model; a ValueError where that is impossible or says too little."""
+
+    name: str
+    repo: str | None = None
+    pattern: str | None = None  # of file names, with {quantization}
+    default: str | None = None  # quantization
+    quantizations: Mapping[str, Quantization] = field(default_factory=dict)
+    path: str | None = None  # a file on this machine, instead of one on the hub
+    draft: str | None = None  # name of another entry
+    heads: bool | None = None  # whether its files have prediction heads; None = not known
+    licence: str | None = None
+    memory_gb: int | None = None
+    template: str | None = None
+    notes: str | None = None
+    checked: str | None = None
+    is_own: bool = False  # from the user's list
+
+    def __post_init__(self) -> None:
+        if self.path is None and (self.repo is None or self.default is None):
+            raise ValueError("it needs a path, or a repo and a default quantization")
+        if self.path is not None and (not self.path or "\0" in self.path):
+            raise ValueError(f"no file has the path {quoted(self.path) or 'of no characters'}")
+        if self.memory_gb is not None and not 0 < self.memory_gb < 1 << 20:
+            raise ValueError("memory_gb must be a whole number of gigabytes")
+        if self.pattern is not None and set("{}") & set(self.pattern.replace("{quantization}", "")):
+            raise ValueError(f"pattern may have no braces but {{quantization}}, got {quoted(self.pattern)}")
+        if self.repo is not None:
+            try:
+                for quantization in (None, *self.quantizations):
+                    self.file(quantization)
+            except ModelFileError as error:
+                raise ValueError(str(error)) from error
+
+    def file(self, quantization: str | None = None) -> RemoteFile:
+        """The file of a quantization; None = the default.
+
+        Raises
+        ------
+        ModelFileError
+            This model has no such quantization, or is a file on this machine.
+        """
+        name = quoted(self.name)
+        if self.repo is None or self.default is None:
+            where = quoted(str(self.path))
+            raise ModelFileError(f"{name} is a file on this machine, {where}; it has no quantizations")
+        wanted = quantization or self.default
+        known = {key.lower(): value for key, value in self.quantizations.items()}
+        found = known.get(wanted.lower())
+        try:
+            if found is not None:
+                return RemoteFile(self.repo, found.file, found.bytes, found.sha256)
+            if self.pattern is not None:
+                case = str.lower if self.default.islower() else str.upper
+                return RemoteFile(self.repo, self.pattern.format(quantization=case(wanted)))
+        except ValueError as error:
+            raise ModelFileError(f"{name} has no usable file: {error}; name another") from error
+        choices = quoted(", ".join(self.quantizations))
+        raise ModelFileError(f"{name} has no quantization {quoted(wanted)}; choose one of {choices}")
+
+    def own_file(self) -> Path:
+        """The file of an entry with a path; it need not exist."""
+        assert self.path is not None
+        return expanded(self.path)
+
+    def as_listed(self) -> dict[str, Any]:
+        """The entry as a list has it: without fields that are not known."""
+        content = {key: value for key, value in asdict(self).items() if value not in (None, {})}
+        for key in ("name", "is_own"):
+            content.pop(key, None)
+        for known in content.get("quantizations", {}).values():
+            for key in [key for key, value in known.items() if value is None]:
+                del known[key]
+        return content
+
+
+def expanded(path: str) -> Path:
+    """A path as people write it, with ~; a ModelFileError where that user is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = quoted(path.partition("/")[0])
+        raise ModelFileError(f"there is no home folder {user} for {quoted(path)}; check the path") from error
+
+
+# The lists
+
+
+class Catalog:
+    """All entries by name; the user's own take precedence."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = dict(entries)
+
+    def find(self, name: str) -> Entry:
+        """The entry of a name, or a ModelFileError that suggests similar names."""
+        if name in self.entries:
+            return self.entries[name]
+        close = difflib.get_close_matches(name[:200], self.entries, n=3, cutoff=0.5)
+        names = f"did you mean {quoted(', '.join(close))}?"
+        meant = names if close else "`llamaspec models list` shows the names"
+        raise ModelFileError(f"no file and no model is called {quoted(name)}; {meant}")
+
+    def draft_of(self, target: str) -> str | None:
+        """The draft for a target, which is a name, a hub address or a file; None where none is known."""
+        name = target.partition(":")[0]
+        if name in self.entries:
+            return self.entries[name].draft
+        file = target.rpartition(":")[2].rpartition("/")[2].lower()
+        for entry in self.entries.values():
+            if entry.pattern is not None and entry.draft is not None:
+                before, _, after = entry.pattern.lower().rpartition("/")[2].partition("{quantization}")
+                if file.startswith(before) and file.endswith(after):
+                    return entry.draft
+        return None
+
+
+def own_list() -> Path:
+    """The user's own list; it need not exist."""
+    folder = os.environ.get("LLAMASPEC_CONFIG") or user_config_dir("llamaspec", appauthor=False)
+    return Path(folder) / "models.yaml"
+
+
+def read_catalog() -> Catalog:
+    """Both lists; a ModelFileError where the user's cannot be read or understood."""
+    package = Path(str(files("llamaspec")))
+    supplied = package / "models.yaml"  # of the installed package, else of the source tree
+    if not supplied.exists():
+        supplied = package.parent / "models.yaml"
+    return Catalog({**_read(supplied, is_own=False), **_own_entries()})
+
+
+def add_own(entry: Entry) -> Path:
+    """Write an entry into the user's list, in place of one of the same name."""
+    return _write_own({**_own_entries(), entry.name: entry})
+
+
+def remove_own(name: str) -> bool:
+    """Take an entry out of the user's list; returns whether it was there."""
+    entries = _own_entries()
+    existed = entries.pop(name, None) is not None
+    if existed:
+        _write_own(entries)
+    return existed
+
+
+def _own_entries() -> dict[str, Entry]:
+    try:
+        return _read(own_list(), is_own=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _write_own(entries: Mapping[str, Entry]) -> Path:
+    import yaml  # 40 ms, which commands that are given files do not need
+
+    path = own_list()
+    listed = {name: entry.as_listed() for name, entry in entries.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, yaml.safe_dump(listed, sort_keys=False))
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot write {path}: {error.strerror}; set LLAMASPEC_CONFIG to a folder of yours"
+        ) from error
+    return path
+
+
+def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
+    try:
+        listed = _read_yaml(path)
+        if not isinstance(listed, dict):
+            raise ValueError("it has to be a mapping from names to what is known of them")
+        return {str(name): _entry(str(name), what, is_own) for name, what in listed.items()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise ModelFileError(f"cannot read {path}: {error.strerror}; fix or delete it") from error
+    except RecursionError as error:
+        raise ModelFileError(f"{path} is nested too deeply; fix or delete it") from error
+    except (TypeError, ValueError) as error:
+        reason = str(error).replace("; ", ", ")
+        raise ModelFileError(f"{path} has an entry that cannot be understood: {reason}; fix it") from error
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(read_file(path, _MAX_LIST_BYTES)) or {}
+    except (yaml.YAMLError, AttributeError) as error:  # AttributeError: dates that cannot be
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark is not None else ""
+        raise ModelFileError(f"{path}{place}: this is not plain YAML; fix or delete it") from error
+
+
+def _entry(name: str, what: object, is_own: bool) -> Entry:
+    if not isinstance(what, dict):
+        raise ValueError(f"{quoted(name)} must be a mapping")
+    try:
+        if given := {"name", "is_own"} & what.keys():
+            raise ValueError(f"{given.pop()} means nothing")
+        return parse_json(Entry, json.dumps({**what, "name": name, "is_own": is_own}, default=str))
+    except ValueError as error:
+        raise ValueError(f"{quoted(name)}: {error}") from error

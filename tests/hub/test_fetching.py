@@ -1,0 +1,281 @@
+"""Fetching from a hub on this machine: what can go wrong, what a hostile hub may try, and use without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from command import ENTRY, environment, run, said
+from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
+from llamaspec.catalog import RemoteFile
+from llamaspec.errors import ModelFileError, printable
+from llamaspec.hub import fetch, find_here, locate_model, remove, resolve_model
+from patience import PATIENCE, until
+
+FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
+
+
+def refused(file: RemoteFile = FILE) -> str:
+    """The line that a failing fetch ends with."""
+    with pytest.raises(ModelFileError) as raised:
+        fetch(file)
+    line = str(raised.value)
+    assert line == printable(line)
+    return line
+
+
+def written(folder: Path) -> list[str]:
+    """All files below the folder of a test that fetching leaves: no locks, nothing of the test."""
+    ours = ("models.yaml", "CACHEDIR.TAG")
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in ours)
+    return [
+        str(path.relative_to(folder)) for path in found if path.suffix != ".lock" and "refs" not in path.parts
+    ]
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
+
+
+# Commands
+
+
+def test_fetched_once_then_used_without_the_hub(
+    hub: Hub, env: dict[str, str], target_file: Path, draft_file: Path
+) -> None:
+    pulled = run("models", "pull", "big", env=env)
+    assert pulled.code == 0, pulled
+    assert "fetching hf:acme/big-GGUF" in pulled.stderr
+    paths = [Path(line) for line in pulled.stdout.splitlines()]
+    assert [path.read_bytes() for path in paths] == [hub.files[BIG], hub.files[SMALL]]
+    n_requests = hub.n_requests
+    options = ("--seed", "3", "-n", "20", "--threads", "1", "--json", "the end")
+    right = run("generate", "--target", target_file, "--draft", draft_file, *options, env=env).json["text"]
+    for naming in (("--pair", "big"), ("--target", "big:q8_0", "--draft", "auto"), ("--target", ADDRESS)):
+        assert run("generate", *naming, *options, env={**env, "HF_HUB_OFFLINE": "1"}).json["text"] == right
+    assert hub.n_requests == n_requests
+    assert run("models", "path", "big", env=env).stdout.strip() == str(paths[0])
+    listed = {entry["name"]: entry for entry in json.loads(run("models", "list", "--json", env=env).stdout)}
+    assert listed["big"]["here"] == str(paths[0])
+    assert listed["qwen3-14b"]["here"] is None
+    assert "fetching" not in run("models", "pull", "big", env=env).stderr
+
+
+def test_all_parts_of_a_split_model(env: dict[str, str], split_files: list[Path], target_file: Path) -> None:
+    """Only the first is named; the command that needs the model fetches it."""
+    address = f"hf:acme/split-GGUF:{split_files[0].name}"
+    options = ("-n", "20", "--seed", "4", "--threads", "1", "--json", "the end")
+    answer = run("generate", "--target", address, *options, env=env)
+    assert answer.code == 0, answer
+    assert answer.json["text"] == run("generate", "--target", target_file, *options, env=env).json["text"]
+    here = Path(run("models", "path", address, env=env).stdout.strip())
+    assert {path.name for path in here.parent.iterdir()} == {path.name for path in split_files}
+
+
+def test_ctrl_c_ends_a_fetch_and_leaves_nothing_half(hub: Hub, env: dict[str, str], tmp_path: Path) -> None:
+    hub.stalls = True
+    command = [*ENTRY, "models", "pull", LARGE_ADDRESS]
+    child = subprocess.Popen(command, env=environment(env), stderr=subprocess.PIPE, text=True)
+    until(lambda: any(path.stat().st_size for path in (tmp_path / "hub").rglob("blobs/*")))
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 130
+    assert "Traceback" not in stderr
+    assert not list((tmp_path / "hub").rglob("blobs/*"))
+    hub.stalls = False
+    answer = run("models", "pull", LARGE_ADDRESS, env=env)
+    assert Path(answer.stdout.strip()).read_bytes() == hub.files[LARGE]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "part"),
+    [
+        ((401, "RepoNotFound"), "run `hf auth login`"),
+        ((404, "RepoNotFound"), "the hub has no repository acme/big-GGUF"),
+        ((403, "GatedRepo"), "agree on its page"),
+        ((404, "EntryNotFound"), "acme/big-GGUF has no file big-Q8_0.gguf"),
+        ((500, ""), "the hub answered 500"),
+    ],
+)
+def test_refusals(hub: Hub, env: dict[str, str], refusal: tuple[int, str], part: str) -> None:
+    hub.refusals["acme/big-GGUF"] = refusal
+    assert part in said(run("generate", "--target", "big", "x", env=env))
+
+
+def test_no_hub(hub: Hub, env: dict[str, str]) -> None:
+    away = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "the hub cannot be reached" in said(run("generate", "--target", "big", "x", env=away))
+    line = said(run("generate", "--pair", "big", "x", env={**env, "HF_HUB_OFFLINE": "1"}))
+    assert "HF_HUB_OFFLINE is set" in line
+    assert "llamaspec models pull" in line
+    assert hub.n_requests == 0
+
+
+def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
+    own = Path(env["LLAMASPEC_CONFIG"]) / "models.yaml"
+    with_hash = f"{{file: small-Q8_0.gguf, sha256: {64 * 'f'}}}"
+    own.write_text(OWN_LIST.replace("{file: small-Q8_0.gguf}", with_hash))
+    assert "is not the file that the list" in said(run("models", "pull", "small", env=env))
+
+
+# What goes wrong on the way
+
+
+def test_a_dropped_connection_goes_on_where_it_stopped(hub: Hub, cache: Path) -> None:
+    hub.drops = 1
+    assert resolve_model(LARGE_ADDRESS).read_bytes() == hub.files[LARGE]
+    assert len(hub.ranges) == 1
+    assert hub.ranges != ["bytes=0-"]
+
+
+def test_what_was_fetched_earlier_stays_when_the_repository_moves_on(hub: Hub, cache: Path) -> None:
+    hub.files["acme/big-GGUF/other.gguf"] = hub.files[SMALL]
+    first = fetch(FILE)
+    hub.commit = "f" * 40
+    fetch(RemoteFile("acme/big-GGUF", "other.gguf"))
+    assert locate_model(ADDRESS) == first
+
+
+def test_parts_of_different_states_are_not_mixed(hub: Hub, cache: Path, split_files: list[Path]) -> None:
+    hub.next_commits = [hub.commit] * len(split_files) + ["a" * 40] * len(split_files)
+    assert "changed on the hub" in refused(RemoteFile("acme/split-GGUF", split_files[0].name))
+
+
+def test_a_wrong_file_name_suggests_close_ones(hub: Hub, cache: Path, split_files: list[Path]) -> None:
+    line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
+    assert "acme/big-GGUF has no file big-Q8_1.gguf; did you mean big-Q8_0.gguf?" in line
+    del hub.files[f"acme/split-GGUF/{split_files[1].name}"]
+    line = refused(RemoteFile("acme/split-GGUF", split_files[0].name))
+    assert f"has no file {split_files[1].name}" in line
+
+
+def test_a_disk_that_is_too_small(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_free = len(hub.files[BIG]) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=n_free))
+    assert "set HF_HOME" in refused()
+    assert hub.n_sent == 0
+    n_free += 1
+    fetch(FILE)
+    n_free = 0
+    fetch(FILE)  # it is here
+
+
+# A hostile hub
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize(
+    "value", ["/ABSOLUTE/escaped", "../../../escaped", "..", ".", "", None, "a/b", "A" * 64, "0" * 63]
+)  # fmt: skip
+def test_a_hash_or_a_commit_is_never_a_path(
+    hub: Hub, cache: Path, tmp_path: Path, header: str, value: str | None
+) -> None:
+    told = value.replace("/ABSOLUTE", str(tmp_path)) if value is not None else None
+    hub.headers = {header: told, **({"X-Linked-Etag": None} if header == "ETag" else {})}
+    assert "the hub gives the " in refused()
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [None, "0", "-5", "many", "1" + 400 * "0", "1" + 5000 * "0", "9" * 16])
+def test_a_size_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, size: str | None) -> None:
+    hub.headers = {"X-Linked-Size": size, "Content-Length": "0" if size is None else None}
+    assert "no size that a file can have" in refused()
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "http://[", "//", "/\x7f", "http://a b/", "http://h:99999/"]
+)
+def test_an_address_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, location: str) -> None:
+    hub.elsewhere, hub.headers = hub.url, {"Location": location}
+    refused()
+    assert written(tmp_path) == []
+
+
+def test_other_sizes_than_announced_leave_nothing(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    hub.sizes[BIG] = 1000
+    refused()
+    hub.sizes.clear()
+    hub.extra_bytes = 300 << 20
+    assert "sends more than" in refused()
+    assert hub.n_sent < 200 << 20  # what is buffered on the way
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("digits", [64, 40])
+def test_a_wrong_hash_leaves_nothing(hub: Hub, cache: Path, tmp_path: Path, digits: int) -> None:
+    hub.hashes[BIG] = "0" * digits
+    assert "arrived damaged" in refused()
+    assert written(tmp_path) == []
+
+
+def test_a_file_that_git_keeps_has_git_s_hash_unless_the_list_knows_better(hub: Hub, cache: Path) -> None:
+    content = hub.files[BIG]
+    hub.hashes[BIG] = git_hash(content)
+    assert fetch(FILE).read_bytes() == content
+    remove(FILE)
+    assert "arrived damaged" in refused(RemoteFile(FILE.repo, FILE.file, sha256=64 * "0"))
+    fetch(RemoteFile(FILE.repo, FILE.file, sha256=hashlib.sha256(content).hexdigest()))
+
+
+@pytest.mark.parametrize("content", [b"<html>sorry</html>" * 100, b"GGUF", b"GGUF<html>" + bytes(100)])
+def test_only_a_model_is_kept(hub: Hub, cache: Path, tmp_path: Path, content: bytes) -> None:
+    """With the right size and the right hash of the wrong thing."""
+    hub.files[BIG] = content
+    assert "big-Q8_0.gguf is no model" in refused()
+    assert written(tmp_path) == []
+
+
+def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> None:
+    blob = cache / "models--acme--big-GGUF" / "blobs" / hub.tag(BIG)
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"<html>")
+    assert "arrived damaged" in refused()
+    assert find_here(FILE) is None
+    assert fetch(FILE).read_bytes() == hub.files[BIG]
+
+
+@pytest.mark.parametrize("listing", [b"[" * 100_000, b"{}", b'[{"path": 3}]', b"\xff"])
+def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
+    hub.listing = listing
+    line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
+    assert "has no file big-Q8_1.gguf; look at the files on its page" in line
+
+
+def test_names_in_a_list_of_files_are_escaped(hub: Hub, cache: Path) -> None:
+    hub.listing = b'[{"type": "file", "oid": "0", "size": 1, "path": "big-Q8_\\u001b[31m0.gguf"}]'
+    assert r"did you mean big-Q8_\x1b[31m0.gguf" in refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
+
+
+@pytest.fixture
+def other_server(hub: Hub) -> Iterator[Hub]:
+    """Another host with the same files."""
+    with serving(Hub(hub.files)) as server:
+        server.url = server.url.replace("127.0.0.1", "localhost")
+        yield server
+
+
+@pytest.mark.parametrize("redirect", ["elsewhere", "elsewhere_with_content"])
+def test_the_token_goes_to_its_own_hub_only(hub: Hub, cache: Path, other_server: Hub, redirect: str) -> None:
+    """Also where the hub says that it has the content itself, and then points elsewhere."""
+    setattr(hub, redirect, other_server.url)
+    assert fetch(FILE).read_bytes() == hub.files[BIG]
+    assert set(hub.authorizations) == {"Bearer hf_secret"}
+    assert other_server.authorizations == [None]
+
+
+def test_the_token_stays_where_it_is_not_to_be_sent_unasked(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    fetch(FILE)
+    assert set(hub.authorizations) == {None}
