@@ -245,7 +245,6 @@ class Client:
             "/props",
             "/health",
             "/v1/models",
-            "/openapi.json",
             "/../etc/passwd",
         )
         headers = {"Host": "evil.example"} if self._random.random() < 0.2 else {}

@@ -47,18 +47,18 @@ class ServeSettings:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port must be from 0 to 65535, got {self.port}")
-        if not 1 <= self.parallel <= MAX_PARALLEL:
-            raise ValueError(f"parallel must be from 1 to {MAX_PARALLEL}, got {self.parallel}")
-        if self.max_queue < 0:
-            raise ValueError(f"max-queue must be >= 0, got {self.max_queue}")
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise ValueError(f"request-timeout must be > 0, got {self.request_timeout}")
-        if not self.grace_seconds >= 0:
-            raise ValueError(f"grace must be >= 0, got {self.grace_seconds}")
-        if any(not key.isascii() or not key.isprintable() or not key.strip() for key in self.keys):
-            raise ValueError("an API key must be printable ASCII and not empty")
+        fine = all(key.isascii() and key.isprintable() and key.strip() for key in self.keys)
+        parallel, timeout, grace = self.parallel, self.request_timeout, self.grace_seconds
+        for is_right, message in (
+            (0 <= self.port < 1 << 16, f"port must be from 0 to 65535, got {self.port}"),
+            (1 <= parallel <= MAX_PARALLEL, f"parallel must be from 1 to {MAX_PARALLEL}, got {parallel}"),
+            (self.max_queue >= 0, f"max-queue must be >= 0, got {self.max_queue}"),
+            (timeout is None or timeout > 0, f"request-timeout must be > 0, got {timeout}"),
+            (grace >= 0, f"grace must be >= 0, got {grace}"),
+            (fine, "an API key must be printable ASCII and not empty"),
+        ):
+            if not is_right:
+                raise ValueError(message)
         if not self.is_local and not self.keys and not self.no_auth:
             raise ValueError(
                 f"--host {self.host} lets other machines in; give --api-key, or --no-auth if that is meant"

@@ -14,101 +14,59 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.chat.template import Message
 from llamaspec.engine.events import StopReason
-from llamaspec.serve.bodies import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    MAX_TOOLS,
-    Content,
-    Count,
-    Fields,
-    MessageFields,
-    SamplingFields,
-    StopText,
-    anthropic_error,
-    conversation,
-    placed,
-    text_of,
-)
-from llamaspec.serve.deltas import Answer, Deltas, TextDelta, figures
-from llamaspec.serve.requests import (
-    ChatRequest,
-    ReasoningFields,
-    RequestBuilder,
-    ResponseFormat,
-    ToolChoiceFields,
-    ToolFields,
-    tool_use,
-)
+from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import event, parse_body, service_of
 
 Data = dict[str, Any]
-_FORMAT = "output_config.format"
 
 
-class ThinkingFields(Fields):
+class ThinkingFields(bodies.Fields):
     """Whether and how long the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 
 
-class OutputFormat(Fields):
-    """What the answer must match."""
-
-    type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
-class OutputConfig(Fields):
-    """How the answer is written."""
-
-    format: OutputFormat | None = None
-
-
-class CountTokensBody(ReasoningFields):
+class CountTokensBody(requests.ReasoningFields):
     """A conversation whose tokens are counted."""
 
     model: str | None = None
-    messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
-    system: Content | None = None
-    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceFields | None = None
+    messages: Annotated[list[bodies.MessageFields], Field(max_length=bodies.MAX_MESSAGES)]
+    system: bodies.Content | None = None
+    tools: requests.Tools | None = None
+    tool_choice: requests.ToolChoiceFields | None = None
     thinking: ThinkingFields | None = None
-    output_config: OutputConfig | None = None
+    output_config: requests.FormatFields | None = None
 
-    def chat_request(self, *, takes_tools: bool) -> ChatRequest:
+    def chat_request(self, *, takes_tools: bool) -> requests.ChatRequest:
         """What the model is asked."""
-        messages = conversation(placed(self.messages), takes_tools=takes_tools)
-        if system := text_of(self.system, "system"):
+        messages = bodies.conversation(bodies.placed(self.messages), takes_tools=takes_tools)
+        if system := bodies.text_of(self.system, "system"):
             messages = [Message("system", system), *messages]
         thinking = self.thinking or ThinkingFields(type="adaptive")
-        wanted = None if self.output_config is None else self.output_config.format
-        return ChatRequest(
-            messages,
-            tool_use=tool_use(self.tools, self.tool_choice, None),
-            reasoning=self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled"),
-            response_format=None if wanted is None else ResponseFormat.schema(wanted.schema_, _FORMAT),
-        )
+        reasoning = self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled")
+        use = requests.tool_use(self.tools, self.tool_choice, None)
+        wanted = requests.inner_format(self.output_config, "output_config")
+        return requests.ChatRequest(messages, "messages", use, reasoning, wanted)
 
 
-class MessagesBody(SamplingFields, CountTokensBody):
+class MessagesBody(bodies.SamplingFields, CountTokensBody):
     """A conversation to answer."""
 
-    max_tokens: Count
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    max_tokens: bodies.Count
+    stop_sequences: Annotated[list[bodies.StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
     stream: bool | None = None
 
 
 async def messages(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, MessagesBody)
-    builder, stops = service.builder, tuple(body.stop_sequences or ())
+    builder, seed, stops = service.builder, body.seed_or_random(), tuple(body.stop_sequences or ())
     prompt, parameters = await builder.chat(body.chat_request(takes_tools=builder.takes_tools))
-    seed = body.seed_or_random()
-    requests = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
+    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
     form = MessagesForm(service.model_name, body, len(prompt), builder)
-    return await service.respond(http, requests, form, body.stream)
+    return await service.respond(http, asked, form, body.stream)
 
 
 async def count_tokens(http: Request) -> Response:
@@ -122,20 +80,17 @@ async def count_tokens(http: Request) -> Response:
 class MessagesForm:
     """The message object and its events."""
 
-    def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
+    def __init__(
+        self, model: str, body: MessagesBody, n_prompt: int, builder: requests.RequestBuilder
+    ) -> None:
         self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
-        self._with_rounds = bool(body.drafting.rounds)
-        self._head = {
-            "id": f"msg_{secrets.token_hex(12)}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-        }
+        self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._open_type: str | None = None  # of the open content block
         self._n_blocks = 0
         self._has_calls = False
 
-    def whole(self, answers: Sequence[Answer]) -> Data:
+    def whole(self, answers: Sequence[deltas.Answer]) -> Data:
         """The message object."""
         said, end = answers[0].message, answers[0].end
         content: list[Data] = []
@@ -147,25 +102,25 @@ class MessagesForm:
             arguments = _arguments(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         self._has_calls = bool(said.tool_calls)
-        usage, told = self._usage(end), figures(end, self._with_rounds)
+        usage, told = self._usage(end), deltas.figures(end, self._options)
         return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
 
-    async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
+    async def events(self, of: deltas.Deltas) -> AsyncIterator[bytes]:
         """The message as events."""
         empty: Data = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
         yield _event("message_start", message={**self._head, **empty, "usage": usage})
         try:
-            async for _, delta in deltas:
+            async for _, delta in of:
                 if isinstance(delta, PromptProgress):
                     yield _event("ping")
                     continue
                 for part in self._last(delta) if isinstance(delta, Finished) else self._add(delta):
                     yield part
         except Exception as error:  # noqa: BLE001  # the client is told
-            yield event(anthropic_error(error), "error")
+            yield event(bodies.anthropic_error(error), "error")
 
-    def _add(self, delta: TextDelta) -> list[bytes]:
+    def _add(self, delta: deltas.TextDelta) -> list[bytes]:
         """A delta, and the beginning of its block."""
         if isinstance(delta, CallDelta):
             self._has_calls = True
@@ -185,7 +140,7 @@ class MessagesForm:
 
     def _last(self, end: Finished) -> list[bytes]:
         begun = [] if self._n_blocks else self._open({"type": "text", "text": ""})
-        told = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._with_rounds)}
+        told = {"delta": self._stop(end), "usage": self._usage(end), **deltas.figures(end, self._options)}
         return [*begun, *self._close(), _event("message_delta", **told), _event("message_stop")]
 
     def _open(self, block: Data) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The application: routes, the server's own status, its description, and the process that serves it.
+"""The application: routes, the server's own status, and the process that serves it.
 
 On SIGTERM or Ctrl-C no more requests are taken, running answers have a grace time, and then end with an error
 that says so. tests/serve/test_status.py, tests/serve/test_stopping.py.
@@ -11,14 +11,11 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.resources import files
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
-from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -87,13 +84,10 @@ async def model(http: Request) -> Response:
 
 def _model(service: Service) -> dict[str, Any]:
     target = service.pair.target
-    sizes = {
-        "n_vocab": target.vocabulary_size,
-        "n_ctx": target.context_size,
-        "n_ctx_train": target.trained_context_size,
-    }
     about = {"id": service.model_name, "object": "model", "created": service.created}
-    return {**about, "owned_by": "llamaspec", "meta": sizes}
+    sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
+    meta = {**sizes, "n_ctx_train": target.trained_context_size}
+    return {**about, "owned_by": "llamaspec", "meta": meta}
 
 
 async def metrics(http: Request) -> Response:
@@ -101,14 +95,7 @@ async def metrics(http: Request) -> Response:
     service = service_of(http)
     running, n_waiting = service.queue.sequences()
     n_used, size = service.pair.cache_use()
-    text = service.metrics.text(
-        {
-            "num_requests_running": len(running),
-            "num_requests_waiting": n_waiting,
-            "kv_cache_usage_perc": n_used / size,
-            "kv_cache_tokens": n_used,
-        }
-    )
+    text = service.metrics.text(len(running), n_waiting, n_used, size)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
@@ -116,24 +103,20 @@ async def props(http: Request) -> Response:
     """The models, their sizes, and the load."""
     service = service_of(http)
     pair, (running, n_waiting) = service.pair, service.queue.sequences()
-    return JSONResponse(
-        {
-            "model_alias": service.model_name,
-            "model_path": pair.target.path.name,
-            "model_description": pair.target.description,
-            "draft": None if pair.draft is None else pair.draft.description,
-            "drafts": [model.description for model in pair.draft_models],
-            "total_slots": service.settings.parallel,
-            "default_generation_settings": {"n_ctx": pair.target.context_size},
-            "has_chat_template": service.builder.template is not None,
-            "speculative": {
-                "sources": sorted(source.value for source in pair.sources),
-                "rule": DEFAULT_RULE,
-                "draft_length_by_rows": service.metrics.draft_length_by_rows(),
-            },
-            "rows": {"running": len(running), "waiting": n_waiting},
-        }
-    )
+    about = {
+        "model_alias": service.model_name,
+        "model_path": pair.target.path.name,
+        "model_description": pair.target.description,
+        "drafts": [model.description for model in pair.draft_models],
+        "total_slots": service.settings.parallel,
+        "default_generation_settings": {"n_ctx": pair.target.context_size},
+        "has_chat_template": service.builder.template is not None,
+        "rows": {"running": len(running), "waiting": n_waiting},
+    }
+    sources = sorted(source.value for source in pair.sources)
+    lengths = service.metrics.draft_length_by_rows()
+    about["speculative"] = {"sources": sources, "rule": DEFAULT_RULE, "draft_length_by_rows": lengths}
+    return JSONResponse(about)
 
 
 async def tokenize(http: Request) -> Response:
@@ -166,27 +149,19 @@ async def detokenize(http: Request) -> Response:
 # Routes.
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A path, who answers, and the body that is expected: without one it is a GET."""
+class Endpoint(NamedTuple):
+    """A path, who answers, and the body that a POST has; without one it is a GET."""
 
     path: str
     handler: Handler
     body: type[Fields] | None = None
-    streams: bool = False
-    media_type: str = "application/json"
-
-    @property
-    def method(self) -> str:
-        """Of HTTP."""
-        return "GET" if self.body is None else "POST"
 
 
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", openai_chat.chat_completions, openai_chat.ChatBody, streams=True),
-    Endpoint("/v1/completions", openai_chat.completions, openai_chat.CompletionBody, streams=True),
-    Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody, streams=True),
-    Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody, streams=True),
+    Endpoint("/v1/chat/completions", openai_chat.chat_completions, openai_chat.ChatBody),
+    Endpoint("/v1/completions", openai_chat.completions, openai_chat.CompletionBody),
+    Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody),
+    Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
     Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
     Endpoint("/v1/models", models),
     Endpoint("/v1/models/{name}", model),
@@ -194,7 +169,7 @@ ENDPOINTS = (
     Endpoint("/detokenize", detokenize, DetokenizeBody),
     Endpoint("/health", health),
     Endpoint("/v1/health", health),
-    Endpoint("/metrics", metrics, media_type="text/plain"),
+    Endpoint("/metrics", metrics),
     Endpoint("/props", props),
 )
 _PAGE_HEADERS = {
@@ -208,12 +183,10 @@ _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 def make_app(service: Service, write: Write) -> ASGIApp:
     """The ASGI application; `write` takes the lines of the log."""
-    settings, about = service.settings, JSONResponse(_openapi())
-    routes = [
-        *(Route(each.path, _answering(each.handler), methods=[each.method]) for each in ENDPOINTS),
-        *(Route(path, _page_file(name)) for path, name in PAGE_FILES.items()),
-        Route("/openapi.json", lambda _: about),
-    ]
+    settings = service.settings
+    routes = [Route(path, _page_file(name)) for path, name in PAGE_FILES.items()]
+    for path, handler, body in ENDPOINTS:
+        routes.append(Route(path, _answering(handler), methods=["GET" if body is None else "POST"]))
     middleware = [
         Middleware(RequestLog, write=write, log_format=settings.log_format),
         Middleware(Guard, settings=settings),
@@ -253,55 +226,11 @@ def _answering(handler: Handler) -> Handler:
 
 async def _no_route(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {404: "there is nothing at this path; see /openapi.json", 405: "this path wants another method"}
+    known = {404: "there is nothing at this path; see docs/server.md", 405: "this path wants another method"}
     message = known.get(error.status_code, "this cannot be answered")
     response = error_response(http.url.path, RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
-
-
-def _openapi() -> dict[str, Any]:
-    """The OpenAPI 3.1 document, made from the models that check requests."""
-    bodies = [each.body for each in ENDPOINTS if each.body is not None]
-    template = "#/components/schemas/{model}"
-    references, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
-    error = {
-        "type": "object",
-        "properties": {"error": {"type": "object", "properties": {"message": {"type": "string"}}}},
-        "required": ["error"],
-    }
-    paths = {
-        each.path: {each.method.lower(): _operation(each, each.body and references[each.body, "validation"])}
-        for each in ENDPOINTS
-    }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "llamaspec", "version": version("llamaspec")},
-        "paths": paths,
-        "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": error},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{}, {"key": []}],
-    }
-
-
-def _operation(endpoint: Endpoint, schema: Any) -> dict[str, Any]:
-    kinds = [endpoint.media_type, *(["text/event-stream"] if endpoint.streams else [])]
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    operation: dict[str, Any] = {
-        "summary": (endpoint.handler.__doc__ or "").strip().rstrip("."),
-        "responses": {
-            "200": {"description": "The answer.", "content": {kind: {} for kind in kinds}},
-            "default": {"description": "What is wrong.", "content": error},
-        },
-    }
-    if "{name}" in endpoint.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
-    if schema is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return operation
 
 
 # The process.

@@ -23,14 +23,12 @@ from llamaspec.sampling.filters import Sampling
 
 MAX_STOPS = 32
 MAX_MESSAGES = 4096
-MAX_TOOLS = 512
 _ALL_TOKENS = (1 << 31) - 1
 _NEVER = -1e30  # bias of a token that must not be drawn
 _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]

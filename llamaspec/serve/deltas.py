@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
 from llamaspec.chat.template import Message
+from llamaspec.engine.statistics import Summary
 from llamaspec.engine.text import Span
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import RequestError
-from llamaspec.serve.scheduling import Failed, Finished, Parts, PromptProgress, Submission
-from llamaspec.values import Logprobs
+from llamaspec.serve.bodies import RequestError, SpeculativeFields
+from llamaspec.serve.scheduling import Finished, PromptProgress, Submission
+from llamaspec.values import Logprobs, Round
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -54,10 +55,10 @@ async def deltas_of(submission: Submission, deadline: float | None, keep_alive: 
         if left <= 0:
             raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
         index, event = await submission.next_event(left) or (0, PromptProgress())
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Parts):
-            for delta in builders[index].add(event.parts):
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, tuple):
+            for delta in builders[index].add(event):
                 yield index, delta
         else:
             yield index, event
@@ -118,8 +119,7 @@ def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """All that one sequence wrote."""
 
     message: Message
@@ -148,28 +148,12 @@ async def answers_of(deltas: Deltas, n: int) -> Sequence[Answer]:
 
 def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -> list[dict[str, Any]]:
     """In the form of OpenAI's chat and responses APIs; control tokens are left out."""
-    return [
-        {
-            **_token(token, logprobs.logprob, vocabulary),
-            "top_logprobs": [_token(*top, vocabulary) for top in logprobs.top],
-        }
-        for token, logprobs in tokens
-        if vocabulary.piece(token)
-    ]
-
-
-def logprob_columns(
-    tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary, offset: int
-) -> dict[str, Any]:
-    """In the form of the completions API; `offset` is the number of characters before."""
-    columns: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in logprob_list(tokens, vocabulary):
-        columns["tokens"].append(token["token"])
-        columns["token_logprobs"].append(token["logprob"])
-        columns["top_logprobs"].append({top["token"]: top["logprob"] for top in token["top_logprobs"]})
-        columns["text_offset"].append(offset)
-        offset += len(token["token"])
-    return columns
+    told: list[dict[str, Any]] = []
+    for token, (logprob, top) in tokens:
+        if vocabulary.piece(token):
+            tops = [_token(*each, vocabulary) for each in top]
+            told.append({**_token(token, logprob, vocabulary), "top_logprobs": tops})
+    return told
 
 
 def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> dict[str, Any]:
@@ -192,46 +176,43 @@ def openai_usage(ends: Sequence[Finished], n: int = 1) -> dict[str, Any]:
     }
 
 
-def figures(end: Finished, with_rounds: bool) -> dict[str, Any]:
+def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
     """How a text was generated: llama-server's `timings` and more, and each round if requested."""
     done, summary = end.completion, end.completion.summary
-    n_read, read_ms = done.n_prompt_tokens - done.n_cached, 1e3 * done.prefill_seconds
-    n_generated, generate_ms = summary.n_tokens, 1e3 * summary.decode_seconds
     timings = {
         "cache_n": done.n_cached,
-        "prompt_n": n_read,
-        "prompt_ms": read_ms,
-        "prompt_per_token_ms": _ratio(read_ms, n_read),
-        "prompt_per_second": _ratio(1e3 * n_read, read_ms),
-        "predicted_n": n_generated,
-        "predicted_ms": generate_ms,
-        "predicted_per_token_ms": _ratio(generate_ms, n_generated),
-        "predicted_per_second": _ratio(1e3 * n_generated, generate_ms),
+        **_speed("prompt", done.n_prompt_tokens - done.n_cached, done.prefill_seconds),
+        **_speed("predicted", summary.n_tokens, summary.decode_seconds),
         "draft_n": summary.n_verified,
         "draft_n_accepted": summary.n_accepted,
         "rounds": summary.n_rounds,
         "accepted_histogram": list(summary.accepted_histogram),
-        "draft_ms": 1e3 * summary.draft_seconds,
-        "verify_ms": 1e3 * summary.verify_seconds,
-        "overhead_ms": 1e3 * summary.overhead_seconds,
+        **_milliseconds(summary),
         "mask_ms": 1e3 * done.mask_seconds,
         "speedup_estimate": end.speedup,
     }
-    rounds = [
-        {
-            "draft_ms": 1e3 * round_.draft_seconds,
-            "verify_ms": 1e3 * round_.verify_seconds,
-            "overhead_ms": 1e3 * round_.overhead_seconds,
-            "drafted": round_.n_verified,
-            "branches": round_.draft.n_branches,
-            "accepted": round_.n_accepted,
-            "source": round_.source.value,
-            "rows": round_.n_rows,
-        }
-        for round_ in done.rounds
-    ]
-    return {"timings": timings, **({"rounds": rounds} if with_rounds else {})}
+    if not options.rounds:
+        return {"timings": timings}
+    return {"timings": timings, "rounds": [_round(round_) for round_ in done.rounds]}
 
 
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None
+def _speed(name: str, n: int, seconds: float) -> dict[str, Any]:
+    ms = 1e3 * seconds
+    per_token, per_second = ms / n if n else None, 1e3 * n / ms if ms else None
+    each = {"n": n, "ms": ms, "per_token_ms": per_token, "per_second": per_second}
+    return {f"{name}_{key}": value for key, value in each.items()}
+
+
+def _milliseconds(of: Round | Summary) -> dict[str, float]:
+    return {f"{part}_ms": 1e3 * getattr(of, f"{part}_seconds") for part in ("draft", "verify", "overhead")}
+
+
+def _round(round_: Round) -> dict[str, Any]:
+    return {
+        **_milliseconds(round_),
+        "drafted": round_.n_verified,
+        "branches": round_.draft.n_branches,
+        "accepted": round_.n_accepted,
+        "source": round_.source.value,
+        "rows": round_.n_rows,
+    }

@@ -6,7 +6,7 @@ time. Written by the decode thread, read by the event loop. tests/serve/test_met
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
@@ -14,28 +14,23 @@ from llamaspec.engine.events import Completion
 from llamaspec.values import Round
 
 PREFIX = "llamaspec:"
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {  # name -> (help, labels)
-    "spec_decode_num_drafts_total": ("Rounds that verified a draft.", ()),
-    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.", ()),
-    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.", ()),
-    "spec_decode_num_accepted_tokens_per_pos_total": (
-        "Draft tokens accepted, by their position in the draft.",
-        ("position",),
-    ),
-    "rounds_total": ("Rounds of all sequences, with a draft or without.", ()),
-    "draft_tokens_by_rows_total": (
-        "Draft tokens verified, by the sequences that shared the evaluation.",
-        ("rows",),
-    ),
-    "rounds_by_rows_total": ("Rounds, by the sequences that shared the evaluation.", ("rows",)),
-    "seconds_total": ("Wall-clock time by phase.", ("phase",)),
-    "prompt_tokens_total": ("Tokens of prompts.", ()),
-    "prompt_tokens_cached_total": ("Of them, tokens that were in the KV cache.", ()),
-    "generation_tokens_total": ("Tokens generated, those of cancelled requests included.", ()),
-    "request_success_total": ("Sequences that ended, by the reason.", ("finished_reason",)),
-    "requests_refused_total": ("Requests refused because the queue was full.", ()),
-    "request_queue_seconds_total": ("Seconds that sequences waited to run.", ()),
-    "request_first_token_seconds_total": ("Seconds from the request to the first text.", ()),
+_ROWS = "the sequences that shared the evaluation."
+_COUNTERS: dict[str, tuple[str, ...]] = {  # name -> help, label
+    "spec_decode_num_drafts_total": ("Rounds that verified a draft.",),
+    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.",),
+    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.",),
+    "spec_decode_num_accepted_tokens_per_pos_total": ("Draft tokens accepted, by position.", "position"),
+    "rounds_total": ("Rounds of all sequences, with a draft or without.",),
+    "draft_tokens_by_rows_total": (f"Draft tokens verified, by {_ROWS}", "rows"),
+    "rounds_by_rows_total": (f"Rounds, by {_ROWS}", "rows"),
+    "seconds_total": ("Wall-clock time by phase.", "phase"),
+    "prompt_tokens_total": ("Tokens of prompts.",),
+    "prompt_tokens_cached_total": ("Of them, tokens that were in the KV cache.",),
+    "generation_tokens_total": ("Tokens generated, those of cancelled requests included.",),
+    "request_success_total": ("Sequences that ended, by the reason.", "finished_reason"),
+    "requests_refused_total": ("Requests refused because the queue was full.",),
+    "request_queue_seconds_total": ("Seconds that sequences waited to run.",),
+    "request_first_token_seconds_total": ("Seconds from the request to the first text.",),
 }
 _GAUGES = {
     "num_requests_running": "Sequences that run.",
@@ -53,11 +48,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._counters = {
             name: Counter(PREFIX + name, text, labels, registry=self._registry)
-            for name, (text, labels) in _COUNTERS.items()
+            for name, (text, *labels) in _COUNTERS.items()
         }
-        self._gauges = {
-            name: Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()
-        }
+        self._gauges = [Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()]
 
     def rounds(self, rounds: Iterable[Round]) -> None:
         """Count new rounds of a sequence."""
@@ -81,17 +74,13 @@ class Metrics:
         self._add("requests_refused_total", 1)
 
     def ended(
-        self,
-        reason: str,
-        completion: Completion | None,
-        queue_seconds: float,
-        first_text_seconds: float | None,
+        self, reason: str, completion: Completion | None, queue_seconds: float, first_text: float | None
     ) -> None:
         """Count a sequence that has ended; `completion` is what it generated, None if it never began."""
         self._add("request_success_total", 1, reason)
         self._add("request_queue_seconds_total", queue_seconds)
-        if first_text_seconds is not None:
-            self._add("request_first_token_seconds_total", first_text_seconds)
+        if first_text is not None:
+            self._add("request_first_token_seconds_total", first_text)
         if completion is not None and completion.rounds:  # else its prompt may not have been evaluated
             self._add("prompt_tokens_total", completion.n_prompt_tokens)
             self._add("prompt_tokens_cached_total", completion.n_cached)
@@ -101,17 +90,17 @@ class Metrics:
 
     def draft_length_by_rows(self) -> dict[str, float]:
         """The mean number of draft tokens in a round, by the sequences that shared the evaluation."""
-        counts: dict[str, dict[str, float]] = {}
-        for name in ("draft_tokens_by_rows_total", "rounds_by_rows_total"):
-            (family,) = self._counters[name].collect()
-            counts[name] = {sample.labels["rows"]: sample.value for sample in family.samples}
-        tokens, rounds = counts["draft_tokens_by_rows_total"], counts["rounds_by_rows_total"]
-        return {rows: tokens[rows] / n for rows, n in sorted(rounds.items()) if rows in tokens}
+        tokens, rounds = (self._by_rows(f"{name}_by_rows_total") for name in ("draft_tokens", "rounds"))
+        return {rows: tokens.get(rows, 0.0) / n for rows, n in sorted(rounds.items())}
 
-    def text(self, gauges: Mapping[str, float]) -> bytes:
-        """Prometheus' text format; `gauges` are the present values by name."""
-        for name, value in gauges.items():
-            self._gauges[name].set(value)
+    def _by_rows(self, name: str) -> dict[str, float]:
+        (family,) = self._counters[name].collect()
+        return {sample.labels["rows"]: sample.value for sample in family.samples}
+
+    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int) -> bytes:
+        """Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
+        for gauge, value in zip(self._gauges, (n_running, n_waiting, n_used / n_cells, n_used), strict=True):
+            gauge.set(value)
         return generate_latest(self._registry)
 
     def _add(self, name: str, amount: float, label: str | None = None) -> None:

@@ -34,7 +34,6 @@ from llamaspec.serve.bodies import (
     RequestError,
     SamplingFields,
     SpeculativeFields,
-    ToolName,
     bad_field,
     not_supported,
     required,
@@ -42,6 +41,50 @@ from llamaspec.serve.bodies import (
 from llamaspec.values import TokenArray
 
 MAX_COMPILED = 64  # constraints that are kept
+MAX_TOOLS = 512
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What a text must match."""
+
+    kind: Literal["json_schema", "grammar"]
+    text: str
+    field: str  # of the request, for errors
+
+    @classmethod
+    def schema(cls, schema: Mapping[str, Any], field: str) -> ResponseFormat:
+        """JSON that a schema describes."""
+        return cls("json_schema", json.dumps(schema), field)
+
+
+class FormatFields(Fields):
+    """What the answer must match: in itself, or for some APIs in `format`."""
+
+    type: str | None = None
+    json_schema: FormatFields | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    format: FormatFields | None = None
+
+    def formats(self, field: str) -> list[ResponseFormat]:
+        """Empty for text, else one; RequestError if the type is unknown or the schema is missing."""
+        if self.type == "text":
+            return []
+        if self.type not in ("json_object", "json_schema"):
+            raise not_supported(f"{field}.type", "must be text, json_object or json_schema")
+        schema = (self.json_schema or self).schema_
+        if schema is None and self.type == "json_schema":
+            raise bad_field(f"{field}.json_schema", "is missing")
+        return [ResponseFormat.schema({"type": "object"} if schema is None else schema, field)]
+
+
+def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | None:
+    """What `format` in a field says."""
+    inner = None if fields is None else fields.format
+    found = [] if inner is None else inner.formats(f"{field}.format")
+    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +93,32 @@ class Reasoning:
 
     template_kwargs: Mapping[str, Any] = default(default_factory=dict)  # variables of the chat template
     budget: int | None = None  # tokens; 0 = none, None = no limit
+
+
+class ReasoningFields(Fields):
+    """Fields of every chat API that steer reasoning."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+
+    def reasoning_options(
+        self, effort: str | None = None, budget: int | None = None, off: bool = False
+    ) -> Reasoning:
+        """These fields, with those of one API: OpenAI's effort, Anthropic's budget and switch."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if effort is not None and effort != "none":
+            kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
+        enabled = self.enable_thinking if self.enable_thinking is not None else kwargs.get("enable_thinking")
+        if off or effort == "none":
+            enabled = False
+        if enabled is not None:
+            kwargs["enable_thinking"] = enabled
+        if self.thinking_budget_tokens is not None:
+            budget = self.thinking_budget_tokens
+        if budget is not None and budget < 0:
+            budget = None
+        return Reasoning(kwargs, 0 if enabled is False else budget)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,18 +142,60 @@ class ToolUse:
         return self.is_named or self.choice == "required"
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseFormat:
-    """What a text must match."""
+class ToolFields(Fields):
+    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
 
-    kind: Literal["json_schema", "grammar"]
-    text: str
-    field: str  # of the request, for errors
+    type: str | None = None
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
+    strict: bool | None = None
+    function: ToolFields | None = None
 
-    @classmethod
-    def schema(cls, schema: Mapping[str, Any], field: str) -> ResponseFormat:
-        """JSON that a schema describes."""
-        return cls("json_schema", json.dumps(schema), field)
+
+Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+
+
+class ToolChoiceFields(Fields):
+    """Which tool must be called; OpenAI's chat API has its name in `function`."""
+
+    type: Literal["function", "tool", "auto", "any", "none"] | None = None
+    name: str | None = None
+    function: ToolChoiceFields | None = None
+    disable_parallel_tool_use: bool | None = None  # Anthropic's
+
+
+def tool_use(
+    tools: Sequence[ToolFields] | None,
+    choice: str | ToolChoiceFields | None,
+    is_parallel: bool | None,
+    *,
+    nested: bool = False,
+) -> ToolUse:
+    """The tools of a request; `nested`: they are in `function`. RequestError if one is wrong."""
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools or ()):
+        place, each = f"tools.{i}.function" if nested else f"tools.{i}", tool.function if nested else tool
+        if tool.type not in (None, "function", "custom"):
+            raise not_supported(f"tools.{i}.type", "this server has no tools of its own")
+        if each is None:
+            raise bad_field(place, "is missing")
+        description = {} if each.description is None else {"description": each.description}
+        parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
+        function = {"name": required(each.name, f"{place}.name"), **description, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    named: str | None = None
+    if isinstance(choice, ToolChoiceFields):
+        is_parallel = not choice.disable_parallel_tool_use if is_parallel is None else is_parallel
+        if choice.type in ("function", "tool"):
+            named = required((choice.function or choice).name, "tool_choice.name")
+        choice = choice.type
+    choice = "required" if choice == "any" else choice or "auto"
+    if named is None and choice not in ("auto", "none", "required"):
+        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
+    is_strict = any((tool.function or tool).strict for tool in tools or ())
+    return ToolUse(found, named or choice, named is not None, is_parallel is not False, is_strict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +203,9 @@ class ChatRequest:
     """What a chat model is asked, whatever the API."""
 
     messages: Sequence[Message]
-    field: str = "messages"  # of the request, for errors
-    tool_use: ToolUse = default(default_factory=ToolUse)
-    reasoning: Reasoning = default(default_factory=Reasoning)
+    field: str  # that holds them, for errors
+    tool_use: ToolUse
+    reasoning: Reasoning
     response_format: ResponseFormat | None = None
 
 
@@ -124,108 +235,11 @@ class GenerationRequest:
     n_logprobs: int | None = None  # most probable tokens told with each token
 
 
-class ReasoningFields(Fields):
-    """Fields of every chat API that steer reasoning."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-
-    def reasoning_options(
-        self, effort: str | None = None, budget: int | None = None, off: bool = False
-    ) -> Reasoning:
-        """These fields, with those of one API: OpenAI's effort, Anthropic's budget and switch."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        if effort is not None and effort != "none":
-            kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
-        enabled = self.enable_thinking if self.enable_thinking is not None else kwargs.get("enable_thinking")
-        if off or effort == "none":
-            enabled = False
-        if enabled is not None:
-            kwargs["enable_thinking"] = enabled
-        if self.thinking_budget_tokens is not None:
-            budget = self.thinking_budget_tokens
-        if budget is not None and budget < 0:
-            budget = None
-        return Reasoning(kwargs, 0 if enabled is False else budget)
-
-
-class ToolFields(Fields):
-    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
-
-    type: str | None = None
-    name: ToolName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
-    strict: bool | None = None
-    function: ToolFields | None = None
-
-
-class ToolChoiceFunction(Fields):
-    """The name of the tool in OpenAI's chat API."""
-
-    name: str
-
-
-class ToolChoiceFields(Fields):
-    """Which tool must be called; Anthropic's also has `auto`, `any` and `none` here."""
-
-    type: Literal["function", "tool", "auto", "any", "none"]
-    name: str | None = None
-    function: ToolChoiceFunction | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-def tool_use(
-    tools: Sequence[ToolFields] | None,
-    choice: str | ToolChoiceFields | None,
-    is_parallel: bool | None,
-    *,
-    nested: bool = False,
-) -> ToolUse:
-    """The tools of a request; `nested`: they are in `function`. RequestError if one is wrong."""
-    found: list[dict[str, Any]] = []
-    for i, tool in enumerate(tools or ()):
-        place, each = f"tools.{i}", tool
-        if tool.type not in (None, "function", "custom"):
-            raise not_supported(f"{place}.type", "this server has no tools of its own")
-        if nested:
-            place = f"{place}.function"
-            if tool.function is None:
-                raise bad_field(place, "is missing")
-            each = tool.function
-        name = required(each.name, f"{place}.name")
-        function: dict[str, Any] = {"name": name}
-        if each.description is not None:
-            function["description"] = each.description
-        schema = each.input_schema if each.parameters is None else each.parameters
-        function["parameters"] = schema or {"type": "object", "properties": {}}
-        found.append({"type": "function", "function": function})
-    named: str | None = None
-    if isinstance(choice, ToolChoiceFields):
-        is_parallel = not choice.disable_parallel_tool_use if is_parallel is None else is_parallel
-        if choice.type in ("function", "tool"):
-            inner = choice.name if choice.function is None else choice.function.name
-            named = required(inner, "tool_choice.name")
-        choice = choice.type
-    choice = "required" if choice == "any" else choice or "auto"
-    if named is None and choice not in ("auto", "none", "required"):
-        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
-    is_strict = any((tool.function or tool).strict for tool in tools or ())
-    return ToolUse(found, named or choice, named is not None, is_parallel is not False, is_strict)
-
-
 class RequestBuilder:
-    """Makes prompts, constraints and generation requests for one pair.
+    """Makes prompts, constraints and generation requests for one pair; what cannot be is a RequestError.
 
-    Parameters
-    ----------
-    pair : Pair
-    template : ChatTemplate, optional
-        None: the model only continues text.
-    parallel : int
-        Sequences that run at once: one HTTP request may ask for that many.
+    Without a template the model only continues text. `parallel` sequences run at once, so one HTTP request
+    may ask for that many.
     """
 
     def __init__(self, pair: Pair, template: ChatTemplate | None, parallel: int) -> None:
@@ -240,8 +254,6 @@ class RequestBuilder:
             lambda kind, text: (pair.json_schema if kind == "json_schema" else pair.grammar)(text)
         )
 
-    # Prompts; RequestError if one is empty or leaves no room for an answer.
-
     def text_prompt(self, text: str) -> TokenArray:
         """Tokens of a text to continue."""
         if not text:
@@ -254,21 +266,8 @@ class RequestBuilder:
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
-    def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
-        """RequestError if a token id is outside the vocabulary."""
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary.size:
-            raise bad_field(field, f"token ids must be from 0 to {self.vocabulary.size - 1}")
-
     async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
-        """Tokens up to where the answer begins, and whether it begins with reasoning.
-
-        Raises
-        ------
-        RequestError
-            It is too long, or a field cannot be obeyed.
-        NoTemplateError, TemplateError
-            There is no template, or it refuses.
-        """
+        """Tokens up to where the answer begins, and whether it begins with reasoning."""
         use, kwargs = request.tool_use, request.reasoning.template_kwargs
         if use.tools and not self.takes_tools:
             raise not_supported("tools", "this model's chat template takes no tools")
@@ -292,6 +291,11 @@ class RequestBuilder:
         starts_in_reasoning = self.answer_format.begins_thinking(rendered.text)
         return self._checked(tokens, request.field) if must_fit else tokens, starts_in_reasoning
 
+    def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
+        """RequestError if a token id is outside the vocabulary."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary.size:
+            raise bad_field(field, f"token ids must be from 0 to {self.vocabulary.size - 1}")
+
     def _checked(self, tokens: TokenArray, field: str) -> TokenArray:
         if len(tokens) == 0:
             raise bad_field(field, "must not be empty")
@@ -308,22 +312,18 @@ class RequestBuilder:
         message = f"{size} leave no room in a context of {self._context_size} tokens"
         return RequestError(400, message, field=field, code="context_length_exceeded")
 
-    # Constraints.
-
-    async def compile(self, response_format: ResponseFormat) -> Constraint:
-        """The constraint of a response format, compiled in a thread; RequestError if it is not valid."""
+    async def compile(self, wanted: ResponseFormat) -> Constraint:
+        """The constraint of a response format, compiled in a thread."""
         try:
-            return await run_in_threadpool(self._compile, response_format.kind, response_format.text)
+            return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
         except ConstraintError as error:
-            raise bad_field(response_format.field, str(error)) from error
+            raise bad_field(wanted.field, str(error)) from error
 
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
-        """The prompt and the parameters of a chat request; raises as `chat_prompt`."""
+        """The prompt and the parameters of a chat request."""
         prompt, starts_in_reasoning = await self.chat_prompt(request)
-        tools = request.tool_use.offered
-        parameters = GenerationParameters(
-            self.answer_format, tools, starts_in_reasoning, request.reasoning.budget
-        )
+        tools, budget = request.tool_use.offered, request.reasoning.budget
+        parameters = GenerationParameters(self.answer_format, tools, starts_in_reasoning, budget)
         if request.response_format is not None:
             if tools:
                 raise not_supported(request.response_format.field, "cannot be combined with tools")
@@ -368,14 +368,12 @@ class RequestBuilder:
     async def _tool_constraint(
         self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
     ) -> Constraint | None:
+        choice = {"name": use.choice} if use.is_named else use.choice
+        controls = self.vocabulary.controls
         try:
+            tools = [_schema_only(tool, is_strict=use.is_strict) for tool in use.tools]
             grammar = tool_grammar(
-                answer_format,
-                [_schema_only(tool, is_strict=use.is_strict) for tool in use.tools],
-                {"name": use.choice} if use.is_named else use.choice,
-                use.is_parallel,
-                thinking=thinking,
-                controls=self.vocabulary.controls,
+                answer_format, tools, choice, use.is_parallel, thinking=thinking, controls=controls
             )
             if grammar is not None:
                 return await self.compile(ResponseFormat("grammar", grammar, "tools"))
@@ -386,8 +384,6 @@ class RequestBuilder:
         if use.is_forced:
             raise not_supported("tool_choice", "this model's format of calls cannot be forced")
         return None
-
-    # Generation requests.
 
     def requests(
         self,
@@ -401,32 +397,17 @@ class RequestBuilder:
         stops: tuple[str, ...] = (),
         n_logprobs: int | None = None,
     ) -> list[GenerationRequest]:
-        """One request for each prompt and choice; choice i of a prompt has the seed + i.
-
-        Raises
-        ------
-        RequestError
-            They are more than run at once, or a token id of the bias is not in the vocabulary.
-        """
+        """One request for each prompt and choice; choice i of a prompt has the seed + i."""
         if len(prompts) * n > self._parallel:
             raise bad_field("n", f"{len(prompts) * n} texts at once, this server runs {self._parallel}")
         self.check_token_ids(list(map(int, fields.logit_bias or ())), "logit_bias")
-        sampling = fields.sampling(self.vocabulary.ends)
-        limit = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
-        return [
-            GenerationRequest(
-                prompt,
-                sampling,
-                seed + i,
-                min(limit, self._context_size - len(prompt)),
-                stops,
-                fields.drafting,
-                parameters,
-                n_logprobs,
-            )
-            for prompt in prompts
-            for i in range(n)
-        ]
+        sampling, drafting = fields.sampling(self.vocabulary.ends), fields.drafting
+        wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
+        found: list[GenerationRequest] = []
+        for prompt in prompts:
+            limit, more = min(wanted, self._context_size - len(prompt)), (drafting, parameters, n_logprobs)
+            found += [GenerationRequest(prompt, sampling, seed + i, limit, stops, *more) for i in range(n)]
+        return found
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """The stop string that ended a text, if one did."""

@@ -38,9 +38,6 @@ MIN_FREE_TOKENS = 256  # for which the KV cache must have room before a sequence
 MAX_RETRY_SECONDS = 60
 
 
-# Events of a sequence.
-
-
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
     """Some of the prompt has been evaluated; without numbers: nothing happened for a while."""
@@ -50,15 +47,8 @@ class PromptProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """More of the answer."""
-
-    parts: tuple[AnswerPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a sequence."""
+    """The end of a text."""
 
     completion: Completion
     speedup: float | None  # estimated, against plain decoding
@@ -70,14 +60,8 @@ class Finished:
         return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A sequence has ended with an error."""
-
-    error: Exception
-
-
-Event: TypeAlias = "PromptProgress | Parts | Finished | Failed"
+# Parts are more of the answer; the last event is a Finished, or the exception that ended the sequence.
+Event: TypeAlias = "PromptProgress | tuple[AnswerPart, ...] | Finished | Exception"
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +103,7 @@ class Submission:
         self.states = [SequenceState(i, request, self, now) for i, request in enumerate(requests)]
         self.is_cancelled = False
         self._wake = wake
-        self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
+        self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: deque[tuple[SequenceState, Event]] = deque()
         self._n_open = len(self.states)
 
@@ -145,7 +128,7 @@ class Submission:
         state.n_read += 1
         if was_unread:
             self._wake()
-        self._n_open -= isinstance(event, (Finished, Failed))
+        self._n_open -= isinstance(event, (Finished, Exception))
         return state.index, event
 
     def cancel(self) -> None:
@@ -170,19 +153,9 @@ class Submission:
 class RequestQueue:
     """Runs up to `parallel` sequences at once, first come, first served, until it is closed.
 
-    No sequence reserves KV cells that it may come to need. When the KV cache is full, those that came last
-    pause and leave their cells to the others; later their own text is evaluated again.
-
-    Parameters
-    ----------
-    pair : Pair
-    policy : LengthPolicy
-        Shared by all sequences.
-    metrics : Metrics
-    parallel, max_queue : int
-        Sequences that run, and that may wait.
-    clock : callable
-        Seconds.
+    `policy` is shared by all sequences, at most `max_queue` wait. No sequence reserves KV cells that it may
+    come to need: when the KV cache is full, those that came last pause and leave their cells to the others;
+    later their own text is evaluated again.
     """
 
     def __init__(
@@ -208,25 +181,16 @@ class RequestQueue:
         self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """Queue sequences; from the event loop.
-
-        Raises
-        ------
-        RequestError
-            429: too many wait already. 503: the server is stopping.
-        """
+        """Queue sequences; from the event loop. RequestError 429: too many wait; 503: the server stops."""
         with self._changed:
             if self.is_stopping:
                 raise _server_stopping()
             n_free = max(0, self._parallel - len(self._running))
             if len(self._waiting) + len(requests) > self._max_queue + n_free:
                 self._metrics.refused()
-                raise RequestError(
-                    429,
-                    "too many requests wait already; try again later",
-                    code="queue_full",
-                    retry_after=min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel),
-                )
+                seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
+                message = "too many requests wait already; try again later"
+                raise RequestError(429, message, code="queue_full", retry_after=seconds)
             submission = Submission(requests, self._wake, self._clock())
             self._waiting.extend(submission.states)
             self._wake()
@@ -268,7 +232,7 @@ class RequestQueue:
             except Exception as error:  # noqa: BLE001, PERF203  # all clients are told; the thread goes on
                 is_busy = False
                 for state in list(self._running):
-                    self._finish(state, Failed(error))
+                    self._finish(state, error)
 
     def _wait(self, is_busy: bool) -> bool:
         """Wait until there is something to do; False when the queue is closed and empty."""
@@ -281,7 +245,7 @@ class RequestQueue:
     def _step(self) -> bool:
         """One evaluation; whether anything happened."""
         for state in self._unwanted():
-            self._finish(state, Failed(_server_stopping()))
+            self._finish(state, _server_stopping())
         while (admitted := self._admit()) is not None:
             self._start(admitted)
         running = list(self._running)
@@ -315,14 +279,14 @@ class RequestQueue:
         return state
 
     def _start(self, state: SequenceState) -> None:
+        def on_prefill(n_read: int, n_to_read: int) -> None:
+            state.unsent.append(PromptProgress(n_read, n_to_read))
+
         try:
-            progress = state.unsent
-            state.stream = open_stream(
-                state.request, self._pair, self._policy, lambda *n: progress.append(PromptProgress(*n))
-            )
+            state.stream = open_stream(state.request, self._pair, self._policy, on_prefill)
             state.stream.ready()
         except Exception as error:  # noqa: BLE001  # the client is told
-            self._finish(state, Failed(error))
+            self._finish(state, error)
 
     def _share_cells(self, running: Sequence[SequenceState]) -> None:
         """Pause the sequences that came last where the KV cache is full; unread ones pause before others."""
@@ -346,19 +310,17 @@ class RequestQueue:
         try:
             parts = tuple(stream.ready())
         except Exception as error:  # noqa: BLE001  # the client is told
-            self._finish(state, Failed(error))
+            self._finish(state, error)
             return True
         rounds = stream.rounds[state.n_rounds_counted :]
         state.n_rounds_counted += len(rounds)
         self._metrics.rounds(rounds)
         if parts:
             state.first_text_at = self._clock() if state.first_text_at is None else state.first_text_at
-            state.unsent.append(Parts(parts))
+            state.unsent.append(parts)
         if stream.is_over:
-            completion = stream.completion
-            self._finish(
-                state, Finished(completion, speedup(completion.rounds, self._policy), stream.n_thought)
-            )
+            done = stream.completion
+            self._finish(state, Finished(done, speedup(done.rounds, self._policy), stream.n_thought))
             return True
         if not state.unsent:
             return bool(rounds)
@@ -376,14 +338,11 @@ class RequestQueue:
             self._has_news = True  # another may begin
         now, first = self._clock(), state.first_text_at
         completion = None if state.stream is None else state.stream.completion
+        reason = StopReason.INTERRUPT.value if state.submission.is_cancelled else "error"
         if isinstance(last, Finished):
             reason = last.completion.stop_reason.value
-        else:
-            reason = StopReason.INTERRUPT.value if state.submission.is_cancelled else "error"
-        queue_seconds = (state.started_at or now) - state.asked_at
-        self._metrics.ended(
-            reason, completion, queue_seconds, None if first is None else first - state.asked_at
-        )
+        waited = (state.started_at or now) - state.asked_at
+        self._metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
         state.submission.send(state, [*state.unsent, last])
 
 
@@ -395,9 +354,20 @@ def open_stream(
     request: GenerationRequest, pair: Pair, policy: LengthPolicy, on_prefill: Progress
 ) -> AnswerStream:
     """The stream of a request, with its reasoning cut where the budget ends."""
-    parameters, drafting, vocabulary = request.parameters, request.drafting, pair.target.vocabulary
-    answer_format, budget = parameters.answer_format, parameters.reasoning_budget
-    constraints = iter((parameters.constraint, parameters.constraint_after_cut))
+    wanted, drafting, vocabulary = request.parameters, request.drafting, pair.target.vocabulary
+    rule, reasoning = drafting.rule or DEFAULT_RULE, wanted.answer_format.reasoning
+    constraints = iter((wanted.constraint, wanted.constraint_after_cut))
+
+    def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
+        """None: the pair's own."""
+        if drafting.enabled is not False and drafting.max_draft != 0:
+            if drafting.ngram is not False or not pair.ngram:
+                return None
+            if pair.draft is not None:
+                row = None if constraint is None else constraint.start_row()
+                streams = SeededStreams(request.seed)
+                return pair.model_drafter(request.sampling, rule, streams, n_prompt, row)
+        return NoDrafter()
 
     def open_part(prompt: TokenArray, max_tokens: int) -> TextStream:
         constraint = next(constraints)
@@ -407,35 +377,19 @@ def open_stream(
             seed=request.seed,
             max_tokens=max_tokens,
             stops=request.stops,
-            spelled=answer_format.spelled(vocabulary.controls),
-            rule=drafting.rule or DEFAULT_RULE,
+            spelled=wanted.answer_format.spelled(vocabulary.controls),
+            rule=rule,
             policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
-            drafter=_drafter(request, pair, len(prompt), constraint),
+            drafter=drafter(len(prompt), constraint),
             on_prefill=on_prefill,
             constraint=constraint,
             logprobs=request.n_logprobs,
         )
 
-    is_limited = answer_format.reasoning is not None and budget is not None
-    limit = ReasoningLimit(answer_format.reasoning, budget) if is_limited else None  # type: ignore[arg-type]
-    parser = AnswerParser(answer_format, parameters.tools, thinking=parameters.starts_in_reasoning)
+    budget = wanted.reasoning_budget
+    limit = None if reasoning is None or budget is None else ReasoningLimit(reasoning, budget)
+    parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
     return AnswerStream(request.prompt, request.max_tokens, open_part, parser, vocabulary, limit)
-
-
-def _drafter(
-    request: GenerationRequest, pair: Pair, n_prompt: int, constraint: Constraint | None
-) -> Drafter | None:
-    """The drafter that the request asks for; None: the pair's."""
-    drafting = request.drafting
-    if drafting.enabled is False or drafting.max_draft == 0:
-        return NoDrafter()
-    if drafting.ngram is False and pair.ngram:
-        if pair.draft is None:
-            return NoDrafter()
-        row = None if constraint is None else constraint.start_row()
-        streams = SeededStreams(request.seed)
-        return pair.model_drafter(request.sampling, drafting.rule or DEFAULT_RULE, streams, n_prompt, row)
-    return None
 
 
 def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -26,6 +26,7 @@ from llamaspec.serve.requests import GenerationRequest, RequestBuilder
 from llamaspec.serve.scheduling import PromptProgress, RequestQueue
 
 F = TypeVar("F", bound=Fields)
+T = TypeVar("T")
 CLIENT_LEFT = 499  # seen by the log only
 DONE = b"data: [DONE]\n\n"
 
@@ -36,7 +37,7 @@ class Form(Protocol):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The response."""
 
-    def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
+    def events(self, of: Deltas) -> AsyncIterator[bytes]:
         """The response as events; an exception becomes the last event."""
 
 
@@ -65,16 +66,11 @@ class Service:
         deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)
         if stream:
             return EventStream(form.events(deltas), submission.cancel, deadline)
-        answering = asyncio.ensure_future(answers_of(deltas, len(requests)))
-        leaving = asyncio.ensure_future(_disconnected(http.receive))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=CLIENT_LEFT)
-            return JSONResponse(form.whole(answering.result()))
+            answers = await _while_connected(answers_of(deltas, len(requests)), http.receive)
         finally:
             submission.cancel()
-            await _cancel(answering, leaving)
+        return Response(status_code=CLIENT_LEFT) if answers is None else JSONResponse(form.whole(answers))
 
 
 def service_of(http: Request) -> Service:
@@ -121,18 +117,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
         # The events end at the deadline; a second later also for a client that does not read.
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1.0
         try:
-            await asyncio.wait({sending, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(OSError):  # the client left
+                await _while_connected(self._send(send), receive, left)
         finally:
             self._cancel()
-            await _cancel(sending, leaving)
-        if not sending.cancelled():
-            with suppress(OSError):  # the client left
-                sending.result()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -141,13 +132,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def _while_connected(
+    work: Coroutine[Any, Any, T], receive: Receive, timeout: float | None = None
+) -> T | None:
+    """The result of `work`; None if the client leaves before, or after `timeout` seconds."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
 async def _disconnected(receive: Receive) -> None:
-    """Until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""schemathesis, over the description that the server publishes: right requests and wrong ones."""
+"""schemathesis, over an OpenAPI document of the models that check requests: right requests and wrong ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from pydantic.json_schema import models_json_schema
 from schemathesis import GenerationMode
 
 from llamaspec import FixedLength, ModelOptions, open_pair
@@ -22,15 +23,34 @@ N_TOKENS = 96  # answers are short
 N_EXAMPLES = 15  # of each operation and mode
 
 
+def openapi() -> dict[str, Any]:
+    bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
+    references, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for path, _, body in ENDPOINTS:
+        operation: dict[str, Any] = {"responses": {"default": {"description": "The answer."}}}
+        if path == NAMED:
+            name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [name]
+        if body is not None:
+            content = {"application/json": {"schema": references[body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths[path] = {"get" if body is None else "post": operation}
+    about = {"openapi": "3.1.0", "info": {"title": "llamaspec", "version": "1"}, "paths": paths}
+    return {**about, "components": {"schemas": schemas.get("$defs", {})}}
+
+
 @pytest.fixture(scope="module")
 def described(demo_files: tuple[Path, Path]) -> Iterator[Any]:
-    """The description, and behind it the application itself: no socket is opened."""
+    """The document, and behind it the application itself: no socket is opened."""
     options = ModelOptions(n_ctx=N_TOKENS, n_cells=4 * N_TOKENS, threads=1)
     with open_pair(*demo_files, target_options=options, draft_options=options) as pair:
         template = ChatTemplate.of(pair.target, TEMPLATE)
         config = ServeSettings(host="0.0.0.0", no_auth=True, request_timeout=None)
         with serving(pair, FixedLength(2), template, config, lambda _: None) as (app, _):
-            yield schemathesis.openapi.from_asgi("/openapi.json", app)
+            schema: Any = schemathesis.openapi.from_dict(openapi())
+            schema.app = app
+            yield schema
 
 
 CASES = [

@@ -204,7 +204,7 @@ def test_messages(name: str) -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_responses(name: str) -> None:
     def form() -> Any:
-        return ResponsesForm("m", 1, ResponsesBody(input="a"), NONE)
+        return ResponsesForm("m", 1, ResponsesBody(input="a"))
 
     whole, events = forms(form, name)
     OpenAIResponse.model_validate(whole)
@@ -248,7 +248,7 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
             ChatForm("m", 1, CHAT, NONE),
             CompletionForm("m", 1, CompletionBody(prompt="a"), NONE),
             MessagesForm("m", MESSAGES, 9, STOPPING),
-            ResponsesForm("m", 1, ResponsesBody(input="a"), NONE),
+            ResponsesForm("m", 1, ResponsesBody(input="a")),
         )
     ]
     assert all("secret" not in text for text in made)

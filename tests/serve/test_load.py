@@ -24,7 +24,7 @@ from llamaspec.errors import PromptError
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
-from llamaspec.serve.scheduling import MAX_UNREAD, Failed, Finished, Parts, RequestQueue, Submission
+from llamaspec.serve.scheduling import MAX_UNREAD, Finished, RequestQueue, Submission
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, open_demo, said, served, until
 
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
@@ -59,10 +59,10 @@ async def read(answer: Submission) -> list[str]:
         happened = await answer.next_event(PATIENCE_SECONDS)
         assert happened is not None
         index, event = happened
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Parts):
-            texts[index] += message_of(delta for part in event.parts for delta in part.deltas).text
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, tuple):
+            texts[index] += message_of(delta for part in event for delta in part.deltas).text
         if isinstance(event, Finished):
             assert event.completion.text == texts[index]
     return texts

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llamaspec import AutoLength, FixedLength
+from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.deltas import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished, speedup
@@ -20,10 +21,12 @@ SHARED = replace(
 PLAIN = a_round(next_token=8, seconds=(0.0, 1.5, 0.5))
 TEXT = a_text([ALONE, SHARED, PLAIN], n_cached=30, prefill_seconds=0.05)  # 3 + 2 + 1 tokens in 6.125 s
 
+NONE, ROUNDS = SpeculativeFields(), SpeculativeFields(rounds=True)
+
 
 def counted(metrics: Metrics) -> dict[str, float]:
     """What is not zero, by name and label."""
-    text = metrics.text({}).decode()
+    text = metrics.text(0, 0, 0, 1).decode()
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     found = {name.removeprefix("llamaspec:"): float(value) for name, _, value in lines}
     return {name: value for name, value in found.items() if value}
@@ -82,7 +85,7 @@ def test_the_text_of_the_metrics() -> None:
     metrics = Metrics()
     for _ in range(2):
         metrics.refused()
-    lines = metrics.text({"num_requests_running": 3}).decode().splitlines()
+    lines = metrics.text(3, 0, 0, 1).decode().splitlines()
     refused = lines.index("llamaspec:requests_refused_total 2.0")
     assert lines[refused - 2 : refused] == [
         "# HELP llamaspec:requests_refused_total Requests refused because the queue was full.",
@@ -93,7 +96,7 @@ def test_the_text_of_the_metrics() -> None:
 
 def test_the_timings_of_an_answer() -> None:
     """10 of 40 tokens of the prompt were read in 50 ms; 6 tokens written in 6.125 s."""
-    assert figures(Finished(replace(TEXT, mask_seconds=0.375), 1.25), False)["timings"] == {
+    assert figures(Finished(replace(TEXT, mask_seconds=0.375), 1.25), NONE)["timings"] == {
         "cache_n": 30,
         "prompt_n": 10,
         "prompt_ms": pytest.approx(50.0),
@@ -113,7 +116,7 @@ def test_the_timings_of_an_answer() -> None:
         "mask_ms": 375.0,
         "speedup_estimate": 1.25,
     }
-    cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), False)["timings"]
+    cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]
     assert (cached["prompt_n"], cached["prompt_per_token_ms"], cached["prompt_per_second"]) == (0, None, None)
 
 
@@ -142,7 +145,7 @@ def test_the_speed_next_to_plain_decoding() -> None:
 
 
 def test_the_rounds_of_an_answer() -> None:
-    assert figures(Finished(TEXT, None), True)["rounds"][1] == {
+    assert figures(Finished(TEXT, None), ROUNDS)["rounds"][1] == {
         "draft_ms": 500.0,
         "verify_ms": 2000.0,
         "overhead_ms": 250.0,
@@ -152,8 +155,8 @@ def test_the_rounds_of_an_answer() -> None:
         "source": "ngram",
         "rows": 4,
     }
-    assert set(figures(Finished(TEXT, None), with_rounds=True)) == {"timings", "rounds"}
-    assert set(figures(Finished(TEXT, None), with_rounds=False)) == {"timings"}
+    assert set(figures(Finished(TEXT, None), ROUNDS)) == {"timings", "rounds"}
+    assert set(figures(Finished(TEXT, None), NONE)) == {"timings"}
 
 
 def test_a_prompt_with_several_choices_counts_once() -> None:

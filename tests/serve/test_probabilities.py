@@ -12,7 +12,7 @@ from llamaspec.engine.events import Piece
 from serving import Served, said
 
 N, SEED = 20, 4
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPT = "# user: def f(x):\n# assistant:"
 HI = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": N, "seed": SEED}
 
@@ -64,17 +64,6 @@ def test_completions(server: Served, alone: Pair, pieces: list[Piece]) -> None:
     none = server.post(TEXT, {**body, "logprobs": 0}).json()["choices"][0]["logprobs"]
     assert none["token_logprobs"] == told["token_logprobs"]
     assert not any(none["top_logprobs"])
-
-
-def test_responses(server: Served, alone: Pair, pieces: list[Piece]) -> None:
-    body = {"input": "def f(x):", "max_output_tokens": N, "seed": SEED, "top_logprobs": 2}
-    part = server.post(RESPONSES, body).json()["output"][0]["content"][0]
-    check(part["logprobs"], part["text"], pieces, alone)
-    events = server.events(RESPONSES, body)
-    deltas = [data["logprobs"] for kind, data in events if kind == "response.output_text.delta"]
-    assert list(chain(*deltas)) == part["logprobs"]
-    (done,) = [data["logprobs"] for kind, data in events if kind == "response.output_text.done"]
-    assert done == part["logprobs"]
 
 
 def test_only_what_is_said_is_told(talker: Served, demo: Pair) -> None:

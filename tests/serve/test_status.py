@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, Pair, Sampling
-from llamaspec.serve.app import ENDPOINTS
 from serving import CONTEXT, Served, open_demo, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
@@ -92,16 +91,6 @@ def test_tokens_and_back(server: Served, demo: Pair) -> None:
         "tokens"
     ]
     assert [piece["id"] for piece in pieces][-len(ids) :] == ids
-
-
-def test_the_description_is_complete(server: Served) -> None:
-    about = server.client.get("/openapi.json").json()
-    assert set(about["paths"]) == {endpoint.path for endpoint in ENDPOINTS}
-    schemas = about["components"]["schemas"]
-    body = about["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
-    assert body["schema"] == {"$ref": "#/components/schemas/ChatBody"}
-    assert schemas["ChatBody"]["required"] == ["messages"]
-    assert all(f"#/components/schemas/{name}" for name in schemas)
 
 
 def test_drafting_is_steered_by_the_request(server: Served, alone: Pair) -> None:
