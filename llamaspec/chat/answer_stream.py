@@ -52,11 +52,6 @@ class AnswerStream:
     parser : AnswerParser
     vocabulary : LlamaVocabulary
     limit : ReasoningLimit, optional
-
-    Examples
-    --------
-    >>> answer = AnswerStream(prompt, 256, open_stream, parser, vocabulary)  # doctest: +SKIP
-    >>> message_of(delta for part in answer for delta in part.deltas)  # doctest: +SKIP
     """
 
     def __init__(
@@ -68,12 +63,8 @@ class AnswerStream:
         vocabulary: LlamaVocabulary,
         limit: ReasoningLimit | None = None,
     ) -> None:
-        self._prompt = prompt
-        self._max_tokens = max_tokens
-        self._open_stream = open_stream
-        self._parser = parser
-        self._vocabulary = vocabulary
-        self._limit = limit
+        self._prompt, self._max_tokens, self._open_stream = prompt, max_tokens, open_stream
+        self._parser, self._vocabulary, self._limit = parser, vocabulary, limit
         self.n_thought = 0  # tokens of reasoning
         self._is_over = False
         self._before: Completion | None = None  # until thinking was ended, with what ended it

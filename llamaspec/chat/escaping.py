@@ -4,7 +4,7 @@ Before a template is rendered, whatever in the words of users, tools and clients
 token, or could complete one, is replaced letter by letter with private-use characters, which survive
 trimming, slicing and splitting. Control tokens in the rendered text are then the template's own, and the
 letters are put back. A template that itself joins parts of a message is trusted.
-tests/chat/test_special_tokens.py attacks it.
+tests/chat/test_escaping.py attacks it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ Span = tuple[int, int]  # [start, end) in bytes
 
 
 class SpecialTokens:
-    """How a vocabulary spells its control tokens.
-
-    Parameters
-    ----------
-    spellings : iterable of str
-        In any order; empty ones are left out.
-    """
+    """How a vocabulary spells its control tokens; empty spellings are left out."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted({text for text in spellings if text}, key=len, reverse=True)
@@ -58,14 +52,7 @@ class SpecialTokens:
 
 
 class Escaper:
-    """Replaces characters while a template is rendered, one for one.
-
-    Parameters
-    ----------
-    special : SpecialTokens
-    texts : iterable of str
-        All that will be rendered: no character in it is used as a replacement.
-    """
+    """Replaces characters while a template is rendered, one for one, by none that occur in `texts`."""
 
     def __init__(self, special: SpecialTokens, texts: Iterable[str]) -> None:
         self._special = special

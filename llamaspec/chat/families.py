@@ -93,14 +93,6 @@ def _is_json(text: str, kinds: set[str]) -> bool:
     )
 
 
-def _both(first: Sink, second: Sink) -> Sink:
-    def sink(text: str) -> None:
-        first(text)
-        second(text)
-
-    return sink
-
-
 def _name(incoming: Incoming, marks: tuple[str, ...], held: Held) -> Reading[tuple[str, str]]:
     """A short text up to one of these marks, and the mark."""
     name = Held(limit=_MAX_NAME)
@@ -150,18 +142,26 @@ def _object(parser: AnswerParser, held: Held, *, known_only: bool = False) -> Re
 def _string(incoming: Incoming, sink: Sink) -> Reading[str]:
     """A string of JSON, decoded."""
     _expect((yield from incoming.next_character()) == '"')
-    text = Held()
-    is_whole = yield from incoming.json_value(_both(sink, text))
-    value = _loaded(text.text) if is_whole else None
+    value = _loaded((yield from _json_text(incoming, sink)))
     _expect(isinstance(value, str))
     return str(value)
 
 
+def _json_text(incoming: Incoming, sink: Sink) -> Reading[str]:
+    """A value of JSON, as it is written."""
+    text = Held()
+    try:
+        is_whole = yield from incoming.json_value(text)
+    finally:
+        sink(text.text)
+    _expect(is_whole)
+    return text.text
+
+
 def _early_arguments(incoming: Incoming, held: Held) -> Reading[str]:
     """Arguments before the name, or JSON in a string, or none."""
-    text = Held()
-    _expect((yield from incoming.json_value(_both(held, text))))
-    value, found = _loaded(text.text), text.text
+    found = yield from _json_text(incoming, held)
+    value = _loaded(found)
     if isinstance(value, str):
         value, found = _loaded(value), value
     _expect(value is None or isinstance(value, dict))

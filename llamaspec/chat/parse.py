@@ -107,13 +107,7 @@ class AnswerFormat:
     reasoning: Reasoning | None = None
 
     def spelled(self, controls: Mapping[str, int]) -> dict[int, bytes]:
-        """The control tokens whose text an answer needs, for `Pair.stream(spelled=…)`.
-
-        Parameters
-        ----------
-        controls : dict of str to int
-            All control tokens of the vocabulary.
-        """
+        """Those of a vocabulary's control tokens whose text an answer needs: `Pair.stream(spelled=…)`."""
         marks = self.calls.marks if self.calls is not None else ()
         if self.reasoning is not None:
             marks = (*marks, self.reasoning.opening.strip(), self.reasoning.closing)

@@ -35,12 +35,9 @@ class RenderError(Exception):
 
 
 class TemplateProcess:
-    """Compiles and renders templates in another process, one request at a time; from any thread.
+    """Compiles and renders templates in another process; from any thread, a request at a time.
 
-    Parameters
-    ----------
-    cpu_seconds : float
-        What one request may compute.
+    A request may compute for `cpu_seconds`.
     """
 
     def __init__(self, cpu_seconds: float = 2.0) -> None:
@@ -50,22 +47,13 @@ class TemplateProcess:
         self._pid = os.getpid()
 
     def check(self, source: str) -> None:
-        """Compile a template.
-
-        Raises
-        ------
-        RenderError
-            It is not valid.
-        """
+        """Compile a template; RenderError where it is not valid."""
         self._ask({"source": source})
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
         """Render a template with variables that JSON can express.
 
-        Raises
-        ------
-        RenderError
-            It refuses, fails, or takes more time or memory than it may.
+        RenderError where it refuses, fails, or takes more time or memory than it may.
         """
         return self._ask({"source": source, "variables": variables})
 
@@ -177,10 +165,7 @@ def answer_requests(requests: BinaryIO, answers: BinaryIO, cpu_seconds: float) -
 def respond(request: dict[str, Any]) -> dict[str, str]:
     """Compile a template, {"source"}, or render it, {"source", "variables"}.
 
-    Returns
-    -------
-    dict
-        {"text"}, or {"failure"}: why not, in one line.
+    Returns {"text"}, or {"failure"}: why not, in one line.
     """
     import jinja2
 

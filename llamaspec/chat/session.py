@@ -133,10 +133,7 @@ class Session:
     def replace(self, messages: Sequence[Message]) -> None:
         """Go on from another conversation; the system prompt stays if that has none.
 
-        Raises
-        ------
-        PromptError
-            A system prompt stands elsewhere than at the beginning.
+        PromptError where a system prompt stands elsewhere than at the beginning.
         """
         begins = bool(messages) and messages[0].role == "system"
         turns = tuple(messages[1:] if begins else messages)
@@ -153,19 +150,8 @@ class Session:
     def ask(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """The answer to a message, piece by piece. Stopping early keeps what has come.
 
-        Parameters
-        ----------
-        text : str
-            The message.
-        on_prefill : callable, optional
-            Told how many tokens of the conversation are prefilled, of how many.
-
-        Raises
-        ------
-        ContextFullError
-            The message does not fit. The conversation stays as it was.
-        PromptError
-            The template refuses it. The conversation stays as it was.
+        `on_prefill` is told how many tokens of the conversation are prefilled, of how many. Where the message does
+        not fit (ContextFullError) or the template refuses it (PromptError), the conversation stays as it was.
         """
         return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
 
@@ -357,13 +343,7 @@ class _Saved:
 
 
 def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
-    """Write a conversation; a file that is there is replaced in one step, or not at all.
-
-    Raises
-    ------
-    LlamaspecError
-        The file cannot be written.
-    """
+    """Write a conversation; a file that is there is replaced in one step, or not at all (LlamaspecError)."""
     content = [{"role": message.role, "content": message.text} for message in messages]
     try:
         write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
@@ -375,13 +355,7 @@ def save_conversation(path: Path, messages: Sequence[Message], *, private: bool 
 
 
 def load_conversation(path: Path) -> Turns:
-    """Read a conversation.
-
-    Raises
-    ------
-    PromptError
-        The file cannot be read, or holds something else.
-    """
+    """Read a conversation; PromptError where the file cannot be read or holds something else."""
     shown = printable(str(path))
     try:
         saved = parse_json(list[_Saved], read_file(path, _MAX_BYTES), unknown="ignore")
@@ -410,13 +384,7 @@ class ConversationFiles:
         return messages
 
     def writable(self, name: str) -> Path:
-        """The path of a file that may be written.
-
-        Raises
-        ------
-        PromptError
-            It is another file, or its folder does not exist.
-        """
+        """The path of a file that may be written; PromptError where it is another, or has no folder."""
         path, shown = Path(name), printable(name)
         try:
             path.lstat()

@@ -47,13 +47,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One contribution to a conversation.
-
-    Raises
-    ------
-    ValueError
-        The role is unknown.
-    """
+    """One contribution to a conversation; ValueError where the role is unknown."""
 
     role: str  # system, user, assistant or tool
     text: str
@@ -102,15 +96,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, model: LlamaModel, source: str | None = None) -> ChatTemplate:
-        """The template in a model's file, or another for the same model.
-
-        Raises
-        ------
-        NoTemplateError
-            The file has none.
-        TemplateError
-            The template is not valid Jinja.
-        """
+        """The template in a model's file, or another for it; NoTemplateError where there is none."""
         if source is None:
             source = model.metadata(KEY)
         if source is None:
@@ -156,13 +142,6 @@ class ChatTemplate:
             it takes too much time or memory.
         PromptError
             `template_kwargs` would replace what the template gets in any case.
-
-        Examples
-        --------
-        >>> template = ChatTemplate("{{ tools[0].function.name }} {{ mood }}", "", "")
-        >>> tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
-        >>> template.render([Message("user", "Time?")], tools, template_kwargs={"mood": "calm"}).text
-        b'now calm'
         """
         kwargs = template_kwargs or {}
         if taken := RESERVED.intersection(kwargs):

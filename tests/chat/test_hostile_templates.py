@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from command import environment
 from llamaspec.chat import sandbox
 from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
-from llamaspec.chat.template import ChatTemplate, Message, TemplateError
+from llamaspec.chat.template import Message
 
 HELLO = Message("user", "hello")
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -87,13 +82,6 @@ def test_what_is_said(process: TemplateProcess, name: str, says: str) -> None:
         process.render(HOSTILE[name], {})
 
 
-def test_a_conversation_with_a_hostile_template() -> None:
-    with pytest.raises(TemplateError, match="refuses: it needs too much memory; give another template"):
-        ChatTemplate(HOSTILE["product"], "", "").render([HELLO])
-    with pytest.raises(TemplateError, match="the chat template is not valid: "):
-        ChatTemplate(HOSTILE["many ifs"], "", "")
-
-
 def test_ctrl_c_while_a_template_computes() -> None:
     """The answer to what was interrupted is not taken for that to the next request."""
     script = (
@@ -119,13 +107,6 @@ def test_a_killed_process_is_begun_again() -> None:
     assert process.render("{{ x }}", {"x": "2"}) == "2"
     process.close()
     process.close()
-
-
-def test_one_that_dies_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "__file__", os.devnull)
-    process = TemplateProcess()
-    with pytest.raises(RenderError, match="crashes what renders it"):
-        process.check("x" * 1_000_000)
 
 
 def test_a_fork_has_its_own() -> None:
@@ -160,30 +141,6 @@ def test_several_threads() -> None:
     assert found == {i: str(i) for i in range(8)}
 
 
-def test_the_worker_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers(*requests: object) -> list[dict[str, str]]:
-        lines = io.BytesIO(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
-        out = io.BytesIO()
-        sandbox.answer_requests(lines, out, 3.0)
-        return [json.loads(line) for line in out.getvalue().splitlines()]
-
-    assert answers({"source": "{{ x }}", "variables": {"x": "é"}}, {"source": "{{"}) == [
-        {"text": "é"},
-        {"failure": "unexpected 'end of template'"},
-    ]
-    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 3)
-    assert answers({"source": "{{ x }}", "variables": {"x": "four"}}) == [
-        {"failure": "it writes more than 3 characters"}
-    ]
-
-    def full(_request: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(sandbox, "respond", full)
-    assert answers({}) == [{"fatal": "it needs too much memory"}]
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -208,29 +165,3 @@ def test_what_templates_are_written_for(source: str, said: dict[str, str]) -> No
     request = {"source": source, "variables": {"x": {"b": "<é>", "a": [1, None]}}}
     assert sandbox.respond(request) == said
     assert sandbox.respond({"source": source}) == {"text": ""}, "only compiled"
-
-
-def test_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_to: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: set_to.append(limits))
-    for hard in (resource.RLIM_INFINITY, 1 << 20):
-        monkeypatch.setattr(resource, "getrlimit", lambda _kind, hard=hard: (hard, hard))
-        sandbox._limit_memory()
-    assert set_to == [(1 << 30, resource.RLIM_INFINITY), (1 << 20, 1 << 20)]
-
-
-def test_where_memory_cannot_be_limited_templates_are_rendered_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(*_: object) -> None:
-        raise ValueError("macOS has no such limit")
-
-    said = io.BytesIO()
-    line = b'{"source": "{{ x }}", "variables": {"x": "hello"}}\n'
-    monkeypatch.setattr(resource, "setrlimit", refused)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(line)))
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=said))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    sandbox.main("3.0", "first", "second")
-    assert json.loads(said.getvalue()) == {"text": "hello"}
-    assert sys.path[:2] == ["first", "second"]

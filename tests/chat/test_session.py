@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 
 from chat_models import TEMPLATE, Remarks, last, say, session
-from command import generate
+from command import generate, invoke, naming
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.escaping import Rendered
-from llamaspec.chat.session import REGENERATION
+from llamaspec.chat.session import REGENERATION, ConversationFiles, load_conversation, save_conversation
 from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, LlamaspecError
 
 
 def test_each_turn_has_its_seed(pair: Pair) -> None:
@@ -164,3 +165,49 @@ def test_a_full_context_ends_the_answer(talker: list[Path]) -> None:
         assert chat.last.completion.stop_reason is StopReason.CONTEXT
         say(chat, "two")  # goes on without the turn that filled it
         assert last(chat)[0] < 128
+
+
+# Files
+
+HELLO = Message("user", "hello")
+
+
+def test_what_other_programs_add_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('[{"role": "user", "content": "hello", "time": 3}]')
+    assert load_conversation(tmp_path / "x.json") == (HELLO,)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '[{"role": ' * 10_000, f'[{{"role": 1{5000 * "0"}}}]'])
+def test_deep_and_huge_content_is_one_line(tmp_path: Path, models: list[Path], content: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    answer = invoke("chat", *naming(models), "--load", path)
+    assert answer.code == 1
+    (line,) = answer.complaints
+    assert "is no conversation" in line
+
+
+def test_what_is_no_small_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "huge", tmp_path):
+        with pytest.raises(PromptError, match="cannot read the conversation"):
+            load_conversation(path)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(LlamaspecError, match="cannot save"):
+        save_conversation(tmp_path / "folder", [HELLO])
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_names_that_no_file_can_have() -> None:
+    files = ConversationFiles()
+    for name in ("a\0b", 300 * "a"):
+        with pytest.raises(PromptError) as raised:
+            files.load(name)
+        assert "\0" not in str(raised.value)
+        with pytest.raises(LlamaspecError):
+            files.save(files.writable(name), [HELLO])

@@ -143,12 +143,6 @@ def test_a_control_token_of_one_letter(words: LlamaVocabulary) -> None:
     assert rendered.specials == ((0, 3), (8, 11))
 
 
-def test_the_text_behind_a_place_where_a_control_token_begins() -> None:
-    rendered = Rendered(b"a</s>b</s>", ((1, 5), (6, 10)))
-    assert rendered.after(1) == Rendered(b"</s>b</s>", ((0, 4), (5, 9)))
-    assert rendered.after(2) == Rendered(b"/s>b</s>", ((4, 8),))
-
-
 def test_the_template_sees_the_words_of_the_message(words: LlamaVocabulary) -> None:
     """What it looks for is there, also beside what is covered."""
     source = "{{ 'yes' if '</tool>' in messages[0].content and messages[0].content.startswith('<tool>') }}"
