@@ -150,8 +150,8 @@ class Session:
     def ask(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """The answer to a message, piece by piece. Stopping early keeps what has come.
 
-        `on_prefill` is told how many tokens of the conversation are prefilled, of how many. Where the message does
-        not fit (ContextFullError) or the template refuses it (PromptError), the conversation stays as it was.
+        `on_prefill` is told how many tokens of the conversation are prefilled, of how many. Where the message
+        does not fit (ContextFullError) or the template refuses it (PromptError), nothing changes.
         """
         return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
 

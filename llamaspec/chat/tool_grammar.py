@@ -215,7 +215,7 @@ class _Grammar:
 
     def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
         """`arguments_i`: Qwen's parameters between tags, in the order of the schema."""
-        required, end = schema.get("required") or (), "\n</parameter>\n"
+        required, more, end = schema.get("required") or (), quoted(">\n"), "\n</parameter>\n"
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parts = []
         for j, (key, inner) in enumerate((schema.get("properties") or {}).items()):
@@ -227,7 +227,7 @@ class _Grammar:
                 value = " | ".join(quoted(v if isinstance(v, str) else json.dumps(v)) for v in values)
                 value = f"({value})" if value else f"%json {json.dumps({**inner, **shared})}"
                 self._rules += [f"{rule}_json: {value}", f"{rule}: {rule}_json {quoted(end)}"]
-            part = f"{self._mark('<parameter=')} {quoted(key)} {quoted('>' + chr(10))} {rule}"
+            part = f"{self._mark('<parameter=')} {quoted(key)} {more} {rule}"
             parts.append(part if key in required else f"({part})?")
         self._rules.append(f"arguments_{i}: {' '.join(parts) or quoted('')}")
 
@@ -275,9 +275,8 @@ class _GemmaRules:
             "object" if "properties" in schema else "array" if "items" in schema else None
         )
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        return " | ".join(
-            self._of_kind(k, schema) for k in [*kinds, *(["null"] if schema.get("nullable") else [])]
-        )
+        kinds = [*kinds, "null"] if schema.get("nullable") else kinds
+        return " | ".join(self._of_kind(kind, schema) for kind in kinds)
 
     def _of_kind(self, kind: Json, schema: Mapping[str, Json]) -> str:
         if kind == "string":
@@ -288,10 +287,10 @@ class _GemmaRules:
         if kind == "array":
             least, most = schema.get("minItems") or 0, schema.get("maxItems")
             item = self._rule(schema.get("items"))
-            more = (
-                f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 0 else ""
-            )
-            items = f'"[" {item} {more} "]"' if more else '"[]"'
+            if most == 0:
+                return '"[]"'
+            more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+            items = f'"[" {item} {more} "]"'
             return items if least else f'("[]" | {items})'
         return self._object(schema) if kind == "object" else self._anything()
 
@@ -323,11 +322,7 @@ class _GemmaRules:
         return f'"{{" {first} "}}"'
 
     def _key(self, key: str) -> str:
-        return (
-            quoted(key)
-            if re.fullmatch(_BARE_KEY, key)
-            else f"{self._quote} {quoted(quoted(key)[1:-1])} {self._quote}"
-        )
+        return quoted(key) if re.fullmatch(_BARE_KEY, key) else f"{self._quote} {quoted(key)} {self._quote}"
 
     def _literal(self, value: Json) -> str:
         """One value and no other."""
