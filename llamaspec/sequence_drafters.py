@@ -9,7 +9,7 @@ from functools import partial
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import FallbackDrafter
-from llamaspec.drafters.forced import AllowedDrafter, ForcedDrafter
+from llamaspec.drafters.forced import ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter, PastTexts
 from llamaspec.drafters.tree import TreeDrafter, TreeLength
@@ -89,17 +89,13 @@ class SequenceDrafters:
         trees : TreeLength, optional
             Of the sequence: drafts may branch as it says, where both models and the rule can.
         """
-        constraint, n_prompt = drawing.constraint, drawing.n_prompt
-        drafters: list[Drafter] = []
-        if self.ngram:
-            copies = NgramDrafter(past=self.past)
-            drafters.append(copies if constraint is None else AllowedDrafter(copies, constraint, n_prompt))
+        drafters: list[Drafter] = [NgramDrafter(past=self.past)] if self.ngram else []
         if self.cascade:
             drafters.append(self._cascaded(drawing))
         elif self.draft is not None or self.heads is not None:
             drafters.append(self.asking_model(drawing, trees))
-        if constraint is not None:
-            drafters.append(ForcedDrafter(constraint, n_prompt))
+        if drawing.constraint is not None:
+            drafters.append(ForcedDrafter(drawing.constraint, drawing.n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
     def asking_model(self, drawing: Drawing, trees: TreeLength | None = None) -> ModelDrafter:

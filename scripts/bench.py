@@ -46,7 +46,6 @@ from llamaspec import (
 )
 from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
-from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.attention_choice import TextSize
@@ -113,13 +112,6 @@ class Score:
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
 @click.option("--widths", is_flag=True, help="Also what each width should have cost, and what it cost.")
-@click.option(
-    "--tree",
-    "trees",
-    multiple=True,
-    metavar="WxW",
-    help="Fixed trees: children on each level, such as 4x2x1.",
-)
 @click.option("--depth", type=int, help="Behind so many tokens of text, other prompts in turn.")
 @click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)))
 @click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)))
@@ -140,7 +132,6 @@ def main(
     turns: int,
     lengths: tuple[int, ...],
     widths: bool,
-    trees: tuple[str, ...],
     depth: int | None,
     flash_attn: str | None,
     cache_type_k: str | None,
@@ -174,7 +165,7 @@ def main(
         if against is not None:
             probe = stored_probe(pair).value
             peers.append(stack.enter_context(Checkouts(against, pair, probe.curve if probe else None)))
-        arms = _arms(pair, lengths, trees)
+        arms = _arms(pair, lengths)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
@@ -246,16 +237,11 @@ def _deep(pair: Pair, texts: list[str], i: int, depth: int) -> str:
     return b"".join(map(vocabulary.piece, tokens[-depth:].tolist())).decode(errors="ignore")
 
 
-def _arms(
-    pair: Pair, lengths: tuple[int, ...], trees: tuple[str, ...]
-) -> dict[str, Callable[[], LengthPolicy]]:
+def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], LengthPolicy]]:
     """Every arm with what makes its policy afresh."""
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    for tree in trees:
-        widths = tuple(int(width) for width in tree.split("x"))
-        arms[f"tree {tree}"] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
     kept, chains = AutoLength(sources=pair.sources), AutoLength(sources=pair.sources, trees=False)
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
     arms["auto, chains, kept"] = lambda: chains

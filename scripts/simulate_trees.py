@@ -26,7 +26,6 @@ import yaml
 
 from help_text import help_text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, demo_draft, demo_target
-from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama.options import DRAFT_SCORED
@@ -43,7 +42,6 @@ CURVES: dict[str, dict[int, float]] = {  # milliseconds of each width; the last 
     ),
 }
 CHAINS = (1, 2, 3, 4, 5, 6, 8)
-TREES = ((2, 2, 1, 1), (4, 2, 1, 1), (3, 2, 1, 1, 1))
 N_POSITIONS = 513
 ONE_THREAD = ModelOptions(threads=1)
 
@@ -104,8 +102,6 @@ class Machine:
 
 def _policies(machine: Machine) -> dict[str, Callable[[], LengthPolicy]]:
     arms: dict[str, Callable[[], LengthPolicy]] = {f"K={k}": lambda k=k: FixedLength(k) for k in CHAINS}  # type: ignore[misc]
-    for widths in TREES:
-        arms["tree " + "x".join(map(str, widths))] = lambda widths=widths: FixedTree(widths)  # type: ignore[misc]
     for name, trees in (("auto, chains", False), ("auto", True)):
         policy = AutoLength(machine.curve(), trees=trees)
         arms[name] = lambda policy=policy: policy  # type: ignore[misc]

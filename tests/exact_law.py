@@ -23,11 +23,12 @@ from fakes import (
     every_second,
     sure,
 )
+from fixed_tree import FixedTree
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
-from llamaspec.drafters.tree import FixedTree, TreeDrafter
+from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
 from llamaspec.sampling.filters import Floats, Sampling, distribution

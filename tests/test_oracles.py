@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fakes import Partly, all_but_last, every_second, nothing, sure
+from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, scores
 from llamaspec import (
     Completion,
@@ -28,7 +29,6 @@ from llamaspec import (
     Sampling,
     open_pair,
 )
-from llamaspec.drafters.tree import FixedTree
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution

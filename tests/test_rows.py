@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, kv_cache, paths, text
 from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
-from llamaspec.drafters.tree import FixedTree
 from llamaspec.errors import ContextFullError
 from llamaspec.values import ForwardRequest, Logits
 from model_store import ModelStore

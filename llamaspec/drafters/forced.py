@@ -1,13 +1,10 @@
-"""Draft tokens from a constraint: what it forces needs no model, and what it forbids is not drafted."""
+"""Draft tokens that a constraint forces: they need no model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from llamaspec.drafters.fallback import drafting, preparing
-from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowConstraint, RowLength
+from llamaspec.protocols import RowConstraint, RowLength
 from llamaspec.values import NO_GRAMMAR_DRAFT, Distribution, Draft, TokenArray
 
 
@@ -30,33 +27,3 @@ class ForcedDrafter:
                 if not length.wants_more(draft):
                     break
         return draft
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedDrafter:
-    """Cuts another drafter's chains at the first token that is not allowed."""
-
-    drafter: Drafter
-    constraint: RowConstraint
-    n_prompt: int
-
-    def prepare(self, context: TokenArray) -> Preparing:
-        """Let the other drafter read the prompt."""
-        return preparing(self.drafter, context)
-
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
-        """The part of the other's draft that can be accepted."""
-        draft = yield from drafting(self.drafter, context, length)
-        if not draft.is_chain:
-            return draft
-        path = np.concatenate([context[self.n_prompt :], draft.tokens])
-        n_generated = len(path) - len(draft)
-        for i, token in enumerate(draft.tokens):
-            if token not in self.constraint.allowed(path[: n_generated + i]):  # the target asks the same
-                return draft.first(i)
-        return draft
-
-    def close(self) -> None:
-        """The sequence has ended."""
-        if isinstance(self.drafter, Closing):
-            self.drafter.close()

@@ -20,7 +20,7 @@ from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.tree import DEPTHS, WIDEST, Array, TreePlan, looked_ahead
 from llamaspec.protocols import Drafting, RowLength
 from llamaspec.sampling.sampler import Sampler, candidates
-from llamaspec.values import Draft, ForwardRequest, Round, Source, TokenArray
+from llamaspec.values import Draft, ForwardRequest, Source, TokenArray
 
 CONTEXT = -1  # in place of a draft token: the text before all of them
 N_CANDIDATES = 4  # for each position
@@ -35,7 +35,6 @@ class CandidateTree:
     parents: list[int] = field(default_factory=list)  # index of the one before; -1 = the context
     confidences: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
-    depths: list[int] = field(default_factory=list)  # tokens before it
     read: list[int] = field(default_factory=list)  # those that the draft model has read, in this order
 
     def __len__(self) -> int:
@@ -46,7 +45,6 @@ class CandidateTree:
         self.tokens += tokens
         self.confidences += confidences
         self.parents += [parent] * len(tokens)
-        self.depths += [self.depths[parent] + 1 if parent >= 0 else 0] * len(tokens)
         self.ranks += range(len(tokens))
 
     def path(self, node: int) -> TokenArray:
@@ -93,10 +91,6 @@ class CandidateTree:
 class Growth(Protocol):
     """How the tree of one round grows."""
 
-    @property
-    def n_candidates(self) -> int:
-        """How many are wanted of each distribution."""
-
     def expand(self, tree: CandidateTree) -> Sequence[int]:
         """Which tokens the draft reads next, in one step; first the context alone; none = enough."""
 
@@ -138,7 +132,7 @@ class TreeDrafter(ModelDrafter):
                 break
             for node, logits in zip(nodes, forward.logits[:, : self.n_drawn], strict=True):
                 path = np.concatenate([known, tree.path(node)])
-                tree.add(node, *candidates(logits, sampler, path, self.streams, growth.n_candidates))
+                tree.add(node, *candidates(logits, sampler, path, self.streams, N_CANDIDATES))
         return tree.draft(growth.keep(tree), self.source)
 
 
@@ -147,7 +141,6 @@ class TreeGrowth:
     """The tree of one round of one sequence, as large as its plan says it pays."""
 
     plan: TreePlan
-    n_candidates: int = N_CANDIDATES
     _values: list[float] = field(default_factory=list)
 
     def expand(self, tree: CandidateTree) -> list[int]:
@@ -199,59 +192,3 @@ def _best(values: Array, prices: Array) -> tuple[int, float]:
     worth = values.cumsum() - prices[1 : len(values) + 1]
     n = int(worth.argmax()) if len(worth) else 0
     return (n + 1, float(worth[n])) if len(worth) and worth[n] > 0 else (0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedTree:
-    """Always the same tree: `widths[d]` children for every token of level d. For comparisons."""
-
-    widths: tuple[int, ...]
-
-    @property
-    def n_candidates(self) -> int:
-        """The widest."""
-        return max(self.widths, default=0)
-
-    def start_row(self, *, drops: bool = False) -> FixedTree:
-        """Itself: it has no state."""
-        return self
-
-    def tree(self, grow: Callable[[TreePlan], Growth]) -> FixedTree:
-        """Itself."""
-        return self
-
-    def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """All of the next level."""
-        if not len(tree):
-            return [CONTEXT] if self.widths else []
-        kept = self.keep(tree)
-        last = max(tree.depths[i] for i in kept)
-        if last + 1 >= len(self.widths) or any(tree.depths[i] == last for i in tree.read):
-            return []
-        return [i for i in kept if tree.depths[i] == last]
-
-    def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """As wide as each level may be."""
-        kept: list[int] = []
-        for i, parent in enumerate(tree.parents):
-            if tree.ranks[i] < self.widths[tree.depths[i]] and (parent < 0 or parent in kept):
-                kept.append(i)
-        return kept
-
-    def wants_more(self, draft: Draft) -> bool:
-        """Where no tree can grow, a chain as deep."""
-        return len(draft) < len(self.widths)
-
-    def n_verified(self, draft: Draft) -> int:
-        """All."""
-        return len(draft)
-
-    def width(self, n_positions: int) -> int:
-        """No padding."""
-        return n_positions
-
-    def observe(self, round_: Round) -> None:
-        """Learns nothing."""
-
-    def close(self) -> None:
-        """Nothing to do."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
+from fixed_tree import FixedTree
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.tree import FixedTree, Growth, TreeDrafter, TreeLength
+from llamaspec.drafters.tree import CONTEXT, CandidateTree, Growth, TreeDrafter, TreeGrowth, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import TreePlan
+from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest
+from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Source
 
 MODEL = FakeModel(seed=3, vocabulary_size=30, context_size=256)
-CONTEXT = tokens(4, 7, 9)
+TEXT = tokens(4, 7, 9)
 WARM = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 
 
@@ -38,7 +40,7 @@ def drafted(
     length: TreeLength, sampling: Sampling = WARM, seed: int = 0, context_size: int = 256
 ) -> tuple[Draft, list[ForwardRequest]]:
     """A draft, and what was asked for it."""
-    proposing = tree_drafter(length, sampling, seed, context_size).propose(CONTEXT, length)
+    proposing = tree_drafter(length, sampling, seed, context_size).propose(TEXT, length)
     asked = list[ForwardRequest]()
     try:
         wanted = next(proposing)
@@ -81,7 +83,7 @@ def test_siblings_differ_and_the_best_comes_first() -> None:
 
 def test_where_no_tree_may_grow_it_makes_the_chain() -> None:
     streams = SeededStreams(0)
-    chain = ModelDrafter(30, 256, WARM, RULES["coupled"], streams).propose(CONTEXT, Length(1))
+    chain = ModelDrafter(30, 256, WARM, RULES["coupled"], streams).propose(TEXT, Length(1))
     wanted = next(chain)
     with pytest.raises(StopIteration) as end:
         chain.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
@@ -96,7 +98,7 @@ def test_where_the_context_ends_a_chain_is_drafted() -> None:
 
 def test_without_room_the_tree_stays_as_it_is() -> None:
     length = FixedTree((2, 2, 2))
-    proposing = tree_drafter(length).propose(CONTEXT, length)
+    proposing = tree_drafter(length).propose(TEXT, length)
     wanted = next(proposing)
     proposing.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
     with pytest.raises(StopIteration) as end:
@@ -107,9 +109,139 @@ def test_without_room_the_tree_stays_as_it_is() -> None:
 def test_scores_that_are_no_numbers_end_all_drafting() -> None:
     length = FixedTree((2, 2))
     drafter = tree_drafter(length)
-    proposing = drafter.propose(CONTEXT, length)
+    proposing = drafter.propose(TEXT, length)
     next(proposing)
     with pytest.raises(StopIteration) as end:
         proposing.throw(ScoresError("x.gguf gives scores that are not numbers"))
     assert len(end.value.value) == 0
-    assert not answer_alone(drafter.propose(CONTEXT, length), {DRAFT: MODEL})
+    assert not answer_alone(drafter.propose(TEXT, length), {DRAFT: MODEL})
+
+
+# -- how trees grow -----------------------------------------------------------------------------------------
+
+
+CONFIDENCES = (0.55, 0.2, 0.08, 0.04)
+
+
+def growth(position: float, step: float, longest: int = 16) -> TreeGrowth:
+    """With linear prices, in tokens."""
+    acceptance = TreeAcceptance()
+    prices, steps = np.linspace(0.0, position * longest, longest + 1), np.full(WIDEST + 1, step)
+    steps[0] = 0.0
+    return TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
+
+
+def grow(rule: TreeGrowth) -> tuple[Draft, list[int]]:
+    """A tree whose candidates are equally sure everywhere, and how wide its steps were."""
+    tree, widths = CandidateTree(), list[int]()
+    while nodes := rule.expand(tree):
+        widths.append(len(nodes))
+        tree.read += [node for node in nodes if node >= 0]
+        for node in nodes:
+            tree.add(node, range(10 * len(tree), 10 * len(tree) + 4), CONFIDENCES)
+        assert len(widths) < 30
+    return tree.draft(rule.keep(tree), Source.MODEL), widths
+
+
+def test_free_positions_are_filled_and_expensive_ones_make_a_chain() -> None:
+    wide, _ = grow(growth(position=0.005, step=0.1))
+    narrow, steps = grow(growth(position=0.3, step=0.03))
+    nothing, _ = grow(growth(position=1.0, step=0.1))
+    assert len(wide) == 16
+    assert wide.n_branches > 4
+    assert narrow.is_chain
+    assert 0 < len(narrow) <= sum(steps)
+    assert len(nothing) == 0
+
+
+def values_of(acceptance: TreeAcceptance, tree: CandidateTree) -> list[float]:
+    """Products along the paths; a candidate is no likelier than its better siblings."""
+    found: list[float] = []
+    for i, parent in enumerate(tree.parents):
+        better = [j for j in range(i + 1) if tree.parents[j] == parent]
+        chance = min(acceptance.chance(tree.ranks[j], tree.confidences[j]) for j in better)
+        found.append(chance * (found[parent] if parent >= 0 else 1.0))
+    return found
+
+
+def most_worth(values: list[float], prices: list[float]) -> tuple[int, float]:
+    """How many of some tokens to verify, by trying every number, and what that is worth."""
+    values = sorted(values, reverse=True)
+    worth = [sum(values[:n]) - prices[n] for n in range(1, min(len(values) + 1, len(prices)))]
+    best = max(worth, default=0.0)
+    return (worth.index(best) + 1, best) if best > 0 else (0, 0.0)
+
+
+def read_next(plan: TreePlan, tree: CandidateTree) -> list[int]:
+    """What the draft should read, by trying every number of levels."""
+    values, prices = values_of(plan.acceptance, tree), plan.prices.tolist()
+    unread = sorted(set(range(len(tree))) - set(tree.read), key=lambda i: (-values[i], i))[:8]
+    (_, best), chosen = most_worth(values, prices), list[int]()
+    for depth in (1, 2, 4, 8):
+        ahead = looked_ahead(plan.usual, depth).tolist()
+        pool = values + [values[i] * each for i in unread for each in ahead]
+        n, worth = most_worth(pool, prices)
+        if n:
+            least = sorted(pool, reverse=True)[n - 1]
+            nodes = [i for i in unread if values[i] * plan.usual[0] >= least]
+            worth -= depth * plan.steps[len(nodes)]
+            if nodes and worth > best:
+                best, chosen = worth, nodes
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
+    """Positions, steps and confidences are others every time; so is what first candidates are worth."""
+    rng = np.random.default_rng(seed)
+    acceptance, steps = TreeAcceptance(), np.cumsum(rng.uniform(0.002, 0.03, WIDEST + 1))
+    acceptance.first.level -= seed % 3
+    steps[0] = 0.0
+    prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
+    prices[0] = 0.0
+    plan = TreePlan(acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps, rate=1.0)
+    rule, tree, n_levels = TreeGrowth(plan), CandidateTree(), 0
+    assert rule.expand(tree) == [CONTEXT]
+    tree.add(CONTEXT, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
+    while nodes := rule.expand(tree):
+        n_levels += 1
+        assert nodes == read_next(plan, tree)
+        tree.read += nodes
+        for node in nodes:
+            tree.add(node, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
+    assert read_next(plan, tree) == []
+    values = values_of(acceptance, tree)
+    n, _ = most_worth(values, prices.tolist())
+    best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
+    assert rule.keep(tree) == sorted(best)
+    assert n_levels or seed
+
+
+def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
+    """All positions together cost as much as the first, which is not worth it."""
+    acceptance = TreeAcceptance()
+    prices, steps = np.array([0.0, *[0.9] * 16]), np.array([0.0, *[0.02] * WIDEST])
+    rule = TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
+    tree = CandidateTree()
+    tree.add(CONTEXT, [7, 5], [0.5, 0.2])
+    assert rule.keep(tree) == []
+    assert rule.expand(tree) == [0, 1]
+    tree.read += [0, 1]
+    tree.add(0, [9, 2], [0.9, 0.05])
+    assert rule.keep(tree) == [0, 1, 2, 3]
+
+
+def test_a_draft_lists_the_branch_of_the_best_first() -> None:
+    """What is left out may stand anywhere but before what is kept."""
+    tree = CandidateTree()
+    tree.add(CONTEXT, [7, 5, 3], [0.6, 0.3, 0.05])
+    tree.add(1, [9, 2], [0.8, 0.1])
+    tree.add(0, [4, 8, 6], [0.5, 0.25, 0.1])
+    draft = tree.draft([0, 1, 3, 5, 6], Source.MTP)
+    assert draft.tokens.tolist() == [7, 4, 8, 5, 9]
+    assert draft.parents is not None
+    assert draft.tokens.dtype == draft.parents.dtype == np.int32
+    assert draft.parents.tolist() == [-1, 0, 0, -1, 3]
+    assert draft.confidences == (0.6, 0.5, 0.25, 0.3, 0.8)
+    assert draft.source is Source.MTP
+    assert len(tree.draft([], Source.MODEL)) == 0

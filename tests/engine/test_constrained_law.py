@@ -28,7 +28,7 @@ from exact_law import (
 from fake_constraint import Steps
 from fakes import Branching, CountingUp, Length
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.forced import AllowedDrafter, ForcedDrafter
+from llamaspec.drafters.forced import ForcedDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
 from llamaspec.sampling.acceptance_rules import RULES
@@ -52,7 +52,7 @@ CHAINS: dict[str, Make] = {
     "what is forced": lambda c, *_: ForcedDrafter(c, N),
     "copies, the model, what is forced": lambda c, *chance: FallbackDrafter(
         [
-            AllowedDrafter(NgramDrafter(1), c, N),
+            NgramDrafter(1),
             drafter_of_model(c, *chance),
             ForcedDrafter(c, N),
         ]
