@@ -29,27 +29,13 @@ Metered: TypeAlias = Generator[ForwardRequest, Forward, tuple[Draft, "_Spent"]]
 
 @dataclass(slots=True)
 class CascadeDrafter:
-    """Draws draft tokens from a model, with help.
+    """Draws draft tokens from a model, with help."""
 
-    Parameters
-    ----------
-    model : ModelDrafter
-        The model, as it would draft alone.
-    helper : Drafter
-        Drafts for it, with the chance of `streams`.
-    length : RowLength
-        How much of that pays.
-    streams : CascadeStreams
-        Made from the model's own streams.
-    max_scored : int, optional
-        Positions of one evaluation that the model scores.
-    """
-
-    model: ModelDrafter
-    helper: Drafter
-    length: RowLength
-    streams: CascadeStreams
-    max_scored: int | None = None
+    model: ModelDrafter  # as it would draft alone
+    helper: Drafter  # drafts for it, with the chance of `streams`
+    length: RowLength  # how much of that pays
+    streams: CascadeStreams  # made from the model's own
+    max_scored: int | None = None  # positions of one evaluation that the model scores
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Let the model and its helper read a prompt."""

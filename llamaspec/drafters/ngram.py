@@ -118,14 +118,8 @@ class PastTexts:
 class NgramDrafter:
     """Copies what followed the longest earlier occurrence of the text's end.
 
-    Parameters
-    ----------
-    min_match : int
-        Shorter matches in the text itself give no draft.
-    past : PastTexts, optional
-        Earlier texts.
-    keeps : bool
-        This text becomes one of them when it ends; not where it is a draft's, whose end may be rejected.
+    Matches shorter than `min_match` in the text itself give no draft. If it `keeps`, the text becomes a past
+    one when it ends; not where it is a draft's own, whose end may be rejected.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -38,17 +39,7 @@ _SPECIAL = b"\xff"  # what llguidance knows special tokens by: no text holds thi
 
 
 class GrammarRow:
-    """One text's share of a `Grammar`.
-
-    Parameters
-    ----------
-    matcher : LLMatcher
-        That has read nothing; it is copied.
-    ends : [E] int32
-        The end-of-text tokens, ascending.
-    size : int
-        V, the number of tokens.
-    """
+    """One text's share of a `Grammar`: it copies a matcher that has read nothing."""
 
     def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
         self._fresh = matcher
@@ -102,17 +93,17 @@ class GrammarRow:
         return n == len(generated)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """A compiled constraint, for any number of texts and threads. Made by `Grammars`."""
 
-    def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
-        self._matcher = matcher
-        self._ends = ends
-        self._size = size
+    matcher: LLMatcher
+    ends: TokenArray  # [E] the end-of-text tokens, ascending
+    size: int  # V, the number of tokens
 
     def start_row(self) -> GrammarRow:
         """A text begins."""
-        return GrammarRow(self._matcher, self._ends, self._size)
+        return GrammarRow(self.matcher, self.ends, self.size)
 
 
 class Grammars:

@@ -47,24 +47,20 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top-k must be >= 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p must be in (0, 1], got {self.top_p}")
-        if self.min_p is not None and not 0 < self.min_p <= 1:
-            raise ValueError(f"min-p must be in (0, 1], got {self.min_p}")
-        if self.repeat_penalty is not None and not 0 < self.repeat_penalty < math.inf:
-            raise ValueError(f"repeat-penalty must be > 0, got {self.repeat_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if value is not None and not -math.inf < value < math.inf:
-                raise ValueError(f"{name.replace('_', '-')} must be a finite number, got {value}")
-        if self.penalty_window is not None and self.penalty_window < 1:
-            raise ValueError(f"penalty window must be >= 1, got {self.penalty_window}")
+        for name, is_right, wanted in (
+            ("temperature", 0 <= self.temperature < math.inf, ">= 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, ">= 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p is None or 0 < self.min_p <= 1, "in (0, 1]"),
+            ("repeat_penalty", self.repeat_penalty is None or 0 < self.repeat_penalty < math.inf, "> 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty or 0), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty or 0), "a finite number"),
+            ("penalty_window", self.penalty_window is None or self.penalty_window >= 1, ">= 1"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name.replace('_', '-')} must be {wanted}, got {getattr(self, name)}")
         for token, bias in (self.logit_bias or {}).items():
-            if token < 0 or not -math.inf < bias < math.inf:
+            if token < 0 or not math.isfinite(bias):
                 raise ValueError(f"a logit bias must be a finite number for a token id, got {token}: {bias}")
 
     @property

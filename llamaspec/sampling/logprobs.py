@@ -13,18 +13,15 @@ from llamaspec.values import Draft, Logits, Logprobs, Verification
 
 
 def logprobs(scores: Scores, token: int, n_top: int) -> Logprobs:
-    """Of one token, and of the `n_top` most probable ones; ties go to the lowest ids.
-
-    Parameters
-    ----------
-    scores : [V] float32
-    """
+    """Of one token, and of the `n_top` most probable ones, ties to the lowest ids; scores are [V] float32."""
     highest = float(scores.max())
     total = highest + float(np.log(np.exp(scores.astype(np.float64) - highest).sum()))
-    best = _best(scores, min(n_top, len(scores)))
-    return Logprobs(
-        float(scores[token]) - total, tuple((int(i), float(scores[i]) - total) for i in best.tolist())
-    )
+    top: list[tuple[int, float]] = []
+    if n := min(n_top, len(scores)):
+        candidates = np.flatnonzero(scores >= np.partition(scores, -n)[-n])
+        best = candidates[np.argsort(-scores[candidates], kind="stable")[:n]]
+        top = [(i, float(scores[i]) - total) for i in best.tolist()]
+    return Logprobs(float(scores[token]) - total, tuple(top))
 
 
 def round_logprobs(
@@ -34,12 +31,3 @@ def round_logprobs(
     nodes = (-1, *verification.path)
     tokens = [*draft.tokens[list(verification.path)].tolist(), verification.next_token]
     return tuple(logprobs(logits[node + 1], token, n_top) for node, token in zip(nodes, tokens, strict=True))
-
-
-def _best(scores: Scores, n: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Indices of the `n` highest scores, best first."""
-    if not n:
-        return np.empty(0, dtype=np.intp)
-    floor = np.partition(scores, len(scores) - n)[len(scores) - n]
-    candidates = np.flatnonzero(scores >= floor)
-    return candidates[np.argsort(-scores[candidates], kind="stable")[:n]]

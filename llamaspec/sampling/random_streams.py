@@ -51,19 +51,16 @@ class SeededStreams:
         """Draw one token of `distribution`."""
         if len(distribution.tokens) == 1:
             return int(distribution.tokens[0])
-        return int(distribution.tokens[self._perturbed(distribution, use, position, attempt).argmax()])
-
-    def perturbed(self, distribution: Distribution, use: Stream, position: int) -> npt.NDArray[np.float64]:
-        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
-        return self._perturbed(distribution, use, position, 0)
+        return int(distribution.tokens[self.perturbed(distribution, use, position, attempt).argmax()])
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
         return float(self._uniform(np.zeros(1, dtype=np.uint64), use, position, attempt)[0]) < probability
 
-    def _perturbed(
-        self, distribution: Distribution, use: Stream, position: int, attempt: int
+    def perturbed(
+        self, distribution: Distribution, use: Stream, position: int, attempt: int = 0
     ) -> npt.NDArray[np.float64]:
+        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
         uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
         perturbed: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
         return perturbed

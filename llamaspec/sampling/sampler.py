@@ -53,14 +53,7 @@ class Sampler:
 class LogitsTarget:
     """The target's distributions behind a draft, each computed once and only where a rule looks.
 
-    Parameters
-    ----------
-    logits : [1 + K, V] float32
-        After the context, then after each draft token.
-    context : [n] int32
-    draft : Draft
-        Of K tokens.
-    sampler : Sampler
+    Made from the logits after the context and after each of K draft tokens: [1 + K, V] float32.
     """
 
     def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampler: Sampler) -> None:
@@ -73,17 +66,14 @@ class LogitsTarget:
     def after(self, i: int) -> Distribution:
         """p after the context and the path to draft token `i`; -1 = after the context."""
         if i not in self._known:
-            tokens = self._tokens(i)
+            tokens = self._context
+            if i >= 0 and self._sampler.looks_back:
+                tokens = np.concatenate([tokens, self._draft.tokens[self._draft.path(i)]])
             allowed = self._sampler.allowed(tokens)
             if allowed is not None and not len(allowed):
                 allowed = None  # behind the end of the text, where nothing is kept
             self._known[i] = self._sampler.distribution(self._logits[i + 1], tokens, allowed)
         return self._known[i]
-
-    def _tokens(self, i: int) -> TokenArray:
-        if i < 0 or not self._sampler.looks_back:
-            return self._context
-        return np.concatenate([self._context, self._draft.tokens[self._draft.path(i)]])
 
 
 class Candidates(NamedTuple):
@@ -101,12 +91,7 @@ def candidates(
     The target's token is the greatest log p + g, with the same noise g: so the first candidate is what a
     chain would draft, and where p and q differ a little the target's token is often the second or the third.
 
-    Parameters
-    ----------
-    scores : [V] float32
-        The draft's, behind `path`.
-    sampler : Sampler
-        What the draft draws from. Where that is greedy there is no noise, and q is that of temperature 1.
+    Where the draft's sampler is greedy there is no noise, and q is that of temperature 1.
 
     References
     ----------
