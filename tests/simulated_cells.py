@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Bytes, CachedSequence
+from llamaspec.llama.cells import Bytes, CachedSequence, Cells
 from llamaspec.llama.kv_cache import KVCache
-from llamaspec.llama.tree_cells import Growth
+from llamaspec.llama.tree_cells import Tree
 from llamaspec.values import ForwardRequest, TokenArray
 
 Content = tuple[int, ...]  # the tokens up to and with that of the cell
@@ -27,7 +27,7 @@ class Cell:
     owners: set[int] = field(default_factory=set)
 
 
-class SimulatedCells:
+class SimulatedCells(Cells):
     """The cells of a context.
 
     Parameters
@@ -63,7 +63,7 @@ class SimulatedCells:
             new.append((start + i, content))
         self._put(sequence, new)
 
-    def evaluate_tree(self, growth: Growth, n_text: int, new: TokenArray) -> None:
+    def evaluate_tree(self, growth: Tree, n_text: int, new: TokenArray) -> None:
         """Put new text, and a tree behind it, into cells."""
         numbers = list(growth.tips)
         before = [self.cells[i] for i in self.of(numbers[0])]
@@ -81,7 +81,7 @@ class SimulatedCells:
                 path.append(int(growth.tokens[parent]))
                 parent = int(growth.parents[parent])
             if i >= growth.n_old:
-                owners = set(growth.owners[i - growth.n_old])
+                owners = set(growth.owners[i])
                 contents.append((n_text + growth.depths[i], (*content, *path[::-1]), owners))
         for number in numbers:  # as llama_decode checks
             held = [self.cells[i].position for i in self.of(number)]
@@ -182,7 +182,7 @@ class Checked:
             else:
                 added = np.concatenate([wanted.tokens[held.n :], wanted.draft])
             new.append((row, added))
-        self.cache.begin()
+        self.cache.begin(1)
         for (row, wanted), (_, added) in zip(batch, new, strict=True):
             held = self.held(row)
             growth = self.cache._trees.growing.get(held.number)
@@ -201,7 +201,7 @@ class Checked:
         """Begin to evaluate one request; what reached llama.cpp's cells is never noted."""
         held = self.held(row)
         growth = self.cache.grow(row, wanted, [row]) if wanted.is_tree else None
-        self.cache.begin()
+        self.cache.begin(1)
         if not reached_llama:
             return
         if growth is None:
@@ -232,10 +232,9 @@ class Checked:
             tree = self.cache._trees.cached.get(sequence.number)
             for i in [] if tree is None else tree.cells.tolist():
                 n_holders[i] += 1
-            numbers = {sequence.number: sequence.n} | {b.number: b.n for b in sequence.branches}
-            for number, n in numbers.items():
-                path = [] if tree is None or number not in tree.tips else tree.path(tree.tips[number])
-                right, tokens = cells[:n], text[:n]
+            for number in {sequence.number} if tree is None else tree.tips:
+                path = [] if tree is None else tree.path(tree.tips[number])
+                right, tokens = cells, text
                 if tree is not None and path:
                     right, tokens = (
                         right + tree.cells[path].tolist(),
@@ -252,7 +251,8 @@ class Checked:
         assert full == list(range(self.cache.n_used))  # new cells follow behind all others
         assert n_holders == self.cache._table._n_owners.tolist()
         assert self.cache._table.n_garbage == n_holders[: self.cache.n_used].count(0)
-        branches = [*self.cache._trees.free, *(b for s in self.cache._sequences for b in s.branches)]
-        assert sorted(b.number for b in branches) == [b.number for b in self.cache._trees._branches]
+        trees = self.cache._trees.cached
+        used = [number for own, tree in trees.items() for number in tree.tips if number != own]
+        assert sorted([*self.cache._trees._free, *used]) == self.cache._trees._numbers
         n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama.cells import Rows
-from llamaspec.llama.tree_cells import Growth
+from llamaspec.llama.tree_cells import Tree
 from llamaspec.values import ForwardRequest, TokenArray
 
 
@@ -104,13 +104,13 @@ class Batch:
                     address += self._owners.itemsize * len(owners)
 
 
-def tree_segment(number: int, start: int, request: ForwardRequest, growth: Growth) -> Segment:
+def tree_segment(number: int, start: int, request: ForwardRequest, tree: Tree) -> Segment:
     """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
-    n, n_old = len(request.tokens), growth.n_old
-    behind = [n + depth for depth in growth.depths]
+    n, n_old = len(request.tokens), tree.n_old
+    behind = [n + depth for depth in tree.depths]
     positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
-    tip = growth.tips[number]
-    owners = [list(growth.tips)] * (n - start) + growth.owners
+    tip = tree.tips[number]
+    owners = [list(tree.tips)] * (n - start) + tree.owners[n_old:]
     places = TreePlaces(positions, owners, n if tip < 0 else behind[tip] + 1)
     new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
     return Segment(number, start, new, request.n_scored, places=places)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,75 +25,57 @@ Rows = npt.NDArray[np.float32]  # [n, E] hidden rows
 
 LARGE = 64 << 20  # bytes of copies from which on the machine is asked whether it has room
 KEPT_ROWS = 512  # hidden rows kept of a running text, if there were so many: one part of a prompt
-TAIL_ROWS = 65  # kept of a text that has ended: the prediction heads have not read its last round
+TAIL_ROWS = (
+    65  # hidden rows kept before new ones, and of a text that ended: what a round may have left unread
+)
 
 
-class Cells(Protocol):
-    """What llama.cpp does with the cells of one context."""
+class Cells:
+    """llama.cpp's cells of one context whose layers keep keys and values.
 
-    def remove(self, sequence: int, start: int) -> None:
-        """Take a sequence's positions from `start` on out of their cells."""
-
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let `sequence` hold the cells of some positions of `source`, too."""
-
-    def can_copy(self, sequences: Sequence[int]) -> bool:
-        """Whether the contents of some sequences can be copied out, and the machine has room for all."""
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on; the sequence gives up the cells before it.
-
-        None if the content cannot be copied, or the machine has no room for it.
-        """
-
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        """Put the content into the first empty cells; False if that failed."""
-
-    def clear(self) -> None:
-        """Empty all cells."""
-
-
-class LlamaCells:
-    """The cells of a context whose layers keep keys and values.
-
-    Parameters
-    ----------
-    context : llama_context pointer
-    can_copy : bool
-        Whether a copy of a sequence has all its positions: not if some layers have a sliding window.
+    `can_copy`: a copy of a sequence has all its positions, because no layer has a sliding window.
     """
 
     def __init__(self, context: Any, *, can_copy: bool) -> None:
         self._context, self._can_copy = context, can_copy
         self._memory = lib.llama_get_memory(context)
 
-    def remove(self, sequence: int, start: int) -> None:  # noqa: D102
+    def remove(self, sequence: int, start: int) -> None:
+        """Take a sequence's positions from `start` on out of their cells."""
         lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:  # noqa: D102
+    def share(self, source: int, sequence: int, start: int, end: int) -> None:
+        """Let `sequence` hold the cells of some positions of `source`, too."""
         lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
-    def can_copy(self, sequences: Sequence[int]) -> bool:  # noqa: D102
+    def can_copy(self, sequences: Sequence[int]) -> bool:
+        """Whether some sequences can be copied out, and the machine has room for all their contents."""
         if not self._can_copy:
             return False
         n_bytes: int = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in sequences)
         return n_bytes < LARGE or runtime.available_bytes() >= 2 * n_bytes
 
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:  # noqa: D102
+    def copy_out(self, sequence: int, start: int) -> Bytes | None:
+        """The content of a sequence's cells from a position on; it gives up the cells before it.
+
+        None if the content cannot be copied, or the machine has no room for it.
+        """
         if not self._can_copy:
             return None
         lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
         if not self.can_copy([sequence]):
             return None
         content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
-        n = lib.llama_state_seq_get_data(self._context, _pointer(content), len(content), sequence)
+        n = lib.llama_state_seq_get_data(self._context, as_pointer(content), len(content), sequence)
         return content if n == len(content) else None
 
-    def copy_in(self, sequence: int, content: Bytes) -> bool:  # noqa: D102
-        n = lib.llama_state_seq_set_data(self._context, _pointer(content), len(content), sequence)
+    def copy_in(self, sequence: int, content: Bytes) -> bool:
+        """Put the content into the first empty cells; False if that failed."""
+        n = lib.llama_state_seq_set_data(self._context, as_pointer(content), len(content), sequence)
         return bool(n == len(content))
 
-    def clear(self) -> None:  # noqa: D102
+    def clear(self) -> None:
+        """Empty all cells."""
         lib.llama_memory_clear(self._memory, False)
 
 
@@ -137,14 +119,6 @@ class HiddenRows:
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
-    """A further llama.cpp sequence beside that of a row, for a tree: it holds the beginning of the text."""
-
-    number: int  # llama.cpp's seq_id
-    n: int = 0  # tokens of the text
-
-
-@dataclass(slots=True, eq=False)
 class CachedSequence:
     """Tokens whose keys and values are cached, and for whom."""
 
@@ -157,7 +131,6 @@ class CachedSequence:
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity]; the first n count
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
     hidden: HiddenRows = field(default_factory=HiddenRows)
-    branches: list[Branch] = field(default_factory=list)
 
     def append(self, tokens: TokenArray, cells: TokenArray) -> None:
         """Hold more tokens. The length is set last, so an exception leaves what was held before."""
@@ -187,15 +160,9 @@ class CopiedSequence:
 
 
 class CellTable:
-    """Which sequences hold which cells; changes llama.cpp's cells and its own notes together.
+    """Which sequences hold which of `size` cells; changes llama.cpp's cells and its own notes together.
 
-    Parameters
-    ----------
-    cells : Cells
-    size : int
-        Number of cells.
-    garbage : int
-        llama.cpp's seq_id of the sequence that holds the garbage.
+    `garbage` is llama.cpp's seq_id of the sequence that holds the garbage.
     """
 
     def __init__(self, cells: Cells, size: int, garbage: int) -> None:
@@ -245,10 +212,6 @@ class CellTable:
             self.cells.share(sequence.number, self.garbage, n, n_held - n_top)
         sequence.n = n
         self.cells.remove(sequence.number, n)
-        for branch in sequence.branches:
-            if branch.n > n:
-                self.cells.remove(branch.number, n)
-                branch.n = n
         self._n_owners[cells] = owners - 1
         self.top -= n_top
         self.n_garbage += n_garbage
@@ -306,5 +269,6 @@ def shared(a: TokenArray, b: TokenArray) -> int:
     return first if n and differs[first] else n
 
 
-def _pointer(content: Bytes) -> Any:
+def as_pointer(content: Bytes) -> Any:
+    """As llama.cpp wants it."""
     return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -26,7 +26,7 @@ from llamaspec.errors import (
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
-from llamaspec.llama.cells import LlamaCells, Rows
+from llamaspec.llama.cells import Cells, Rows
 from llamaspec.llama.context_size import default_context_size
 from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.handles import Handle
@@ -41,7 +41,7 @@ from llamaspec.llama.options import (
     N_SEQUENCES,
     ModelOptions,
 )
-from llamaspec.llama.recurrent import Checkpoints, RecurrentCache
+from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
@@ -103,10 +103,10 @@ class Context:
         self._thread_chooser = runtime.thread_chooser() if options.threads is None else None
         self.cache: KVCache | RecurrentCache
         if weights.keeps_states and head is None:  # heads keep keys and values
-            checkpoints = Checkpoints(pointer) if _can_restore_states(weights) else None
-            self.cache = RecurrentCache(pointer, self.context_size, checkpoints)
+            can_restore = _can_restore_states(weights)
+            self.cache = RecurrentCache(pointer, self.context_size, can_restore=can_restore)
         else:
-            cells = LlamaCells(pointer, can_copy=weights.window is None)
+            cells = Cells(pointer, can_copy=weights.window is None)
             n_branches = 0 if head is not None else N_BRANCHES
             # A GPU passes over garbage fast, and moving cells goes through main memory.
             max_garbage = 1.0 if leaves_main_memory(weights, options) else GARBAGE
@@ -151,8 +151,6 @@ class Context:
             n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
-        if isinstance(self.cache, RecurrentCache):
-            self.cache.take_checkpoint(n_scored)
         self.decode(segments)
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
@@ -170,7 +168,7 @@ class Context:
             llama.cpp failed. The KV cache is empty.
         """
         pointer, batch = self.pointer, self._batch.fill(segments)
-        self.cache.begin()
+        self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.clear_errors()
         if batch.n_tokens < LONG:
             self._abort.clear()
@@ -232,8 +230,8 @@ class Context:
         held = self.cache.sequence(row)
         if request.is_tree:
             assert isinstance(self.cache, KVCache)
-            growth = self.cache.grow(row, request, [other for other, _ in batch])
-            return tree_segment(held.number, held.n, request, growth)
+            tree = self.cache.grow(row, request, [other for other, _ in batch])
+            return tree_segment(held.number, held.n, request, tree)
         new = request.tokens[held.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))

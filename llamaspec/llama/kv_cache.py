@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.cells import Bytes, CachedSequence, Cells, CellTable, CopiedSequence
-from llamaspec.llama.tree_cells import Growth, TreeCells
+from llamaspec.llama.tree_cells import Tree, TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
@@ -156,7 +156,7 @@ class KVCache:
         """What is held of a prepared row."""
         return self._of_row[row]
 
-    def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Growth:
+    def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Tree:
         """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
         self._is_evaluating = True
         return self._trees.grow(self._of_row[row], request, self._of_row, rows)
@@ -164,9 +164,9 @@ class KVCache:
     def n_text(self, row: int, n_new: int) -> int:
         """How many of a row's positions that were just committed are text, not draft tokens of a tree."""
         tree = self._trees.cached.get(self._of_row[row].number)
-        return n_new if tree is None else n_new - len(tree.tokens)
+        return n_new if tree is None else n_new - (len(tree.tokens) - tree.n_old)
 
-    def begin(self) -> None:
+    def begin(self, n_scored: int) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
         self._is_evaluating = True
 
@@ -195,7 +195,7 @@ class KVCache:
         sequence = self._of_row.pop(row, None)
         if sequence is not None:
             if not was_changing:
-                self._trees.end(sequence)
+                self._trees.drop(sequence)
             sequence.row, sequence.n_reserved = None, 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
         self._is_changing = was_changing
@@ -205,7 +205,7 @@ class KVCache:
         self._is_changing = True
         self._table.clear()
         for sequence in self._sequences:
-            sequence.n, sequence.branches = 0, []
+            sequence.n = 0
         self._trees.clear()
         self._is_evaluating = self._is_changing = False
 
@@ -272,6 +272,8 @@ class KVCache:
         elif self._is_evaluating:
             self._is_changing = True
             self._trees.settle(self._sequences)
+            for sequence in self._sequences:
+                self._cells.remove(sequence.number, sequence.n)
             self._is_evaluating = self._is_changing = False
 
     def _make_room(self, asking: CachedSequence) -> None:

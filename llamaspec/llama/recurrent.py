@@ -9,17 +9,15 @@ tests/llama/test_model.py compares every answer with that of a model that has ca
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Bytes, CachedSequence
+from llamaspec.llama.cells import Bytes, CachedSequence, as_pointer
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.values import ForwardRequest, TokenArray
 
@@ -29,81 +27,25 @@ SEQUENCE = 0  # llama.cpp's seq_id
 _FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """The state after the first `n` tokens."""
 
     n: int
     state: Bytes
 
 
-class Checkpoints:
-    """States that a context can go back to.
-
-    Parameters
-    ----------
-    context : llama_context pointer
-        Of a model that keeps states.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._kept: list[Checkpoint] = []  # ascending
-
-    def nearest(self, n: int) -> int:
-        """The longest beginning, of at most `n` tokens, that has a checkpoint; 0 = none."""
-        return max((checkpoint.n for checkpoint in self._kept if checkpoint.n <= n), default=0)
-
-    def take(self, n: int) -> None:
-        """Copy the state after `n` tokens, in place of the checkpoint whose neighbours are closest."""
-        size = self.size()
-        state = np.empty(0, dtype=np.uint8)
-        if len(self._kept) == MOST:
-            borders = [0, *(checkpoint.n for checkpoint in self._kept)]
-            spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
-            state = self._kept.pop(int(np.argmin(spans))).state
-        if len(state) != size:
-            state = np.empty(size, dtype=np.uint8)
-        if lib.llama_state_seq_get_data_ext(self._context, _pointer(state), size, SEQUENCE, _FLAGS) == size:
-            self._kept.append(Checkpoint(n, state))
-
-    def restore(self, n: int) -> bool:
-        """Put back the state after exactly `n` tokens; False if it cannot be put back."""
-        for n_tokens, state in ((each.n, each.state) for each in self._kept):
-            if n_tokens == n:
-                return bool(
-                    lib.llama_state_seq_set_data_ext(
-                        self._context, _pointer(state), len(state), SEQUENCE, _FLAGS
-                    )
-                )
-        return False
-
-    def forget_behind(self, n: int) -> None:
-        """Drop what is longer than `n` tokens: other tokens will follow there."""
-        self._kept = [checkpoint for checkpoint in self._kept if checkpoint.n <= n]
-
-    def size(self) -> int:
-        """Bytes of a checkpoint."""
-        return int(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, _FLAGS))
-
-
 class RecurrentCache:
     """What a context with recurrent states holds, for one row at a time; the methods are the KV cache's.
 
-    Parameters
-    ----------
-    context : llama_context pointer
-    size : int
-        The longest text, in tokens.
-    checkpoints : Checkpoints, optional
-        None if a checkpoint cannot be put back.
+    `size` is the longest text, in tokens; `can_restore` says whether llama.cpp can put a checkpoint back.
     """
 
-    def __init__(self, context: Any, size: int, checkpoints: Checkpoints | None) -> None:
-        self._memory = lib.llama_get_memory(context)
+    def __init__(self, context: Any, size: int, *, can_restore: bool) -> None:
+        self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
         self.has_rows = False
-        self._checkpoints = checkpoints
+        self._can_restore = can_restore
+        self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
         self._is_settled = True  # no evaluation was interrupted, so llama.cpp holds only what is noted
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
@@ -125,21 +67,13 @@ class RecurrentCache:
             return [n_shared]  # and keep what follows: it may be wanted next
         return [self._cut(min(n_shared, n_before))]
 
-    def take_checkpoint(self, n_scored: int) -> None:
-        """Before an evaluation that scores `n_scored` positions: copy the state if it may be wanted again."""
-        n, verifies = self._held.n, n_scored - 1 > self._n_states_back
-        if self._checkpoints is None or not n:
-            return
-        if n - self._checkpoints.nearest(n) >= (1 if verifies else SPACING):
-            self._checkpoints.take(n)
-
     def reads_first(self, request: ForwardRequest) -> bool:
         """Whether so much must be read again that it pays to do that first, and to take a checkpoint there.
 
         Else the same tokens would be read again after the next rejection, and more with every round.
         """
         n_before = len(request.tokens) - request.n_logits
-        return self._checkpoints is not None and request.n_scored > 1 and n_before - self._held.n >= SPACING
+        return self._can_restore and request.n_scored > 1 and n_before - self._held.n >= SPACING
 
     def sequence(self, row: int) -> CachedSequence:
         """What is held."""
@@ -154,12 +88,13 @@ class RecurrentCache:
     def shared(self, tokens: TokenArray) -> int:
         """How many of the first tokens are held, and can be gone back to."""
         n = self._held.shared(tokens)
-        if self._can_cut(self._held.n, n):
-            return n
-        return 0 if self._checkpoints is None else self._checkpoints.nearest(n)
+        return n if self._can_cut(self._held.n, n) else self._nearest(n)
 
-    def begin(self) -> None:
-        """An evaluation starts."""
+    def begin(self, n_scored: int) -> None:
+        """An evaluation starts that scores so many positions: copy the state if it may be wanted again."""
+        n, verifies = self._held.n, n_scored - 1 > self._n_states_back
+        if self._can_restore and n and n - self._nearest(n) >= (1 if verifies else SPACING):
+            self._take_checkpoint()
         self._is_settled = False
 
     def commit(self, evaluated: Sequence[tuple[int, TokenArray]], n_padding: int = 0) -> None:
@@ -177,46 +112,63 @@ class RecurrentCache:
     def forget(self) -> None:
         """Empty everything."""
         self._held.n, self._n_last, self._is_settled = 0, 0, False  # first, as in `_cut`
-        if self._checkpoints is not None:
-            self._checkpoints.forget_behind(0)
+        self._checkpoints = []
         lib.llama_memory_clear(self._memory, True)
         self._is_settled = True
 
     def time_checkpoint(self) -> tuple[int, float]:
         """Bytes of a checkpoint, and seconds to take it and put it back; zeros without any."""
-        n, checkpoints = self._held.n, self._checkpoints
-        if checkpoints is None or not n:
+        if not self._can_restore or not self._held.n:
             return 0, 0.0
         start = time.perf_counter()
-        checkpoints.take(n)
-        checkpoints.restore(n)
-        return checkpoints.size(), time.perf_counter() - start
+        self._take_checkpoint()
+        self._restore(self._held.n)
+        return self._checkpoint_bytes(), time.perf_counter() - start
 
     def _cut(self, n: int) -> int:
         """Go back to at most `n` tokens; answers how many are held then."""
         n_held, self._held.n = self._held.n, 0  # first, so that an exception in between does no harm
         # Also if nothing seems to lie behind: an interrupted evaluation leaves positions unnoted.
-        can_cut = n > 0 and self._can_cut(n_held, n)
-        if not can_cut or not lib.llama_memory_seq_rm(self._memory, SEQUENCE, n, -1):
-            n = self._restore(n)
+        if not n or not self._can_cut(n_held, n) or not self._remove(n):
+            n = self._nearest(n)
+            if not (n and self._restore(n) and self._remove(n)):
+                lib.llama_memory_seq_rm(self._memory, SEQUENCE, -1, -1)
+                n = 0
         if n < n_held:
             self._n_last = 0
-        if self._checkpoints is not None:
-            self._checkpoints.forget_behind(n)
+        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.n <= n]
         self._held.n, self._is_settled = n, True
         return n
 
     def _can_cut(self, n_held: int, n: int) -> bool:
         return self._is_settled and n_held - n <= max(0, min(self._n_states_back, self._n_last - 1))
 
-    def _restore(self, n: int) -> int:
-        if self._checkpoints is not None:
-            n = self._checkpoints.nearest(n)
-            if n and self._checkpoints.restore(n) and lib.llama_memory_seq_rm(self._memory, SEQUENCE, n, -1):
-                return n
-        lib.llama_memory_seq_rm(self._memory, SEQUENCE, -1, -1)
-        return 0
+    def _remove(self, n: int) -> bool:
+        return bool(lib.llama_memory_seq_rm(self._memory, SEQUENCE, n, -1))
 
+    def _nearest(self, n: int) -> int:
+        """The longest beginning, of at most `n` tokens, that has a checkpoint; 0 = none."""
+        return max((checkpoint.n for checkpoint in self._checkpoints if checkpoint.n <= n), default=0)
 
-def _pointer(state: Bytes) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    def _restore(self, n: int) -> bool:
+        """Put back the checkpoint after exactly `n` tokens; False if that fails."""
+        (state,) = [checkpoint.state for checkpoint in self._checkpoints if checkpoint.n == n]
+        size, pointer = len(state), as_pointer(state)
+        return bool(lib.llama_state_seq_set_data_ext(self._context, pointer, size, SEQUENCE, _FLAGS))
+
+    def _take_checkpoint(self) -> None:
+        """Copy the state, if there are enough in place of the checkpoint whose neighbours are closest."""
+        size = self._checkpoint_bytes()
+        state = np.empty(0, dtype=np.uint8)
+        if len(self._checkpoints) == MOST:
+            borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
+            spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
+            state = self._checkpoints.pop(int(np.argmin(spans))).state
+        if len(state) != size:
+            state = np.empty(size, dtype=np.uint8)
+        pointer = as_pointer(state)
+        if lib.llama_state_seq_get_data_ext(self._context, pointer, size, SEQUENCE, _FLAGS) == size:
+            self._checkpoints.append(Checkpoint(self._held.n, state))
+
+    def _checkpoint_bytes(self) -> int:
+        return int(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, _FLAGS))

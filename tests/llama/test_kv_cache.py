@@ -184,7 +184,7 @@ def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
     checked = Checked()
     checked.run(0, request(10))
     checked.prepare((0, request(20), 0))
-    checked.cache.begin()
+    checked.cache.begin(1)
     checked.cells.evaluate(checked.held(0).number, 10, text(20)[10:])
     assert checked.run(0, request(25)) == 10
 

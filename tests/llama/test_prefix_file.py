@@ -12,7 +12,7 @@ import pytest
 
 from forward_requests import Count, RandomRows, request, text
 from llamaspec import LlamaModel, LlamaspecError
-from llamaspec.llama.cells import LlamaCells
+from llamaspec.llama.cells import Cells
 from llamaspec.llama.kv_cache import SLACK
 from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
@@ -172,21 +172,21 @@ def test_a_damaged_file_is_none_and_written_anew(
 ) -> None:
     before, after, folder, told = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
     written, given = set[bytes](), list[bytes]()
-    copy_out, copy_in = LlamaCells.copy_out, LlamaCells.copy_in
+    copy_out, copy_in = Cells.copy_out, Cells.copy_in
 
-    def copied_out(self: LlamaCells, sequence: int, start: int) -> Any:
+    def copied_out(self: Cells, sequence: int, start: int) -> Any:
         content = copy_out(self, sequence, start)
         written.add(b"" if content is None else content.tobytes())
         return content
 
-    def copied_in(self: LlamaCells, sequence: int, content: Any) -> bool:
+    def copied_in(self: Cells, sequence: int, content: Any) -> bool:
         given.append(content.tobytes())
         return copy_in(self, sequence, content)
 
     filled(before)
-    monkeypatch.setattr(LlamaCells, "copy_out", copied_out)
+    monkeypatch.setattr(Cells, "copy_out", copied_out)
     folder.save([before], told.append)
-    monkeypatch.setattr(LlamaCells, "copy_in", copied_in)
+    monkeypatch.setattr(Cells, "copy_in", copied_in)
     (file,) = folder.path.iterdir()
     DAMAGE[kind](file)
     folder.load([after], told.append)
