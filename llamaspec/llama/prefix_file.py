@@ -15,7 +15,6 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +30,8 @@ from llamaspec.llama.trial import file_identity
 from llamaspec.values import TokenArray
 
 SUFFIX = ".prefixes"
-_MAGIC = b"llamaspec prefixes 1\n"
+_MAGIC = b"llamaspec prefixes 2\n"
 _HEAD = struct.Struct("<iiiq")  # trunk or -1, tokens shared with it, tokens, bytes of content
-_HASH_BYTES = hashlib.sha256().digest_size
 
 Tell = Callable[[str], None]  # receives a remark for the person
 
@@ -142,16 +140,16 @@ def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limi
         path.unlink()  # not ours, and a link would stay one
     with replacing(path, private=True) as file:
         file.write(_MAGIC)
-        digest = _first_digest(key)
+        digest = _digest(b"", key.encode())
         for each in copied:
             trunk = -1 if each.trunk is None else places.get(each.trunk.number)
             if each.content is None or trunk is None:
                 continue
             tokens = each.sequence.tokens[: each.n].tobytes()
             head = _HEAD.pack(trunk, each.n_shared, each.n, len(each.content))
-            if file.tell() + len(head) + len(tokens) + len(each.content) + _HASH_BYTES > limit:
+            if file.tell() + len(head) + len(tokens) + len(each.content) + len(digest) > limit:
                 break
-            digest = _hash(digest, head, tokens, each.content.data)
+            digest = _digest(digest, head, tokens, each.content.data)
             for part in (head, tokens, each.content.data, digest):
                 file.write(part)
             places[each.sequence.number] = len(places)
@@ -159,50 +157,34 @@ def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limi
 
 
 def _read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
-    """The prefixes of a file, each once it is known to be whole.
+    """The prefixes of a file, each once it is known to be what was written for this key.
 
-    Raises
-    ------
-    OSError
-        The file cannot be read.
-    DamagedError
-        What follows is not what was written for this key.
+    Raises OSError or DamagedError.
     """
     with open(path, "rb", opener=_open_private) as file:
-        n_left = os.fstat(file.fileno()).st_size - len(_MAGIC)
         if file.read(len(_MAGIC)) != _MAGIC:
             raise DamagedError
-        digest, n_read = _first_digest(key), 0
+        n_left = os.fstat(file.fileno()).st_size - len(_MAGIC)
+        digest, n_read = _digest(b"", key.encode()), 0
         while n_left:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
                 raise DamagedError
             trunk, n_shared, n, n_bytes = _HEAD.unpack(head)
-            is_sound = -1 <= trunk < n_read and 0 <= n_shared <= n and (trunk >= 0) == (n_shared > 0)
-            n_left -= _HEAD.size + 4 * n + n_bytes + _HASH_BYTES
-            if not is_sound or n_bytes < 0 or n_left < 0:
+            n_left -= _HEAD.size + 4 * n + n_bytes + len(digest)
+            if min(n, n_bytes, n_left) < 0:
                 raise DamagedError
-            tokens, content = _read(file, 4 * n), _read(file, n_bytes)
-            digest = _hash(digest, head, tokens.data, content.data)
-            if file.read(_HASH_BYTES) != digest:
+            tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
+            digest = _digest(digest, head, tokens.data, content.data)
+            if file.read(len(digest)) != digest or not -1 <= trunk < n_read:
                 raise DamagedError
             yield Prefix(tokens.view(np.int32), trunk if trunk >= 0 else None, n_shared, content)
             n_read += 1
 
 
-def _read(file: BufferedReader, n: int) -> Bytes:
-    content = np.empty(n, dtype=np.uint8)
-    if file.readinto(content.data) != n:
-        raise DamagedError
-    return content
-
-
-def _first_digest(key: str) -> bytes:
-    return hashlib.sha256(_MAGIC + key.encode()).digest()
-
-
-def _hash(digest: bytes, *parts: bytes | memoryview) -> bytes:
-    made = hashlib.sha256(digest)
+def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:
+    """A hash over the one before and some parts."""
+    made = hashlib.sha256(before)
     for part in parts:
         made.update(part)
     return made.digest()
