@@ -44,13 +44,10 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
-from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
-from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import auto_length
-from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.store import stored_prior, stored_probe
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Round
@@ -114,8 +111,8 @@ class Score:
 @click.option("--widths", is_flag=True, help="Also what each width should have cost, and what it cost.")
 @click.option("--depth", type=int, help="Behind so many tokens of text, other prompts in turn.")
 @click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)))
-@click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)))
-@click.option("--cache-type-v", type=click.Choice(list(CACHE_TYPES)))
+@click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
+@click.option("--cache-type-v", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
 @click.option("--threads", type=int)
 @click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama.cpp's own tools, from this folder.")
 @click.option(
@@ -134,19 +131,21 @@ def main(
     widths: bool,
     depth: int | None,
     flash_attn: str | None,
-    cache_type_k: str | None,
-    cache_type_v: str | None,
+    cache_type_k: str,
+    cache_type_v: str,
     threads: int | None,
     llama_cpp: Path | None,
     against: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     texts = [entry["text"] for entry in yaml.safe_load(prompts.read_text())][:max_prompts]
-    fixed = Fixed(flash_attn, cache_type_k, cache_type_v)
-    longest = TextSize.expected(max(texts, key=len).encode(), max_tokens)
-    size = TextSize(depth, max_tokens) if depth else longest
-    n_ctx = size.n_tokens + 64 if depth else None
-    options, draft_options = _fitted(target, drafts, fixed, ModelOptions(threads=threads, n_ctx=n_ctx), size)
+    options = ModelOptions(
+        threads=threads,
+        n_ctx=depth + max_tokens + 64 if depth else None,
+        flash_attention=flash_attn,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
     runs: list[Run] = []
     rounds: list[Round] = []  # of all texts, as they happened
     with (
@@ -155,7 +154,7 @@ def main(
             drafts,
             ngram=ngram,
             target_options=options,
-            draft_options=draft_options,
+            draft_options=replace(options, max_scored=DRAFT_SCORED),
         ) as pair,
         ExitStack() as stack,
     ):
@@ -181,6 +180,7 @@ def main(
                         )
                 progress.part(done + 1, len(cases))
         costs = width_costs(rounds) if widths else []
+        attention = f"flash attention {pair.target.flash_attention}, {cache_type_k}, {cache_type_v}"
         description = f"{pair.target.description}, {depth} deep" if depth else pair.target.description
     scores = list(_scores(runs))
     _show(scores, description)
@@ -190,42 +190,8 @@ def main(
         "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
         "scores": [asdict(score) for score in scores], "widths": [asdict(cost) for cost in costs],
         "runs": [asdict(run) for run in runs],
-        "depth": depth, "attention": _named(options), "draft_attention": _named(draft_options),
+        "depth": depth, "attention": attention,
     }))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """How attention is to be computed; what is None is measured, unless something is fixed."""
-
-    flash_attention: str | None
-    cache_type_k: str | None
-    cache_type_v: str | None
-
-    @property
-    def fixes_target(self) -> bool:
-        """Whether anything is."""
-        return any(asdict(self).values())
-
-    @property
-    def fixes_draft(self) -> bool:
-        """The same for both."""
-        return self.fixes_target
-
-
-def _fitted(
-    target: Path, drafts: tuple[str, ...], fixed: Fixed, options: ModelOptions, size: TextSize
-) -> tuple[ModelOptions, ModelOptions]:
-    """The models as the commands load them for such a text."""
-    options = replace(options, **{name: value for name, value in asdict(fixed).items() if value is not None})
-    small = replace(options, max_scored=DRAFT_SCORED)
-    draft = ModelFile(Path(drafts[0]), small) if Path(drafts[0]).is_file() else None
-    files = fit_files(PairFiles(ModelFile(target, options), draft), fixed, is_thorough=True, text=size)
-    return files.target.options, small if files.draft is None else files.draft.options
-
-
-def _named(options: ModelOptions) -> str:
-    return f"flash attention {options.flash_attention}, {options.cache_type_k}, {options.cache_type_v}"
 
 
 def _deep(pair: Pair, texts: list[str], i: int, depth: int) -> str:

@@ -15,7 +15,6 @@ from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.errors import PairError
-from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Task
 
@@ -41,7 +40,7 @@ def audit(source: PromptSource, models: ModelChoice, decoding: DecodingOptions, 
     Other rules than coupled draw another text; there every token is checked to be possible.
     """
     text = source.read(DEFAULT_PROMPT)
-    files = find_files(models, text=TextSize.expected(text, decoding.max_tokens))
+    files = find_files(models)
     if not files.drafts:
         raise PairError("audit needs a draft; name it with --draft, or look it up with --draft ngram")
     seed = DEFAULT_SEED if decoding.seed is None else decoding.seed

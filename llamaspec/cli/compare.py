@@ -18,7 +18,6 @@ from llamaspec.cli.option_groups import GroupedCommand, option_group
 from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress, stderr_console
 from llamaspec.errors import PairError
-from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.compare import Arm, Comparison, Spread, Task, run_compare
 from llamaspec.measure.learned_length import keep_prior
 
@@ -61,7 +60,7 @@ def compare(
 ) -> None:
     """Measure target alone, draft alone and both together on one prompt."""
     text = source.read(PREDICTABLE_PROMPT)
-    files = find_files(models, text=TextSize.expected(text, decoding.max_tokens))
+    files = find_files(models)
     if not files.drafts:
         raise PairError("compare needs a draft; name it with --draft, or look it up with --draft ngram")
     with open_files(files, models) as pair, SlowProgress("comparing") as progress:

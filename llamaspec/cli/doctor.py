@@ -66,9 +66,7 @@ def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         say("no --target given, using the small embedded pair")
-    found = list(
-        examine(find_files(models, is_thorough=True), lambda role: SlowProgress(f"loading the {role}"))
-    )
+    found = list(examine(find_files(models), lambda role: SlowProgress(f"loading the {role}")))
     counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
     if as_json:
         listed = [_as_json(finding) for finding in found]

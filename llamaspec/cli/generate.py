@@ -33,7 +33,6 @@ from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.learned_length import keep_prior, learned_costs
 from llamaspec.measure.reasons import explain
 from llamaspec.pair import Pair
@@ -120,7 +119,7 @@ def generate(
         check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
-    with open_files(find_files(models, text=TextSize.expected(text, decoding.max_tokens)), models) as pair:
+    with open_files(find_files(models), models) as pair:
         policy = make_policy(pair, decoding)
         constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:

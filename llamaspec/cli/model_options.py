@@ -11,7 +11,6 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.cli.fetching import fetched_model, known_draft
-from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.cli.parameters import DEVICE_NAMES, SHARES, DraftName
 from llamaspec.errors import PairError
@@ -19,7 +18,6 @@ from llamaspec.hub import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
-from llamaspec.measure.attention_choice import TextSize
 from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
@@ -66,13 +64,15 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), envvar="LLAMASPEC_FLASH_ATTN",
-                 help="Flash attention; auto = as llama.cpp chooses. Default: on CPUs this and the types of "
-                      "the KV cache are measured once, unless any of them is given."),
-    click.option("--cache-type-k", type=_CACHE, help="Keys in the target's KV cache; f16 if not measured."),
-    click.option("--cache-type-v", type=_CACHE, help="Values in the target's KV cache; f16 if not measured."),
-    click.option("--draft-cache-type-k", type=_CACHE,
+                 help="Flash attention; auto = as llama.cpp chooses. Default: auto; on CPUs off for K-"
+                      "quants, if the context has more than 256 tokens."),
+    click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
+                 help="Keys in the target's KV cache."),
+    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
+                 help="Values in the target's KV cache."),
+    click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
-    click.option("--draft-cache-type-v", type=_CACHE,
+    click.option("--draft-cache-type-v", type=_CACHE, default="f16", show_default=True,
                  help="Values in the draft's KV cache; below q8_0 acceptance suffers."),
     click.option("--verbose", is_flag=True, help="Show llama.cpp's own log on stderr."),
 )  # fmt: skip
@@ -101,10 +101,10 @@ class ModelChoice:
     threads: int | None
     draft_threads: int | None
     flash_attn: str | None
-    cache_type_k: str | None
-    cache_type_v: str | None
-    draft_cache_type_k: str | None
-    draft_cache_type_v: str | None
+    cache_type_k: str
+    cache_type_v: str
+    draft_cache_type_k: str
+    draft_cache_type_v: str
     verbose: bool
     device: tuple[str, ...] | None
     draft_device: tuple[str, ...] | None
@@ -127,16 +127,6 @@ class ModelChoice:
         return not self.no_draft and (self.ngram or self.draft == NGRAM)
 
     @property
-    def fixes_target(self) -> bool:
-        """Whether it says how the target's attention is computed."""
-        return (self.flash_attn, self.cache_type_k, self.cache_type_v) != (None, None, None)
-
-    @property
-    def fixes_draft(self) -> bool:
-        """Whether it says how the draft's attention is computed."""
-        return (self.flash_attn, self.draft_cache_type_k, self.draft_cache_type_v) != (None, None, None)
-
-    @property
     def target_options(self) -> ModelOptions:
         """How to load the target."""
         return ModelOptions(
@@ -146,9 +136,9 @@ class ModelChoice:
             tensor_split=self.tensor_split,
             workers=self.rpc,
             threads=self.threads,
-            flash_attention=self.flash_attn or "auto",
-            cache_type_k=self.cache_type_k or "f16",
-            cache_type_v=self.cache_type_v or "f16",
+            flash_attention=self.flash_attn,
+            cache_type_k=self.cache_type_k,
+            cache_type_v=self.cache_type_v,
         )
 
     @property
@@ -159,9 +149,9 @@ class ModelChoice:
             gpu_layers=self.draft_gpu_layers,
             devices=self.draft_device,
             threads=self.threads if self.draft_threads is None else self.draft_threads,
-            flash_attention=self.flash_attn or "auto",
-            cache_type_k=self.draft_cache_type_k or "f16",
-            cache_type_v=self.draft_cache_type_v or "f16",
+            flash_attention=self.flash_attn,
+            cache_type_k=self.draft_cache_type_k,
+            cache_type_v=self.draft_cache_type_v,
             max_scored=DRAFT_SCORED,
         )
 
@@ -198,25 +188,14 @@ def find_files(
     choice: ModelChoice,
     *,
     shaped: Callable[[PairFiles], PairFiles] = lambda files: files,
-    is_thorough: bool = False,
-    text: TextSize | None = None,
-    n_texts: int = 1,
 ) -> PairFiles:
     """The files of the models; fetched first if they lie on the hub and not here.
-
-    How attention is computed is measured where it is not known.
 
     Parameters
     ----------
     choice : ModelChoice
     shaped : callable
         What else is to be known of them first, such as the size of their contexts.
-    is_thorough : bool
-        Whether measuring may take some seconds.
-    text : TextSize, optional
-        The only one that is to be written.
-    n_texts : int
-        That run at once.
 
     Raises
     ------
@@ -225,8 +204,7 @@ def find_files(
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    files = shaped(_find(choice, fetched_model))
-    return fit_files(files, choice, is_thorough=is_thorough, text=text, n_texts=n_texts)
+    return shaped(_find(choice, fetched_model))
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:
@@ -242,7 +220,7 @@ def find_files_here(choice: ModelChoice) -> PairFiles:
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
-    return fit_files(found, choice, may_measure=False)
+    return found
 
 
 def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:

@@ -20,7 +20,6 @@ from llamaspec.cli.plot import check_plot, draw_probe
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
-from llamaspec.measure.fitting import forget_attention
 from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
@@ -92,9 +91,7 @@ def probe(models: ModelChoice, output: ProbeOptions) -> None:
     if output.plot is not None:
         check_plot(Path(output.plot))
     if output.forget:
-        here = find_files_here(models)
-        files = [file for file in (here.target, here.draft) if file is not None]
-        dropped = any([curves.forget(here), *map(forget_attention, files)])
+        dropped = curves.forget(find_files_here(models))
         click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
         return
     found, path = _shown(models) if output.show else _measured(models, output)

@@ -146,7 +146,6 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
         files = find_files(
             models,
             shaped=lambda found: _with_room(found, models, options),
-            n_texts=options.settings.parallel,
         )
     folder, opened = options.prefix_folder(), open_socket(options.settings)
     with opened, open_files(files, models) as pair, _prefixes(folder, pair):

@@ -61,6 +61,8 @@ class LlamaModel:
         self.options = options or ModelOptions()
         self.weights = weights or Weights(path, self.options, on_load)
         self._owns_weights = weights is None
+        self.flash_attention = self.weights.flash_attention(self.options)  # on, off or auto
+        self._chosen = replace(self.options, flash_attention=self.flash_attention)
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         try:
@@ -69,7 +71,7 @@ class LlamaModel:
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = Context(self.weights, self.options)
+            context = Context(self.weights, self._chosen)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -80,7 +82,7 @@ class LlamaModel:
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self.max_scored = context.max_scored
-        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.weights, self.options, context)
+        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.weights, self._chosen, context)
 
     @property
     def vocabulary_size(self) -> int:
@@ -184,7 +186,7 @@ class LlamaModel:
 
     def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        options = replace(options or self.options, n_ctx=self.context_size)
+        options = replace(options or self._chosen, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
 
     def keep_layers(self, layers: tuple[int, ...]) -> None:
@@ -238,7 +240,7 @@ class LlamaModel:
                 if len(self._contexts) >= N_SEQUENCES:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
-                free = [Context(self.weights, replace(self.options, n_ctx=self.context_size))]
+                free = [Context(self.weights, replace(self._chosen, n_ctx=self.context_size))]
                 if self._layers:
                     free[0].keep_layers(self._layers)
                 self._contexts += free

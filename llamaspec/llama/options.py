@@ -54,7 +54,7 @@ class ModelOptions:
     n_ctx: int | None = None  # tokens of the longest text; None = as trained, as far as memory allows
     gpu_layers: int | None = None  # None = all that the backend takes
     threads: int | None = None  # None = the full-speed physical cores that other programs leave
-    flash_attention: str = "auto"  # auto, on or off
+    flash_attention: str | None = None  # on, off, auto = as llama.cpp chooses; None = flash_attention_for
     cache_type_k: str = "f16"  # of the keys in the KV cache
     cache_type_v: str = "f16"  # of the values in the KV cache
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
@@ -74,7 +74,7 @@ class ModelOptions:
             raise ValueError(f"gpu-layers must be >= 0 and below 2^31, got {self.gpu_layers}")
         if self.threads is not None and not 1 <= self.threads <= 512:
             raise ValueError(f"threads must be from 1 to 512, got {self.threads}")
-        if self.flash_attention not in FLASH_ATTENTION:
+        if self.flash_attention not in (None, *FLASH_ATTENTION):
             raise ValueError(f"flash-attn must be one of {', '.join(FLASH_ATTENTION)}")
         if not {self.cache_type_k, self.cache_type_v} <= CACHE_TYPES.keys():
             raise ValueError(f"cache types must be among {', '.join(CACHE_TYPES)}")
@@ -114,3 +114,51 @@ class ModelOptions:
             raise ValueError("one share of tensor-split must be greater than 0")
         if len(self.tensor_split) > lib.LLAMA_MAX_DEVICES:
             raise ValueError(f"tensor-split has at most {lib.LLAMA_MAX_DEVICES} shares")
+
+
+# Attention on CPUs (docs/hardware.md, "Long contexts on CPUs"). Without flash attention, rounds behind 1800
+# tokens take 0.5 to 0.7 of the time, behind 450 tokens 0.9, behind 64 tokens 1.02. But its numbers differ
+# from one batch width to the next, where those of flash attention over f16 are the same up to 256 tokens. So
+# it is off only where the kernels for the weights differ in any case.
+K_QUANTS = frozenset(map(str, (*range(10, 19), 21)))  # general.file_type of Q2_K to Q6_K
+SHORT_CONTEXT = 256  # tokens up to which flash attention is not slower
+SCORES_BYTES = 1 << 30  # at most, of what attention takes without it: heads * BATCH * cells in float32
+
+
+def flash_attention_for(
+    options: ModelOptions,
+    *,
+    file_type: str | None,
+    n_heads: int,
+    n_trained: int,
+    is_ordinary: bool,
+    on_cpu: bool,
+) -> str:
+    """Flash attention for a model: "on", "off", or "auto" (llama.cpp chooses). Measures nothing.
+
+    Parameters
+    ----------
+    options : ModelOptions
+        An answer that they give is taken.
+    file_type : str, optional
+        The model's general.file_type.
+    n_heads : int
+    n_trained : int
+        Tokens that the model was trained for: the context, if the options name none. Its real size may
+        depend on the free memory, and the text must not.
+    is_ordinary : bool
+        All layers attend to all positions, with keys and values for each head.
+    on_cpu : bool
+        No layer is computed elsewhere.
+    """
+    if options.flash_attention is not None:
+        return options.flash_attention
+    n_cells = max(options.n_ctx or n_trained, options.n_cells or 0)
+    is_faster_without = (
+        on_cpu
+        and is_ordinary
+        and n_cells > SHORT_CONTEXT
+        and 4 * n_heads * BATCH * n_cells <= SCORES_BYTES
+        and (options.cache_type_k, options.cache_type_v) == ("f16", "f16")
+    )
+    return "off" if is_faster_without and file_type in K_QUANTS else "auto"

@@ -20,7 +20,7 @@ from llamaspec.llama.facts import ModelFacts, model_facts
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.handles import Handle
 from llamaspec.llama.nextn import EAGLE
-from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.options import ModelOptions, flash_attention_for
 from llamaspec.llama.rpc import connect
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
@@ -110,6 +110,18 @@ class Weights:
     def facts(self) -> ModelFacts:
         """What the weights are."""
         return model_facts(self.pointer, self.metadata)
+
+    def flash_attention(self, options: ModelOptions) -> str:
+        """How a context over these weights computes attention: on, off, or auto."""
+        is_latent = self.metadata(f"{self.architecture}.attention.kv_lora_rank") is not None
+        return flash_attention_for(
+            options,
+            file_type=self.metadata("general.file_type"),
+            n_heads=lib.llama_model_n_head(self.pointer),
+            n_trained=self.trained_context_size,
+            is_ordinary=not (self.keeps_states or self.window or is_latent),
+            on_cpu=not (self.devices or (runtime.can_offload() and options.offloads)),
+        )
 
     def kv_bytes_per_token(self, bytes_per_key: float, bytes_per_value: float) -> float:
         """Roughly what one token takes in the KV cache; 0 where there are only states."""

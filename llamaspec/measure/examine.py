@@ -35,7 +35,6 @@ from llamaspec.measure.findings import (
 )
 from llamaspec.measure.foreign_findings import foreign_findings
 from llamaspec.measure.model_findings import (
-    attention_findings,
     model_findings,
     pace_findings,
     vocabulary_findings,
@@ -79,7 +78,6 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
                 continue
             models[role] = model
             yield from model_findings(machine, examined[role])
-            yield from attention_findings(role, file, model.context_size)
         if examined:
             yield room_finding(machine, list(examined.values()))
         yield from heads_findings(files)
@@ -129,7 +127,7 @@ def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:
         description=model.description.replace(" ?B", ""),  # a size that llama.cpp has no name for
         facts=model.facts(),
         memory=model.try_memory(),
-        options=model.options,
+        options=replace(model.options, flash_attention=model.flash_attention),
         context_size=model.context_size,
         trained_context_size=model.trained_context_size,
         flash_attention=runtime.flash_attention(),

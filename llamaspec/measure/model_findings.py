@@ -6,17 +6,13 @@ Loads, measures and prints nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from rich.filesize import decimal
 
 from llamaspec.llama.facts import ModelFacts
 from llamaspec.llama.options import CACHE_BYTES
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.measure.attention_choice import USUAL
 from llamaspec.measure.findings import OK, WARNING, Examined, Finding, Machine
-from llamaspec.measure.fitting import Fitted, fitted
-from llamaspec.measure.pair_files import ModelFile
 
 CHEAP = 3.0  # a draft should be at least so many times cheaper than its target
 
@@ -96,45 +92,10 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
             remedy,
             (f"{model.role}.flash_attention",),
         )
-    text = asked
+    text = asked or "auto"
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
     return Finding(OK, topic, text)
-
-
-def attention_findings(role: str, file: ModelFile, context_size: int) -> Iterator[Finding]:
-    """What was measured of attention here, and whether the model is loaded so."""
-    found = fitted(file, is_draft=role == "draft", may_measure=False)
-    if found.choice is None:
-        return
-    text, topic = found.choice.summary, f"{role} attention"
-    if (found.file.options.cache_type_k, found.file.options.cache_type_v) == (
-        file.options.cache_type_k,
-        file.options.cache_type_v,
-    ) and (found.file.options.flash_attention == "off") == (file.options.flash_attention == "off"):
-        yield Finding(
-            OK, topic, f"measured on this machine: {text}{_of_one_text(role, file, found, context_size)}"
-        )
-        return
-    settings = tuple(f"{role}.{name}" for name in ("flash_attention", "cache_type_k", "cache_type_v"))
-    yield Finding(OK, topic, f"measured to be best: {text}; another is fixed by hand", settings=settings)
-
-
-def _of_one_text(role: str, file: ModelFile, usual: Fitted, context_size: int) -> str:
-    """What is chosen where a single text is written, by its length, if that is ever something else."""
-    found = [
-        (text.n_tokens, fitted(file, is_draft=role == "draft", may_measure=False, text=text).choice)
-        for text in USUAL
-        if text.n_tokens <= context_size
-    ]
-    kinds = [(n, choice.configuration) for n, choice in found if choice is not None]
-    if usual.choice is None or {kind for _, kind in kinds} <= {usual.choice.configuration}:
-        return ""
-    parts = []
-    for kind, group in groupby(kinds, key=lambda one: one[1]):
-        sizes = [str(n) for n, _ in group]
-        parts.append(f"{' to '.join(dict.fromkeys((sizes[0], sizes[-1])))} tokens: {kind}")
-    return f"; where one text is all that is written, by its length: {'; '.join(parts)}"
 
 
 def pace_findings(target: Examined, draft: Examined) -> Iterator[Finding]:

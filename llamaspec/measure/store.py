@@ -21,13 +21,10 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import runtime
-from llamaspec.llama.attention import AttentionShape
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.attention import AttentionProbe
 from llamaspec.measure.probe import Probe
 
 FORMAT = 2  # of probes
-ATTENTION_FORMAT = 1  # of what was measured of attention
 PRIOR_FORMAT = 6  # of learned priors
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 _MAX_BYTES = 4 << 20
@@ -88,12 +85,6 @@ class _PriorFile:
     experience: LearnedPrior
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionFile:
-    format: int
-    attention: AttentionProbe
-
-
 def stored_probe(pair: PairOnDisk) -> Kept[Probe]:
     """What was found for this pair on this machine."""
     found = _read(_probe_path(pair), _ProbeFile, FORMAT)
@@ -131,26 +122,6 @@ def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
         _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, prior))
 
 
-def stored_attention(shape: AttentionShape, n_threads: int) -> Kept[AttentionProbe]:
-    """What was measured of attention of a shape on this machine."""
-    found = _read(_attention_path(shape, n_threads), _AttentionFile, ATTENTION_FORMAT)
-    return Kept(found.value.attention if found.value is not None else None, found.fault)
-
-
-def store_attention(shape: AttentionShape, n_threads: int, probe: AttentionProbe) -> None:
-    """Keep what was measured, if it can be kept."""
-    with suppress(OSError):
-        _write(_attention_path(shape, n_threads), _AttentionFile(ATTENTION_FORMAT, probe))
-
-
-def drop_attention(shape: AttentionShape, n_threads: int) -> bool:
-    """Drop it; answers whether there was anything."""
-    path = _attention_path(shape, n_threads)
-    found = os.path.lexists(path)
-    path.unlink(missing_ok=True)
-    return found
-
-
 def forget(pair: PairOnDisk) -> bool:
     """Drop what is kept; answers whether there was anything."""
     paths = [path for path in (_probe_path(pair), _prior_path(pair)) if os.path.lexists(path)]
@@ -174,7 +145,7 @@ def _read(path: Path, kind: type[T], version: int) -> Kept[T]:
     return Kept(fault=f"{path} counts as empty, it cannot be used: {reason}")
 
 
-def _write(path: Path, content: _ProbeFile | _PriorFile | _AttentionFile) -> None:
+def _write(path: Path, content: _ProbeFile | _PriorFile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(asdict(content)))
 
@@ -196,11 +167,6 @@ def _curve_path(pair: PairOnDisk, *, with_memory: bool) -> Path:
     return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def _attention_path(shape: AttentionShape, n_threads: int) -> Path:
-    key = json.dumps([asdict(shape), n_threads, runtime.backend_description(), platform.node()])
-    return cache_folder() / "attention" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
 def _model_key(model: ModelOnDisk) -> list[object]:
     """What tells a model file and where it computes from others."""
     beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
@@ -210,6 +176,6 @@ def _model_key(model: ModelOnDisk) -> list[object]:
     return [model.path.stat().st_size, beginning, *placement]
 
 
-def _memory_key(options: ModelOptions) -> list[str]:
+def _memory_key(options: ModelOptions) -> list[str | None]:
     """How attention is computed, on which the bits of an evaluation depend."""
     return [options.flash_attention, options.cache_type_k, options.cache_type_v]

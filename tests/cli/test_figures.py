@@ -8,25 +8,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from command import Answer, invoke, naming
-from llamaspec import LlamaModel, ModelOptions
+from llamaspec import LlamaModel
 from llamaspec.cli import report
 from llamaspec.cli.explain import explain, verdict
-from llamaspec.cli.fitting import fit_files
 from llamaspec.cli.plot import draw_probe
 from llamaspec.cli.report import completion_json, full_statistics, statistics_lines
 from llamaspec.cli.timeline import conclusion, write_timeline
-from llamaspec.errors import ModelFileError
-from llamaspec.measure.attention import Configuration
-from llamaspec.measure.attention_choice import Choice, TextSize
 from llamaspec.measure.compare import Arm, Comparison
-from llamaspec.measure.fitting import Fitted
-from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
 from llamaspec.measure.store import Kept
@@ -261,76 +255,6 @@ def test_the_draft_that_the_line_of_json_names() -> None:
     ):
         pair = SimpleNamespace(**{**vars(a_pair()), **drafts})
         assert completion_json(a_text(TWO_ROUNDS), pair, 7, "x")["draft"] == named  # type: ignore[arg-type]
-
-
-# How attention is computed
-
-
-MEASURED = (
-    "llamaspec: {}: measured once for this machine; this time flash attention off, keys f16, values f16, "
-    "1.25 times as fast as llama.cpp's default; what is the same at every batch width takes 1.50 times as "
-    "long; fix it with --flash-attn, "
-)
-TOO_BUSY = (
-    "llamaspec: {}: the machine is too busy to find out how attention is best computed; for now flash "
-    "attention off, keys f16, values f16; `llamaspec doctor` measures it once it is not, --flash-attn, "
-)
-
-
-@pytest.mark.parametrize(
-    ("is_new", "is_steady", "says"),
-    [(True, True, MEASURED), (True, False, TOO_BUSY), (False, True, None)],
-)
-def test_what_was_measured_of_attention_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_new: bool, is_steady: bool,
-    says: str | None,
-) -> None:  # fmt: skip
-    chosen = ModelOptions(flash_attention="off")
-
-    def fitted(file: ModelFile, **settings: object) -> Fitted:
-        assert (settings["n_texts"], settings["text"]) == (5, TextSize(3, 4))
-        choice = Choice(Configuration("off", "f16", "f16"), False, is_steady, 1.25, 1.5)
-        return Fitted(replace(file, options=chosen), choice, is_new=is_new)
-
-    monkeypatch.setattr("llamaspec.cli.fitting.fitted", fitted)
-    one = ModelFile(Path("x.gguf"), ModelOptions())
-    for fixes_target, fixes_draft in ((False, True), (True, False)):
-        fixed: Any = SimpleNamespace(fixes_target=fixes_target, fixes_draft=fixes_draft)
-        found = fit_files(PairFiles(one, one), fixed, n_texts=5, text=TextSize(3, 4))
-        assert found.draft is not None
-        changed = (found.target.options == chosen, found.draft.options == chosen)
-        assert changed == (not fixes_target, not fixes_draft)
-        said = capsys.readouterr().err
-        assert said.startswith(says.format("draft" if fixes_target else "target")) if says else not said
-        assert ("--draft-cache-type-k" in said) == (fixes_target and says is not None)
-
-
-@pytest.mark.parametrize("command", ["generate", "compare", "audit"])
-def test_attention_is_chosen_for_the_text_that_is_to_be_written(
-    monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    told: list[object] = []
-
-    def find(choice: object, **settings: object) -> NoReturn:
-        told.append(settings["text"])
-        raise ModelFileError("enough")
-
-    monkeypatch.setattr(f"llamaspec.cli.{command}.find_files", find)
-    assert "enough" in invoke(command, "--target", "x.gguf", "-p", 9 * "x", "-n", "7").stderr
-    assert told == [TextSize(3, 7)]
-
-
-def test_attention_is_chosen_for_as_many_texts_as_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-
-    def find(choice: object, **settings: object) -> NoReturn:
-        told.append(settings["n_texts"])
-        raise ModelFileError("enough")
-
-    monkeypatch.setattr("llamaspec.cli.serve.share_one_arena", lambda: None)
-    monkeypatch.setattr("llamaspec.cli.serve.find_files", find)
-    assert "enough" in invoke("serve", "--target", "x.gguf", "--parallel", "3").stderr
-    assert told == [3]
 
 
 # Whether a text is the target's own

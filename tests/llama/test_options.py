@@ -1,4 +1,4 @@
-"""What computes a model, as its options say."""
+"""What computes a model and its attention, as options and facts of its file say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from llamaspec import ModelOptions
 from llamaspec.llama.devices import Device, computing_devices, gpus_among
+from llamaspec.llama.options import flash_attention_for
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 CARDS = tuple(Device(name, "a card", "GPU", 2**30, 2**31) for name in ("CUDA0", "CUDA1"))
@@ -34,3 +35,38 @@ def test_integrated_gpus_count_where_there_are_no_others() -> None:
 def test_what_a_model_computes_on(options: dict[str, Any], expected: set[str]) -> None:
     assert computing_devices(ModelOptions(**options), 4, (CPU, *CARDS, INTEGRATED)) == expected
     assert computing_devices(ModelOptions(gpu_layers=3), 4, (CPU,)) == {"CPU"}
+
+
+# A Q4_K_M file on a CPU, and what changes the answer.
+FACTS: dict[str, Any] = {
+    "file_type": "15",
+    "n_heads": 12,
+    "n_trained": 32768,
+    "is_ordinary": True,
+    "on_cpu": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "expected"),
+    [
+        ({}, {}, "off"),
+        ({}, {"file_type": None}, "auto"),
+        ({}, {"file_type": "2"}, "auto"),  # Q4_0: the same numbers at every width
+        ({}, {"on_cpu": False}, "auto"),
+        ({}, {"is_ordinary": False}, "auto"),
+        ({"n_ctx": 256}, {}, "auto"),
+        ({"n_ctx": 256, "n_cells": 512}, {}, "off"),
+        ({}, {"n_heads": 32, "n_trained": 131072}, "auto"),  # its scores would take 8 GiB
+        ({"n_ctx": 16384}, {"n_heads": 32, "n_trained": 131072}, "off"),
+        ({"cache_type_v": "bf16"}, {}, "auto"),
+        ({"cache_type_k": "q8_0"}, {}, "auto"),
+        ({"flash_attention": "auto"}, {}, "auto"),
+        ({"flash_attention": "on"}, {}, "on"),
+        ({"flash_attention": "off"}, {"file_type": "2"}, "off"),
+    ],
+)
+def test_flash_attention_follows_from_facts(
+    options: dict[str, Any], facts: dict[str, Any], expected: str
+) -> None:
+    assert flash_attention_for(ModelOptions(**options), **{**FACTS, **facts}) == expected
