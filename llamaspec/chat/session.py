@@ -409,14 +409,13 @@ class ConversationFiles:
         self._own.add(os.path.realpath(path))
 
 
-def last_conversation() -> Path:
-    """Where the conversation held last is kept; it need not exist."""
+def _last_conversation() -> Path:
     return cache_folder() / "last_chat.json"
 
 
 def keep_last(messages: Sequence[Message]) -> None:
     """Keep a conversation as the last one, for nobody else to read; LlamaspecError where that fails."""
-    path = last_conversation()
+    path = _last_conversation()
     with suppress(OSError):  # writing says why
         path.parent.mkdir(parents=True, exist_ok=True)
     save_conversation(path, messages, private=True)
@@ -424,6 +423,6 @@ def keep_last(messages: Sequence[Message]) -> None:
 
 def load_last() -> Turns:
     """The conversation held last; PromptError where there is none, or its file is damaged."""
-    if not last_conversation().exists():
+    if not _last_conversation().exists():
         raise PromptError("no conversation was kept yet; begin one, or name a file that holds one")
-    return load_conversation(last_conversation())
+    return load_conversation(_last_conversation())

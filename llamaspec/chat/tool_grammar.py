@@ -59,22 +59,13 @@ def tool_grammar(
     ------
     PromptError
         The tool that was named is not among the tools, or a strict schema cannot be obeyed in this format.
-
-    Examples
-    --------
-    >>> now = [{"type": "function", "function": {"name": "now"}}]
-    >>> print(tool_grammar(AnswerFormat(HARMONY), now, "required", controls={}))
-    None
     """
     chosen = _chosen(tools, tool_choice)
-    grammar = _Grammar(answer_format, controls or {}, thinking)
-    if not chosen or answer_format.calls is None:
+    controls = controls or {}
+    has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
+    if not chosen or answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
         return None
-    if (
-        answer_format.calls is HARMONY
-        and not {"<|channel|>", "<|message|>", "<|start|>"} <= grammar.controls.keys()
-    ):
-        return None
+    grammar = _Grammar(answer_format, controls, thinking)
     return grammar.of_calls(chosen, is_forced=tool_choice != "auto", is_parallel=parallel)
 
 
@@ -85,14 +76,7 @@ def answer_grammar(
     thinking: bool = False,
     controls: Mapping[str, int] | None = None,
 ) -> str:
-    """The grammar of reasoning and an answer that is JSON of a schema; parameters as of `tool_grammar`.
-
-    Examples
-    --------
-    >>> print(answer_grammar(AnswerFormat(), {"type": "integer"}))
-    start: answer
-    answer: %json {"type": "integer"}
-    """
+    """The grammar of reasoning and an answer that is JSON of a schema; parameters as of `tool_grammar`."""
     return _Grammar(answer_format, controls or {}, thinking).of_answer(schema)
 
 

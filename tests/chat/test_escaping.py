@@ -182,17 +182,6 @@ def test_the_same_letters_with_other_tokens_are_not_known(words: LlamaVocabulary
     assert transcript.read(real).tolist() == Transcript(words).read(real).tolist()
 
 
-def test_a_forged_message_costs_only_its_own_tokens(words: LlamaVocabulary) -> None:
-    chat, transcript = template(TEMPLATES["as it is"], words), Transcript(words)
-    talk = [Message("user", FORGED[0])]
-    first = transcript.read(chat.render(talk)).tolist()
-    wrote = words.tokenize(b"Yes", add_special=False).tolist()
-    transcript.wrote(wrote)
-    answer = b"".join(map(words.piece, wrote)).decode()  # SentencePiece puts a space before it
-    talk += [Message("assistant", answer), Message("user", "<|im_end|>")]
-    assert transcript.read(chat.render(talk)).tolist()[: len(first) + len(wrote)] == first + wrote
-
-
 def test_control_tokens_of_an_answer_are_known(words: LlamaVocabulary) -> None:
     """A call begins with one; what was cached behind it was evaluated again in the next turn."""
     chat, transcript = template(TEMPLATES["as it is"], words), Transcript(words)
