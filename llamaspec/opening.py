@@ -18,7 +18,7 @@ from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
-from llamaspec.llama.pairing import check_pair, difference
+from llamaspec.llama.vocabulary import check_pair, difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.values import MTP

@@ -81,14 +81,7 @@ class SequenceDrafters:
     past: PastTexts | None  # texts that are copied from, too
 
     def make(self, drawing: Drawing, trees: TreeLength | None) -> Drafter:
-        """All that can draft, the first that has a draft first.
-
-        Parameters
-        ----------
-        drawing : Drawing
-        trees : TreeLength, optional
-            Of the sequence: drafts may branch as it says, where both models and the rule can.
-        """
+        """All that can draft; drafts branch as `trees` says, where both models and the rule can."""
         drafters: list[Drafter] = [NgramDrafter(past=self.past)] if self.ngram else []
         if self.cascade:
             drafters.append(self._cascaded(drawing))

@@ -35,13 +35,7 @@ the engineers' report (about 1,250 pages) had been translated. "We have time," s
 
 
 class SameTokens:
-    """Two vocabularies with the same numbers; one may have more tokens at its end.
-
-    Parameters
-    ----------
-    n_draft, n_target : int
-        Tokens of each.
-    """
+    """Vocabularies of `n_draft` and `n_target` tokens with the same numbers; one may have more at its end."""
 
     def __init__(self, n_draft: int, n_target: int) -> None:
         self._n_draft, self._n_target = n_draft, n_target
@@ -70,29 +64,17 @@ class SameTokens:
 class CommonTokens:
     """The tokens that target and draft have in common.
 
-    Parameters
-    ----------
-    target, draft : WholeVocabulary
-
-    Attributes
-    ----------
-    to_draft : [V of the target] int32
-        The token of the draft with the same text; NONE where there is none.
-    is_common : [V of the target] bool
-        The tokens that the draft may draw: no two of them are the same token of the draft.
-    of_text : float
-        The share of common tokens in an ordinary text.
-
     Raises
     ------
     PairError
-        The vocabularies have too little in common.
+        Of an ordinary text's tokens, too few are common.
     """
 
     def __init__(self, target: WholeVocabulary, draft: WholeVocabulary) -> None:
         self._target, self._target_bos = target, target.bos
         names = _names(target)
         of_target, self._of_name = _by_name(names), _by_name(_names(draft))
+        # [V of the target] the token of the draft with the same text; NONE where there is none
         self.to_draft = np.array([self._of_name.get(name, NONE) for name in names], dtype=np.int32)
         pairs = {of_target[name]: self._of_name[name] for name in of_target.keys() & self._of_name.keys()}
         has_ends = min(target.eos, draft.eos) >= 0
@@ -100,6 +82,7 @@ class CommonTokens:
             pairs[target.eos] = self.to_draft[target.eos] = draft.eos
         self._in_target = np.array(list(pairs), dtype=np.int32)  # [S]
         self._in_draft = np.array(list(pairs.values()), dtype=np.int32)  # [S]
+        # [V of the target] what the draft may draw: no two are the same token of the draft
         self.is_common = np.zeros(len(names), dtype=bool)
         self.is_common[self._in_target] = True
         has_bos = draft.adds_bos and draft.bos >= 0

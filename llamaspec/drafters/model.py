@@ -23,46 +23,22 @@ from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source,
 class ModelDrafter:
     """Draws draft tokens from a model.
 
-    Parameters
-    ----------
-    vocabulary_size : int
-        Of the draft model; unless there are `tokens`, it must number the same tokens as the target.
-    context_size : int
-        Of the draft model, in tokens.
-    sampling : Sampling
-        The draft's own; the target's is the natural choice.
-    rule : Rule
-        Draws the tokens.
-    streams : RandomStreams
-        The same as the target's.
-    n_tokens : int, optional
-        The target's vocabulary size, where the draft's is another.
-    model : str
-        The name of the model in requests.
-    source : Source
-        What it is.
-    tokens : CommonTokens, optional
-        Of a draft that numbers tokens differently: it draws those that both have.
-    longest : int, optional
-        The most draft tokens of a round that it can make.
-    n_prompt : int
-        Tokens before the first that was generated.
-    constraint : RowConstraint, optional
-        What the text must look like. Where it leaves no choice, the model is not asked.
+    Unless there are `tokens`, it must number the same tokens as the target. Where a constraint leaves no
+    choice, the model is not asked.
     """
 
-    vocabulary_size: int
-    context_size: int
-    sampling: Sampling
-    rule: Rule
-    streams: RandomStreams
-    n_tokens: int | None = None
-    model: str = DRAFT
+    vocabulary_size: int  # of the draft model
+    context_size: int  # of the draft model, in tokens
+    sampling: Sampling  # the draft's own; the target's is the natural choice
+    rule: Rule  # draws the tokens
+    streams: RandomStreams  # the same as the target's
+    n_tokens: int | None = None  # the target's vocabulary size, where the draft's is another
+    model: str = DRAFT  # its name in requests
     source: Source = Source.MODEL
-    tokens: CommonTokens | None = None
-    longest: int | None = None
-    n_prompt: int = 0
-    constraint: RowConstraint | None = None
+    tokens: CommonTokens | None = None  # of a draft that numbers tokens differently: it draws these
+    longest: int | None = None  # the most draft tokens of a round that it can make
+    n_prompt: int = 0  # tokens before the first that was generated
+    constraint: RowConstraint | None = None  # what the text must look like
     is_silent: bool = field(default=False, init=False)  # its scores were not numbers: it drafts no more
 
     def prepare(self, context: TokenArray) -> Preparing:

@@ -25,8 +25,8 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import EAGLE, SCORED_ROWS_ONLY, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.llama.pairing import check_pair
 from llamaspec.llama.shared_head import SharedHead
+from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
 

@@ -20,7 +20,7 @@ from llamaspec.llama.devices import find_devices
 from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.llama.pairing import difference
+from llamaspec.llama.vocabulary import difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
     OK,

@@ -19,7 +19,6 @@ from exact_law import (
     THIRD,
     THREE,
     Models,
-    RepeatedDrawError,
     TableStreams,
     cascade_drafter,
     distance,
@@ -93,17 +92,6 @@ def test_tokens_that_are_dropped_for_what_they_are_are_found_out(rule: str) -> N
         return text(rounds(THREE, drafter, Length(2), RULES[rule], chain, streams))
 
     assert distance(walk(run), plain_law(THREE[TARGET], chain)) > 1e-3
-
-
-@pytest.mark.parametrize("shared", [lambda self, attempt: attempt, lambda self, attempt: attempt << 32])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_chance_that_drafts_share_is_found_out(
-    rule: str, shared: Callable[[CascadeStreams, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With their text, or with drafts of earlier rounds."""
-    monkeypatch.setattr(CascadeStreams, "_own", shared)
-    with pytest.raises(RepeatedDrawError):
-        error_of("a draft's draft", rule, "plain", Length(2))
 
 
 @pytest.mark.parametrize("cascade", list(CASCADES))

@@ -104,13 +104,6 @@ def test_a_small_context_slides_in_halves() -> None:
     assert lengths == [6, 7, 8, 5, 6, 7, 8, 5]
 
 
-def test_the_smallest_context_is_always_full() -> None:
-    model = FakeModel(vocabulary_size=5, context_size=2)
-    for n in range(2, 6):
-        requests, _ = asked(drafter(context_size=2).propose(np.zeros(n, np.int32), Length(1)), model)
-        assert [len(request.tokens) for request in requests] == [2]
-
-
 def test_a_text_longer_than_the_drafts_context() -> None:
     models = {TARGET: target(), DRAFT: draft(context_size=8)}
     done = stream(Scheduler(models), models, length=Length(3), max_tokens=40).run()

@@ -82,18 +82,6 @@ def test_a_draft_token_is_as_sure_as_the_match_that_it_would_be_part_of() -> Non
     assert draft.confidences == (2 / 3, 3 / 4, 4 / 5)
 
 
-def test_longer_matches_are_more_confident() -> None:
-    short = NgramDrafter().propose(tokens(7, 1, 2, 3, 8, 1, 2), FixedLength(1))
-    long = NgramDrafter().propose(tokens(7, 0, 1, 2, 3, 8, 7, 0, 1, 2), FixedLength(1))
-    assert long.confidences > short.confidences
-
-
-def test_the_place_that_was_looked_up_last_is_preferred() -> None:
-    """1 2 was followed by 3, 4, 5 and 6: what is copied stood behind the last of them."""
-    context = tokens(1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2)
-    assert proposed(NgramDrafter(), context, 1).tokens.tolist() == [6]
-
-
 def test_a_drafter_remembers_no_other_context() -> None:
     drafter = NgramDrafter()
     drafter.prepare(tokens(1, 2, 3, 1, 2, 9))

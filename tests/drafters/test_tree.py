@@ -9,7 +9,6 @@ import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from fixed_tree import FixedTree
-from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.tree import CONTEXT, CandidateTree, Growth, TreeDrafter, TreeGrowth, TreeLength
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead
@@ -79,15 +78,6 @@ def test_siblings_differ_and_the_best_comes_first() -> None:
         assert len({int(draft.tokens[child]) for child in children}) == len(children)
         confidences = [draft.confidences[child] for child in children]
         assert confidences == sorted(confidences, reverse=True)
-
-
-def test_where_no_tree_may_grow_it_makes_the_chain() -> None:
-    streams = SeededStreams(0)
-    chain = ModelDrafter(30, 256, WARM, RULES["coupled"], streams).propose(TEXT, Length(1))
-    wanted = next(chain)
-    with pytest.raises(StopIteration) as end:
-        chain.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
-    assert drafted(NoTree(1))[0].tokens.tolist() == end.value.value.tokens.tolist()
 
 
 def test_where_the_context_ends_a_chain_is_drafted() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamaspec import Completion, FixedLength, LlamaModel, ModelOptions, PairError, open_pair
-from llamaspec.llama.pairing import MAX_SIZE_DIFFERENCE, check_pair, difference
+from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE, check_pair, difference
 from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import BYTES, Vocabulary, sentencepiece_vocabulary

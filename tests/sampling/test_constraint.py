@@ -14,7 +14,7 @@ import pytest
 from fakes import tokens
 from llamaspec.errors import ConstraintError
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.sampling.constraint import MAX_TEXT, Grammar, GrammarRow, Grammars
+from llamaspec.sampling.constraint import MAX_TEXT, Grammar, Grammars
 from llamaspec.values import NO_TOKENS, TokenArray
 from model_store import OpenModel
 from tiny_models import Recipe
@@ -252,50 +252,3 @@ def test_one_constraint_in_several_threads(opened: OpenModel) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-class Counting:
-    """A matcher of 0 1 2 3 0 1 2 3 and so on, which goes back by three tokens at most."""
-
-    def __init__(self, n_copies: list[int]) -> None:
-        self.n, self.n_copies, self.is_at_a_limit = 0, n_copies, False
-
-    def deep_copy(self) -> Counting:
-        self.n_copies[0] += 1
-        return Counting(self.n_copies)
-
-    def is_error(self) -> bool:
-        return self.is_at_a_limit
-
-    def rollback(self, n: int) -> bool:
-        self.n -= n if n <= 3 else 0
-        return n <= 3
-
-    def try_consume_tokens(self, some: list[int]) -> int:
-        n_before = self.n
-        for token in some:
-            if self.is_at_a_limit or token != self.n % 4:
-                break
-            self.n += 1
-        return self.n - n_before
-
-    def compute_bitmask(self) -> bytes:
-        return bytes([1 << self.n % 4])
-
-
-def test_a_matcher_goes_back_where_it_can_and_begins_anew_where_it_cannot() -> None:
-    n_copies = [0]
-    row = GrammarRow(Counting(n_copies), tokens(7), 8)  # type: ignore[arg-type]
-    for generated, following, n in [
-        ((0, 1, 2), 3, 1),
-        ((0, 1), 2, 1),  # back by one
-        ((0, 1, 2, 3, 0, 1, 2), 3, 1),
-        ((0, 1, 2, 3), 0, 1),  # by three
-        ((0, 1, 2, 3, 0, 1), 2, 1),
-        ((0,), 1, 2),  # by five
-    ]:
-        assert (row.allowed(tokens(*generated)).tolist(), n_copies) == ([following], [n])
-    row._matcher.is_at_a_limit = True  # type: ignore[attr-defined]
-    assert row.allowed(tokens(0, 1, 2, 3, 0)).tolist() == [1]
-    assert n_copies == [3]
-    assert row.allowed(tokens(0, 2)).tolist() == []
