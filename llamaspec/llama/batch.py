@@ -35,16 +35,7 @@ class Segment(NamedTuple):
 
 
 class Batch:
-    """Room for up to `size` positions.
-
-    Parameters
-    ----------
-    size : int
-    width : int
-        E, the size of a hidden row; 0 if none are given with the tokens.
-    with_tokens : bool
-        False: hidden rows alone.
-    """
+    """Room for `size` positions: tokens, hidden rows of `width` numbers (0 = none), or both."""
 
     def __init__(self, size: int, width: int = 0, *, with_tokens: bool = True) -> None:
         self._hidden = np.zeros((size, width), dtype=np.float32) if width else None

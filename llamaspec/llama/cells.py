@@ -9,7 +9,7 @@ order as for that text alone. tests/llama/test_kv_cache.py checks every cell.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,20 +228,17 @@ class CellTable:
         sequence.append(other.tokens[start:n], cells)
         sequence.hidden = other.hidden.tail(n)
 
-    def copy_out(self, sequences: Sequence[CachedSequence]) -> Sequence[CopiedSequence]:
+    def copy_out(self, sequences: Sequence[CachedSequence]) -> Iterator[CopiedSequence]:
         """Copy sequences out, in this order; what one shares with an earlier one is copied once.
 
         llama.cpp's sequences hold less and less meanwhile: `clear` afterwards.
         """
-        return [self.copy_next(sequence, sequences[:i]) for i, sequence in enumerate(sequences)]
-
-    def copy_next(self, sequence: CachedSequence, earlier: Sequence[CachedSequence]) -> CopiedSequence:
-        """Copy one sequence out, after some others."""
-        own = sequence.cells[: sequence.n]
-        n_shared = [shared(other.cells[: other.n], own) for other in earlier]
-        n = max(n_shared, default=0)
-        trunk = earlier[n_shared.index(n)] if n else None
-        return CopiedSequence(sequence, sequence.n, trunk, n, self.cells.copy_out(sequence.number, n))
+        for i, sequence in enumerate(sequences):
+            own = sequence.cells[: sequence.n]
+            n_shared = [shared(other.cells[: other.n], own) for other in sequences[:i]]
+            n = max(n_shared, default=0)
+            trunk = sequences[n_shared.index(n)] if n else None
+            yield CopiedSequence(sequence, sequence.n, trunk, n, self.cells.copy_out(sequence.number, n))
 
     def copy_in(self, copied: CopiedSequence) -> None:
         """Put what was copied out into the next empty cells; the sequence stays empty if that fails."""

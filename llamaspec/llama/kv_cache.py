@@ -25,21 +25,11 @@ GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others 
 
 
 class KVCache:
-    """Which sequences the cells of a context hold, and for whom.
+    """Which sequences the `size` cells of a context hold, and for whom.
 
-    Parameters
-    ----------
-    cells : Cells
-    size : int
-        Number of cells.
-    n_sequences : int
-        llama.cpp's sequences for rows and prefixes. The next one holds the garbage.
-    n_branches : int
-        Sequences behind that, for branches of trees.
-    max_garbage : float
-        Part of the full cells that may be garbage before the cache is defragmented; 1 = only if it is full.
-    min_garbage : int
-        Cells of garbage that are never worth it.
+    Of llama.cpp's sequences the first `n_sequences` are for rows and prefixes, the next one holds garbage,
+    and `n_branches` behind that are for trees. The cache is defragmented if more than `min_garbage` cells and
+    more than `max_garbage` of the full ones are garbage; 1 = only if it is full.
     """
 
     def __init__(
@@ -51,7 +41,7 @@ class KVCache:
         max_garbage: float = GARBAGE,
         min_garbage: int = BLOCK,
     ) -> None:
-        self._cells, self._size = cells, size
+        self._cells, self.size = cells, size
         self._max_garbage, self._min_garbage = max_garbage, min_garbage
         self._table = CellTable(cells, size, garbage=n_sequences)
         self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
@@ -61,11 +51,6 @@ class KVCache:
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self.n_defragmentations = 0
-
-    @property
-    def size(self) -> int:
-        """Cells."""
-        return self._size
 
     @property
     def n_used(self) -> int:
@@ -85,14 +70,11 @@ class KVCache:
         while True:
             n_before = self.n_defragmentations
             answers = [self._answer(*entry) for entry in batch]
-            if self._is_fragmented and self._cells.can_copy([each.number for each in self._prefixes()]):
+            least = max(self._min_garbage, self._max_garbage * self._table.top)
+            if self._table.n_garbage > least and self._cells.can_copy([x.number for x in self._prefixes()]):
                 self.defragment()
             if self.n_defragmentations == n_before:
                 return answers
-
-    @property
-    def _is_fragmented(self) -> bool:
-        return self._table.n_garbage > max(self._min_garbage, self._max_garbage * self._table.top)
 
     def _answer(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
         if self._is_changing or self._is_evaluating:
@@ -217,7 +199,7 @@ class KVCache:
         """
         for sequence in self._of_row.values():
             self._trees.drop(sequence)
-        copied = self._table.copy_out(self._prefixes())
+        copied = [*self._table.copy_out(self._prefixes())]
         self.forget()
         self._is_changing = True
         self.n_defragmentations += 1
@@ -229,10 +211,8 @@ class KVCache:
         """What is held, the last used first, for `put_in` of another cache; this one is empty afterwards."""
         self._settle()
         self._is_changing = True
-        prefixes = self._prefixes()[::-1]
         try:
-            for i, sequence in enumerate(prefixes):
-                yield self._table.copy_next(sequence, prefixes[:i])
+            yield from self._table.copy_out(self._prefixes()[::-1])
         finally:
             self.forget()
 
@@ -241,14 +221,10 @@ class KVCache:
     ) -> CachedSequence | None:
         """Hold a prefix that was taken out, older than all others; None if that failed or has no room.
 
-        Parameters
-        ----------
-        tokens : [n] int32
-        content : Bytes
-            Of the cells behind the first `n_shared`, which `trunk` holds.
+        `content` is that of the cells behind the first `n_shared`, which `trunk` holds.
         """
         free = [sequence for sequence in self._sequences if sequence.row is None and not sequence.n]
-        if not free or self._table.top + len(tokens) - n_shared > SLACK * self._size:
+        if not free or self._table.top + len(tokens) - n_shared > SLACK * self.size:
             return None
         self._is_changing = True
         sequence = free[0]
@@ -278,7 +254,7 @@ class KVCache:
 
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty, or raise ContextFullError."""
-        table, size = self._table, self._size
+        table, size = self._table, self.size
         n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
         if table.top + n_reserved <= size:
             return

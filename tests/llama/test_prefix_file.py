@@ -154,10 +154,9 @@ def piped(file: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    **{f"flipped at {at}": flipped(at) for at in (0.0, 0.00015, 0.0003, 0.001, 0.5, 0.9, 1.0)},
+    **{f"flipped at {at}": flipped(at) for at in (0.0, 0.0003, 0.5, 1.0)},
     "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
     "cut to a part of a head": lambda file: os.truncate(file, 25),
-    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
     "a length that is not there": lambda file: file.write_bytes(file.read_bytes()[:21] + b"\xff\x7f" * 40),
     "empty": lambda file: os.truncate(file, 0),
     "a link": linked,
