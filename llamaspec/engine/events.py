@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from llamaspec.engine.statistics import Summary
-from llamaspec.engine.text import Span
+from llamaspec.engine.detokenize import Span
 from llamaspec.values import Logprobs, Round
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 
 from llamaspec.engine.events import Completion, Ended, Piece, Prefilled, StopReason, TextEvent, Written
-from llamaspec.engine.row import Row
-from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.generation import GenerationRequest, generate
+from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.statistics import summarize
+from llamaspec.engine.thread import ComputeThread
 from llamaspec.engine.timed_constraint import TimedConstraint
-from llamaspec.engine.write import TextPlan, write
 from llamaspec.values import Round
 
 Progress = Callable[[int, int], None]  # (tokens read, tokens to read)
@@ -25,17 +26,19 @@ class TextStream:
 
     Parameters
     ----------
-    plan : TextPlan
-    scheduler : Scheduler
+    request : GenerationRequest
+    thread : ComputeThread
     on_prefill : callable, optional
-        Told how many tokens of the prompt have been read, of how many.
+        Told how many tokens of the prompt have been read, of how many; by whoever iterates.
     """
 
-    def __init__(self, plan: TextPlan, scheduler: Scheduler, on_prefill: Progress | None = None) -> None:
-        self._plan = plan
-        self._scheduler = scheduler
+    def __init__(
+        self, request: GenerationRequest, thread: ComputeThread, on_prefill: Progress | None = None
+    ) -> None:
+        self._request = request
+        self._thread = thread
         self._on_prefill = on_prefill
-        self._row: Row[TextEvent] | None = None
+        self._sequence: RunningSequence[TextEvent] | None = None
         self._pieces: deque[Piece] = deque()  # made, and not handed out
         self._shown: list[str] = []
         self._tokens: list[int] = []
@@ -56,7 +59,7 @@ class TextStream:
             raise StopIteration
         piece = self._pieces.popleft()
         self._shown.append(piece.text)
-        if self._plan.vocabulary.is_end(piece.token):
+        if self._request.vocabulary.is_end(piece.token):
             self._n_ended = 1
         elif self._stop_reason is StopReason.INTERRUPT:  # else it is what was held back
             self._tokens.append(piece.token)
@@ -66,8 +69,12 @@ class TextStream:
         return self
 
     async def __anext__(self) -> Piece:
+        news, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.begin(lambda: loop.call_soon_threadsafe(news.set))
         try:
-            piece = await asyncio.to_thread(next, self, None)
+            while (piece := self.next_ready()) is None and not self._is_over:
+                await news.wait()
+                news.clear()
         except BaseException:  # also when the task is cancelled
             self.close()
             raise
@@ -75,8 +82,19 @@ class TextStream:
             raise StopAsyncIteration
         return piece
 
+    def begin(self, notify: Callable[[], None] | None = None) -> None:
+        """Let the text begin, without waiting for it; more than once is allowed.
+
+        Parameters
+        ----------
+        notify : callable, optional
+            Called by the compute thread whenever `ready` may have something new.
+        """
+        sequence = self._begun()
+        sequence.notify = notify
+
     def ready(self) -> list[Piece]:
-        """The pieces that exist by now; begins the text, and evaluates nothing: `Pair.step` does.
+        """The pieces that exist by now; begins the text, and does not wait.
 
         Raises
         ------
@@ -90,35 +108,19 @@ class TextStream:
 
     def next_ready(self) -> Piece | None:
         """The next of them, or None. What follows it counts as not generated until it is asked for, too."""
-        row = self._begun()
+        sequence = self._begun()
         while not self._is_closed:
             if self._pieces:
                 return next(self)
-            if self._is_over or not (row.events or row.is_done):
+            if self._is_over or sequence.events.empty():
                 break
             self._take_in(self._next_event())
         return None
 
-    def pause(self) -> None:
-        """Leave the room in the KV cache to others; for who steps (`Pair.step`) and nobody else."""
-        if self._row is not None:
-            self._scheduler.pause(self._row)
-
-    def go_on(self) -> None:
-        """After a pause: the text is read again, and stays the same."""
-        if self._row is not None:
-            self._scheduler.go_on(self._row)
-
     @property
-    def is_paused(self) -> bool:
-        """Whether it leaves its room to others."""
-        return self._row is not None and self._row.is_paused
-
-    @property
-    def n_cells(self) -> int:
-        """Tokens that the KV cache must hold for what is to be evaluated next, and for the prompt."""
-        request = None if self._row is None else self._row.request
-        return max(len(self._plan.prompt), 0 if request is None else request.n_tokens)
+    def is_swapped_out(self) -> bool:
+        """Whether it waits for room in the KV cache."""
+        return self._sequence is not None and self._sequence.is_swapped_out
 
     def run(self) -> Completion:
         """Generate to the end."""
@@ -127,18 +129,16 @@ class TextStream:
         return self.completion
 
     def close(self) -> None:
-        """Stop generating; from any thread, within one evaluation."""
+        """Stop generating; from any thread, at once. The evaluation that runs is ended soon."""
         self._is_over = self._is_closed = True
-        if self._row is not None:
-            self._scheduler.cancel(self._row)
-        if self._row is None or not self._row.is_started:  # else the text has done so
-            self._plan.speculation.close()
+        if self._sequence is None:
+            self._request.speculation.close()
+        else:
+            self._thread.cancel(self._sequence)
 
     def __del__(self) -> None:
-        if self._row is not None:
-            self._row.is_cancelled = True  # ends at the next step: nobody can take a lock here
-        elif not self._is_closed:
-            self._plan.speculation.close()
+        if not self._is_closed:
+            self.close()
 
     @property
     def is_over(self) -> bool:
@@ -153,11 +153,11 @@ class TextStream:
     @property
     def completion(self) -> Completion:
         """What has been generated up to now."""
-        constraint = self._plan.speculation.constraint
+        constraint = self._request.speculation.constraint
         return Completion(
             text="".join(self._shown),
             tokens=tuple(self._tokens),
-            n_prompt_tokens=len(self._plan.prompt),
+            n_prompt_tokens=len(self._request.prompt),
             stop_reason=self._stop_reason,
             rounds=tuple(self._rounds),
             summary=summarize(self._rounds, len(self._tokens) + self._n_ended),
@@ -166,18 +166,28 @@ class TextStream:
             mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
 
-    def _begun(self) -> Row[TextEvent]:
-        if self._row is None:
-            self._row = self._scheduler.start(write(self._plan), self._plan.speculation.length.width)
-        return self._row
+    def _begun(self) -> RunningSequence[TextEvent]:
+        if self._sequence is None:
+            request = self._request
+            self._sequence = self._thread.start(
+                generate(request),
+                request.speculation.length.width,
+                n_prompt=len(request.prompt),
+                limit=request.limit,
+            )
+        return self._sequence
 
     def _next_event(self) -> TextEvent | None:
-        row = self._begun()
+        sequence = self._begun()
         try:
-            return self._scheduler.next_event(row)
-        except BaseException:
+            return self._thread.next_event(sequence)
+        except BaseException as error:
             self._is_over = True
-            self._scheduler.cancel(row)
+            self._thread.cancel(sequence)
+            if not isinstance(error, Exception):  # Ctrl-C: what follows finds the machine quiet
+                with suppress(Exception):
+                    while self._thread.next_event(sequence) is not None:
+                        pass
             raise
 
     def _take_in(self, event: TextEvent | None) -> None:

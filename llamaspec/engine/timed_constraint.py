@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from llamaspec.engine.row import Clock
+from llamaspec.engine.sequence import Clock
 from llamaspec.protocols import RowConstraint
 from llamaspec.values import TokenArray
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from llamaspec.drafters.fallback import preparing
 from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEvent, Written
-from llamaspec.engine.row import Text
+from llamaspec.engine.sequence import Text
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.text import Span, TextAssembler
+from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
 from llamaspec.protocols import TrialLength, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
@@ -27,8 +27,8 @@ MOST_TRIALS = 4  # timings of widths before a prompt is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextPlan:
-    """What a text is made from.
+class GenerationRequest:
+    """What a caller asks for: a prompt, and how it is continued.
 
     Raises
     ------
@@ -70,44 +70,44 @@ class TextPlan:
         return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
 
 
-def write(plan: TextPlan) -> Text[TextEvent]:
+def generate(request: GenerationRequest) -> Text[TextEvent]:
     """The text as a coroutine: yields requests, rounds and events."""
     try:
-        writer = _Writer(plan)
+        writer = _Writer(request)
         try:
-            yield from _prefill(plan)
+            yield from _prefill(request)
         except ContextFullError:  # other texts hold the room
             yield Ended(StopReason.CONTEXT, ())
             return
-        reason = yield from _generate(plan, writer)
+        reason = yield from _decode(request, writer)
         yield Ended(reason, writer.rest())
     finally:
-        plan.speculation.close()
+        request.speculation.close()
 
 
-def _prefill(plan: TextPlan) -> Text[TextEvent]:
+def _prefill(request: GenerationRequest) -> Text[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
-    prompt, n_to_read = plan.prompt, len(plan.prompt) - 1
-    n_cached, seconds = 0, (yield from _try_width(plan))
+    prompt, n_to_read = request.prompt, len(request.prompt) - 1
+    n_cached, seconds = 0, (yield from _try_width(request))
     for begin in range(0, n_to_read, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_to_read)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
-            seconds += yield from _prepare_drafter(plan, prompt[: end + 1])
+            seconds += yield from _prepare_drafter(request, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
-    seconds += yield from _prepare_drafter(plan, prompt)
+    seconds += yield from _prepare_drafter(request, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
 
 
-def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
+def _try_width(request: GenerationRequest) -> Generator[ForwardRequest, Forward, float]:
     """Let a length that knows nothing yet see what a width costs; returns seconds.
 
     On tokens of the prompt, because a mixture of experts must tell them apart, but from its end: nothing of
     this is found again, so the prompt is read as ever, and the text is the same to the bit.
     """
-    length, prompt = plan.speculation.length, plan.prompt
+    length, prompt = request.speculation.length, request.prompt
     if not isinstance(length, TrialLength):
         return 0.0
     seconds = 0.0
@@ -127,24 +127,26 @@ def _try_width(plan: TextPlan) -> Generator[ForwardRequest, Forward, float]:
     return seconds
 
 
-def _prepare_drafter(plan: TextPlan, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:
+def _prepare_drafter(
+    request: GenerationRequest, read: TokenArray
+) -> Generator[ForwardRequest, Forward, float]:
     """Let the drafter take in what the target has read of the prompt; returns seconds."""
-    seconds, preparation = 0.0, preparing(plan.speculation.drafter, read)
-    request = _advance(preparation)
-    while request is not None:
+    seconds, preparation = 0.0, preparing(request.speculation.drafter, read)
+    wanted = _advance(preparation)
+    while wanted is not None:
         try:
-            forward = yield request
+            forward = yield wanted
         except ContextFullError as error:  # noqa: PERF203
-            request = _advance(preparation, error=error)
+            wanted = _advance(preparation, error=error)
         else:
             seconds += forward.seconds
-            request = _advance(preparation, forward)
+            wanted = _advance(preparation, forward)
     return seconds
 
 
-def _generate(plan: TextPlan, writer: _Writer) -> Generator[Any, Any, StopReason]:
+def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, StopReason]:
     """Speculate to where the text ends; returns why it ends."""
-    with closing(speculate(plan.prompt, plan.limit, plan.speculation)) as loop:
+    with closing(speculate(request.prompt, request.limit, request.speculation)) as loop:
         wanted = _advance(loop)
         while wanted is not None:
             try:
@@ -158,10 +160,10 @@ def _generate(plan: TextPlan, writer: _Writer) -> Generator[Any, Any, StopReason
             if isinstance(wanted, Round):
                 yield writer.keep(answer)  # before the next draft, which may fail
                 if writer.reason is not None:
-                    plan.speculation.length.observe(answer)  # as the loop would, before its next draft
+                    request.speculation.length.observe(answer)  # as the loop would, before its next draft
                     return writer.reason
             wanted = _advance(loop, answer)
-    return plan.reason_at_limit
+    return request.reason_at_limit
 
 
 def _advance(
@@ -177,13 +179,13 @@ def _advance(
 class _Writer:
     """Turns rounds into text, up to where the text ends."""
 
-    def __init__(self, plan: TextPlan) -> None:
-        self._vocabulary = plan.vocabulary
-        self._text = TextAssembler(plan.stops)
-        self._spelled = plan.spelled
-        self._constraint = plan.speculation.constraint
+    def __init__(self, request: GenerationRequest) -> None:
+        self._vocabulary = request.vocabulary
+        self._text = TextAssembler(request.stops)
+        self._spelled = request.spelled
+        self._constraint = request.speculation.constraint
         self._generated: list[int] = []
-        self._last_token = int(plan.prompt[-1])
+        self._last_token = int(request.prompt[-1])
         self.reason: StopReason | None = None  # the text has ended
 
     def keep(self, round_: Round) -> Written:
