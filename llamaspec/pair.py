@@ -1,7 +1,7 @@
 """A target and its draft, opened together: what a program uses, and what the commands are built on.
 
-Every text is a row of one scheduler, so several threads, or tasks of asyncio, may generate from one pair at
-the same time. They share each evaluation, and every text is the one that it would be alone.
+One thread of its own computes for every user of a pair, so several threads, or tasks of asyncio, may generate
+from it at the same time. They share each evaluation, and every text is the one that it would be alone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.ngram import PastTexts
 from llamaspec.drafters.tree import TreeLength
+from llamaspec.engine.generation import GenerationRequest
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.engine.thread import ComputeThread
 from llamaspec.engine.timed_constraint import TimedConstraint
-from llamaspec.engine.write import TextPlan
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.fixed_length import FixedLength
-from llamaspec.llama.devices import computing_devices
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.openmp import end_own_threads
 from llamaspec.protocols import (
     Constraint,
     Drafter,
@@ -85,8 +84,8 @@ class Pair:
             models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
-        concurrent = any(_apart(target, model) for model in self.draft_models)
-        self._scheduler = Scheduler(models, concurrent=concurrent, clock=clock, leave=end_own_threads)
+        self._scheduler = Scheduler(models, clock=clock)
+        self._thread = ComputeThread(self._scheduler)
 
     @property
     def draft_models(self) -> tuple[LlamaModel, ...]:
@@ -186,16 +185,10 @@ class Pair:
             constraint=row_constraint,
             n_logprobs=logprobs,
         )
-        plan = TextPlan(tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {})
-        return TextStream(plan, self._scheduler, on_prefill)
-
-    def step(self) -> bool:
-        """Make one evaluation for all streams that have begun; False where none needs one.
-
-        For a program that looks after many streams in one thread: `TextStream.ready` begins a stream and
-        hands out what exists of it.
-        """
-        return self._scheduler.step()
+        request = GenerationRequest(
+            tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
+        )
+        return TextStream(request, self._thread, on_prefill)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
         """A constraint for `stream`: JSON as a schema wants it, properties in the schema's order.
@@ -240,7 +233,7 @@ class Pair:
         ...     return forward.logits[0].copy()
         >>> pair.run(score(tokens))  # doctest: +SKIP
         """
-        return self._scheduler.run(measurement)
+        return self._thread.run(measurement)
 
     def cache_use(self) -> tuple[int, int]:
         """Tokens that the target's KV cache holds, and how many it could."""
@@ -248,11 +241,15 @@ class Pair:
 
     def forget(self) -> None:
         """Empty both KV caches, as if nothing had been evaluated."""
-        self._scheduler.forget()
+        self._thread.call(self._scheduler.forget)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Call a function in the compute thread, between two evaluations: for what touches a KV cache."""
+        return self._thread.call(function)
 
     def close(self) -> None:
         """End all streams and free both models; from any thread, and more than once is allowed."""
-        self._scheduler.close()
+        self._thread.close()
         for model in (self.heads, *reversed(self.draft_models), self.target):
             if model is not None:
                 model.close()
@@ -284,12 +281,3 @@ class Pair:
         if not prompt:
             raise PromptError("the prompt is empty; give some text to continue")
         return self.target.vocabulary.tokenize(prompt)
-
-
-def _apart(target: LlamaModel, draft: LlamaModel) -> bool:
-    """Whether the two compute on different devices: one on a GPU or on workers, the other not."""
-    if target.options.workers:
-        return True
-    return not computing_devices(target.options, target.weights.n_layers) & computing_devices(
-        draft.options, draft.weights.n_layers
-    )

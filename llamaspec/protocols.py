@@ -20,7 +20,6 @@ from llamaspec.values import (
     Forward,
     ForwardRequest,
     Logits,
-    Meanwhile,
     Round,
     TokenArray,
     Verification,
@@ -31,7 +30,7 @@ Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 
 
 class Model(Protocol):
-    """Evaluates sequences; only the scheduler calls it.
+    """Evaluates sequences; only the compute thread calls it.
 
     A *row* is a text that goes on, named by any integer. What the KV cache holds of a row is found again by
     comparing tokens, so nobody says "go back": a request that does not contain the rejected tokens is enough.
@@ -52,6 +51,10 @@ class Model(Protocol):
     @property
     def max_scored(self) -> int:
         """The most positions of one evaluation whose logits are wanted."""
+
+    @property
+    def n_cells(self) -> int | None:
+        """Tokens that all sequences together can cache; None where each has a memory of its own."""
 
     @property
     def max_mixed(self) -> int:
@@ -244,18 +247,6 @@ class Closing(Protocol):
 
     def close(self) -> None:
         """The sequence has ended; more than once is allowed."""
-
-
-@runtime_checkable
-class AheadDrafter(Drafter, Protocol):
-    """A drafter that can go on while its draft is verified, where both compute on different devices."""
-
-    def ahead(self, context: TokenArray, draft: Draft) -> Meanwhile | None:
-        """Go on behind `draft`, as if all of it were accepted; None where that is of no use.
-
-        Called after every draft that has tokens, also where nobody will answer: what it costs belongs into
-        the coroutine.
-        """
 
 
 class Stream(IntEnum):

@@ -6,10 +6,10 @@ copied and compared in microseconds. `None` is the only "off".
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,6 @@ class ForwardRequest:
         None  # [K] index of the draft token before it, -1 = the sequence; None = chain
     )
     n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
-    meanwhile: Meanwhile | None = None  # may be answered, as far as that comes, while this is evaluated
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
     is_tree: bool = field(init=False)
@@ -78,9 +77,6 @@ class ForwardRequest:
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
         object.__setattr__(self, "is_tree", is_tree)
-
-
-Meanwhile: TypeAlias = Generator[ForwardRequest, "Forward", None]
 
 
 class Forward(NamedTuple):
@@ -244,7 +240,7 @@ class Verification(NamedTuple):
 class Round:
     """One turn of the loop: a draft, one evaluation of the target, the tokens that it adds to the text."""
 
-    draft: Draft  # without distributions
+    draft: Draft  # what the target evaluated of it; without distributions
     path: tuple[int, ...]  # indices of the accepted draft tokens
     next_token: int  # the target's own token after the accepted ones
     width: int  # positions in the target's evaluation: those of all rows, and padding
@@ -261,9 +257,9 @@ class Round:
     shadow: tuple[float, float] | None = None  # of the first of them: its confidence, and its acceptance
 
     @property
-    def drafted(self) -> TokenArray:
-        """The draft tokens: int32 [K]."""
-        return self.draft.tokens
+    def n_drafted(self) -> int:
+        """Draft tokens, with those that the target did not evaluate."""
+        return len(self.draft) + self.n_dropped
 
     @property
     def confidences(self) -> tuple[float, ...]:
@@ -283,7 +279,7 @@ class Round:
     @property
     def n_priced_steps(self) -> int:
         """Draft steps, where several that make one draft token together count as one."""
-        return min(self.n_draft_steps, max(len(self.draft) + self.n_dropped, 1))
+        return min(self.n_draft_steps, max(self.n_drafted, 1))
 
     @property
     def n_accepted(self) -> int:

@@ -46,8 +46,8 @@ def costs(runs: Sequence[Sequence[Round]]) -> list[float]:
             rest.append(round_.overhead_seconds)
             if round_.draft.is_chain:
                 verify[round_.n_verified].append(round_.verify_seconds)
-            if round_.drafted.size and round_.draft.is_chain:
-                step.append(round_.draft_seconds / len(round_.drafted))
+            if len(round_.draft) and round_.draft.is_chain:
+                step.append(round_.draft_seconds / len(round_.draft))
     times = {n: statistics.median(seconds) for n, seconds in verify.items() if n == 0 or len(seconds) >= RARE}
     a_step, a_rest = statistics.median(step) if step else 0.0, statistics.median(rest)
     return [

@@ -68,6 +68,7 @@ class FakeModel:
     batch_size: int = 64
     max_scored: int = 64
     max_mixed: int = 0
+    n_cells: int | None = None
     spread: float = 1.5
     before: Callable[[int], None] = lambda n: None  # told the number of the evaluation; may raise, or wait
     is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False

@@ -552,7 +552,7 @@ def test_the_embedded_draft_is_worth_asking(demo: Pair) -> None:
         round_
         for prompt in PROMPTS
         for round_ in assisted(demo, prompt, Sampling(temperature=0), 0, 48, 1).rounds
-        if len(round_.drafted)
+        if len(round_.draft)
     ]
     assert np.mean([round_.n_accepted for round_ in rounds]) > 0.5
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -211,39 +211,16 @@ def test_texts_among_others_with_prediction_heads(store: ModelStore, kind: str) 
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_pauses_change_no_text(store: ModelStore, kind: str) -> None:
-    """Rows that are paused at random, with another text in the room that they left."""
-    rng = np.random.default_rng(6)
-    texts = [replace(wanted, n_read=None) for wanted in some_texts(rng, 6, longest_prompt=60, longest=40)]
-    with tiny_pair(store, kind, n_ctx=160, n_cells=1024, **EXACT) as pair:
-        expected = alone(pair, texts)
-        streams = {wanted.number: wanted.stream(pair) for wanted in texts}
-        n_pauses = 0
-        while running := [stream for stream in streams.values() if not stream.is_over]:
-            for stream in running:
-                stream.ready()
-                if stream.is_paused:
-                    stream.go_on()
-                elif rng.random() < 0.1:
-                    stream.pause()
-                    n_pauses += 1
-            pair.step()
-        assert {n: stream.completion.tokens for n, stream in streams.items()} == expected.tokens
-        assert n_pauses > 5
-
-
-def test_rows_without_room_end_alone(store: ModelStore) -> None:
-    """Far too few cells: many texts end early, each with what it would have said until then."""
+def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:
+    """Far too few cells: texts wait for each other, and each is the whole text that it would be alone."""
     rng = np.random.default_rng(6)
     texts = some_texts(rng, 20, longest_prompt=120, longest=100)
     with tiny_pair(store, "llama", n_ctx=256, n_cells=256, **EXACT) as pair:
         expected = alone(pair, texts)
-        outcome = interleaved(pair, texts, rng, n_rows=6)
-        assert_same_texts(outcome, expected, n_short=20)
-        reasons = list(outcome.reasons.values())
-        assert reasons.count(StopReason.CONTEXT) > 2
-        assert reasons.count(StopReason.LIMIT) > 5
+        assert_same_texts(interleaved(pair, texts, rng, n_rows=6), expected)
+        outcome = threaded(pair, texts, 6)
+        assert_same_texts(outcome, expected)
+        assert outcome.most_rows > 1
 
 
 @dataclass

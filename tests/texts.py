@@ -9,15 +9,16 @@ import numpy as np
 
 from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.generation import GenerationRequest
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.write import TextPlan
+from llamaspec.engine.thread import ComputeThread
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Logits, TokenArray
+from stepped import Stepped
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 V = 7
@@ -62,7 +63,7 @@ def model_drafter(model: FakeModel, seed: int, rule: str = "coupled") -> ModelDr
 
 
 def stream(
-    scheduler: Scheduler,
+    thread: ComputeThread,
     models: Mapping[str, FakeModel],
     prompt: Sequence[int] = (1, 2),
     *,
@@ -83,12 +84,14 @@ def stream(
         drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
         model.context_size, model.max_scored,
     )  # fmt: skip
-    plan = TextPlan(tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {})
-    return TextStream(plan, scheduler, **settings)  # type: ignore[arg-type]
+    plan = GenerationRequest(
+        tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {}
+    )
+    return TextStream(plan, thread, **settings)  # type: ignore[arg-type]
 
 
 def alone(prompt: Sequence[int] = (1, 2), seed: int = 0, max_tokens: int = 12) -> tuple[int, ...]:
     """The tokens of plain decoding, by one text with nobody beside it."""
     models = {TARGET: target(context_size=4096)}
-    made = stream(Scheduler(models), models, prompt, seed=seed, length=Length(), max_tokens=max_tokens)
+    made = stream(Stepped(models), models, prompt, seed=seed, length=Length(), max_tokens=max_tokens)
     return made.run().tokens

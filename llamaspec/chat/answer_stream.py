@@ -67,6 +67,7 @@ class AnswerStream:
         self._parser, self._vocabulary, self._limit = parser, vocabulary, limit
         self.n_thought = 0  # tokens of reasoning
         self._is_over = False
+        self._notify: Callable[[], object] | None = None
         self._before: Completion | None = None  # until thinking was ended, with what ended it
         self._stream = open_stream(prompt, max_tokens)
 
@@ -78,8 +79,13 @@ class AnswerStream:
             raise StopIteration
         return self._cut() or self._part(next(self._stream, None))
 
+    def begin(self, notify: Callable[[], object]) -> None:
+        """As `TextStream.begin`."""
+        self._notify = notify
+        self._stream.begin(notify)
+
     def ready(self) -> list[AnswerPart]:
-        """The parts that exist by now; begins the answer, and evaluates nothing: `Pair.step` does."""
+        """The parts that exist by now; begins the answer, and does not wait."""
         parts: list[AnswerPart] = []
         while not self._is_over:
             part = self._cut()
@@ -96,23 +102,10 @@ class AnswerStream:
         self._is_over = True
         self._stream.close()
 
-    def pause(self) -> None:
-        """As `TextStream.pause`."""
-        self._stream.pause()
-
-    def go_on(self) -> None:
-        """As `TextStream.go_on`."""
-        self._stream.go_on()
-
     @property
-    def is_paused(self) -> bool:
-        """As `TextStream.is_paused`."""
-        return self._stream.is_paused
-
-    @property
-    def n_cells(self) -> int:
-        """As `TextStream.n_cells`."""
-        return self._stream.n_cells
+    def is_swapped_out(self) -> bool:
+        """As `TextStream.is_swapped_out`."""
+        return self._stream.is_swapped_out
 
     @property
     def is_over(self) -> bool:
@@ -185,4 +178,6 @@ class AnswerStream:
             stop_reason=StopReason.INTERRUPT,
         )
         self._stream = stream
+        if self._notify is not None:
+            stream.begin(self._notify)
         return True

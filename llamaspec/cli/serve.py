@@ -18,6 +18,7 @@ from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_
 from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.terminal import say
+from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
@@ -27,7 +28,7 @@ from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve import PADDING, ServeSettings
+from llamaspec.serve import ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes
 
@@ -179,7 +180,7 @@ def check_installed() -> None:
 def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> PairFiles:
     """The same files, opened with one KV cache for all texts."""
     per_request = options.ctx_per_request or models.n_ctx
-    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + PADDING) * options.settings.parallel
+    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * options.settings.parallel
     if per_request is not None and per_request > n_cells:
         raise ValueError(
             f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all texts share"

@@ -76,7 +76,7 @@ def conclusion(completion: Completion) -> str:
 
 
 def _round(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
-    draft = zip(round_.drafted.tolist(), round_.confidences, range(len(round_.draft)), strict=True)
+    draft = zip(round_.draft.tokens.tolist(), round_.confidences, range(len(round_.draft)), strict=True)
     return {
         "draft": round_.draft_seconds,
         "verify": round_.verify_seconds,

@@ -1,7 +1,7 @@
 """Which requests are evaluated together, and how wide the evaluation is.
 
-Pure decisions over sequences that have been prepared. Padding belongs to the batch: the sequences agree on a width, and
-each has reserved what it would want alone. tests/engine/test_scheduler.py.
+Pure decisions over sequences that have been prepared. Padding belongs to the batch: the sequences agree on a
+width, and each has reserved what it would want alone. tests/engine/test_scheduler.py.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Batching:
     def padding(self, sequence: RunningSequence[Any], request: ForwardRequest, n_sequences: int) -> int:
         """Positions that a sequence would want besides those of its request, alone or with others.
 
-        Together a little more, so that sequences stay together where one position more is believed cheaper: apart
-        they would never time whether it is.
+        Together a little more, so that sequences stay together where one position more is believed cheaper:
+        apart they would never time whether it is.
         """
         if request.model != TARGET or not request.n_scored:
             return 0
@@ -86,7 +86,8 @@ class Batching:
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
     def _reading_beside(self, group: Group, sequence: RunningSequence[Any]) -> Group:
-        """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv 2308.16369).
+        """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv
+        2308.16369).
 
         As it is where the others may not be evaluated at such a width.
         """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from llamaspec.engine.statistics import Summary
 from llamaspec.engine.detokenize import Span
+from llamaspec.engine.statistics import Summary
 from llamaspec.values import Logprobs, Round
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from llamaspec.drafters.fallback import preparing
+from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEvent, Written
 from llamaspec.engine.sequence import Text
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
 from llamaspec.protocols import TrialLength, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray

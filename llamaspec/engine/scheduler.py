@@ -1,10 +1,11 @@
-"""The scheduler: merges what running sequences want evaluated, and is the only one that touches models and clock.
+"""The scheduler: merges what running sequences want evaluated, and is the only one that touches models and
+clock.
 
-A step is one evaluation: of a draft model for all sequences that draft, in lock-step; of the target for all whose
-drafts are done; or of a part of a prompt, between rounds or beside them. Sequences join and leave between steps. Where
-the target's KV cache has no room for all, those that came last are swapped out and evaluated again later (preemption by
-recomputation, as in vLLM, arXiv 2309.06180). One thread calls this, see `engine/thread.py`.
-tests/engine/test_scheduler.py and tests/test_rows.py.
+A step is one evaluation: of a draft model for all sequences that draft, in lock-step; of the target for all
+whose drafts are done; or of a part of a prompt, between rounds or beside them. Sequences join and leave
+between steps. Where the target's KV cache has no room for all, those that came last are swapped out and
+evaluated again later (preemption by recomputation, as in vLLM, arXiv 2309.06180). One thread calls this, see
+`engine/thread.py`. tests/engine/test_scheduler.py and tests/test_rows.py.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Scheduler:
     def _resume(
         self, sequence: RunningSequence[Any], answer: Forward | None = None, *, error: Exception | None = None
     ) -> None:
-        """Let a text go on, or know that its request cannot be evaluated. What goes wrong in it ends it alone."""
+        """Let a text go on, or know why its request cannot be evaluated; what fails in it ends it alone."""
         try:
             sequence.advance(self._clock, answer, error)
         except StopIteration:
@@ -173,9 +174,7 @@ class Scheduler:
             for other in self._sequences
         )
 
-    def _is_to_evaluate(
-        self, sequence: RunningSequence[Any], request: ForwardRequest, n_cached: int
-    ) -> bool:
+    def _is_to_evaluate(self, sequence: RunningSequence[Any], request: ForwardRequest, n_cached: int) -> bool:
         """Note what a prepared request still needs; one that is cached as a whole is answered at once."""
         sequence.n_cached, sequence.n_new = n_cached, request.n_tokens - n_cached
         sequence.part = self._batching.part(request, n_cached)
@@ -225,9 +224,7 @@ class Scheduler:
                 )
 
 
-def _prepared(
-    model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]
-) -> Sequence[int | Exception]:
+def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | Exception]:
     """For each request how many of its tokens are cached, or why it cannot be evaluated."""
     try:
         return model.prepare(batch)

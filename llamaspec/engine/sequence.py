@@ -1,7 +1,7 @@
 """A running sequence: one text's coroutine, what it waits for, and what its round has cost up to now.
 
-The scheduler drives it between two evaluations; whoever reads the text takes its events from a queue. Knows no
-models. tests/engine/test_scheduler.py.
+The scheduler drives it between two evaluations; whoever reads the text takes its events from a queue. Knows
+no models. tests/engine/test_scheduler.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def unpadded(n_positions: int) -> int:
 class RunningSequence(Generic[Event]):
     """A text that is being written.
 
-    Only `events`, `error`, `is_cancelled` and `notify` may be touched by other threads than the one that computes.
+    Only `events`, `error`, `is_cancelled` and `notify` may be touched by other threads than the one that
+    computes.
     """
 
     number: int
@@ -39,7 +40,7 @@ class RunningSequence(Generic[Event]):
     width: Width = unpadded
     n_prompt: int = 0  # tokens
     limit: int | None = None  # tokens that it has at most
-    notify: Callable[[], None] | None = None  # called by the computing thread after it has put events
+    notify: Callable[[], object] | None = None  # called by the computing thread after it has put events
     events: SimpleQueue[Event | None] = field(default_factory=SimpleQueue)  # None = the end
     error: BaseException | None = None  # what ended it
     is_done: bool = False

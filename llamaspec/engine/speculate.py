@@ -19,7 +19,7 @@ import numpy as np
 
 from llamaspec.drafters.fallback import drafting
 from llamaspec.length.at_most import RowAtMost
-from llamaspec.protocols import AheadDrafter, Closing, Drafter, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.protocols import Closing, Drafter, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.logprobs import round_logprobs
@@ -88,7 +88,6 @@ def _next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: 
         tokens,
         draft=draft.tokens,
         parents=draft.parents,
-        meanwhile=drafter.ahead(tokens, draft) if len(draft) and isinstance(drafter, AheadDrafter) else None,
     )
 
     p = LogitsTarget(forward.logits, tokens, draft, sampler)

@@ -21,14 +21,14 @@ class Summary:
     n_rounds: int
     n_rounds_without_draft: int
     n_rounds_cut: int  # rounds of which the text did not keep every token: end of text, stop string, limit
-    n_drafted: int  # draft tokens
+    n_drafted: int  # draft tokens, with those that were dropped before verification
     n_verified: int  # draft tokens that the target evaluated
     n_accepted: int  # draft tokens that the text kept; the target's own token of each round is not among them
     accepted_histogram: tuple[int, ...]  # [i] = rounds in which i draft tokens were accepted
     draft_seconds: float
     verify_seconds: float
     overhead_seconds: float
-    plain_seconds: float | None = None  # median round of one position without a draft; None: there was none
+    plain_seconds: float | None = None  # median round of one position, drafting apart; None: there was none
     plain_excess: float = 0.0  # seconds that these rounds took in all, beyond the median of each
 
     @property
@@ -74,15 +74,15 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
     """
     rounds = list(rounds)
     counts = Counter(round_.n_accepted for round_ in rounds)
-    plain = [round_.seconds for round_ in rounds if round_.width == 1 and not len(round_.drafted)]
+    plain = [r.seconds - r.draft_seconds for r in rounds if r.width == 1 and not r.n_verified]
     median = statistics.median(plain) if plain else None
     n_made = sum(round_.n_accepted + 1 for round_ in rounds)
     return Summary(
         n_tokens=n_tokens,
         n_rounds=len(rounds),
-        n_rounds_without_draft=sum(len(round_.drafted) == 0 for round_ in rounds),
+        n_rounds_without_draft=sum(round_.n_drafted == 0 for round_ in rounds),
         n_rounds_cut=int(n_made > n_tokens),
-        n_drafted=sum(len(round_.drafted) for round_ in rounds),
+        n_drafted=sum(round_.n_drafted for round_ in rounds),
         n_verified=sum(round_.n_verified for round_ in rounds),
         n_accepted=sum(round_.n_accepted for round_ in rounds),
         accepted_histogram=tuple(counts[i] for i in range(max(counts, default=-1) + 1)),

@@ -82,7 +82,7 @@ class TextStream:
             raise StopAsyncIteration
         return piece
 
-    def begin(self, notify: Callable[[], None] | None = None) -> None:
+    def begin(self, notify: Callable[[], object] | None = None) -> None:
         """Let the text begin, without waiting for it; more than once is allowed.
 
         Parameters

@@ -1,8 +1,8 @@
 """The compute thread: it alone calls llama.cpp, for every user of a pair.
 
-Callers hand in texts and read events from a queue each; a program that iterates, tasks of asyncio and the server are the
-same thing seen from three sides. Ctrl-C in the main thread, and whoever cancels, set the abort flag, which ends the running
-evaluation. tests/engine/test_threads.py.
+Callers hand in texts and read events from a queue each; a program that iterates, tasks of asyncio and the
+server are the same thing seen from three sides. Ctrl-C in the main thread, and whoever cancels, set the abort
+flag, which ends the running evaluation. tests/engine/test_threads.py.
 """
 
 from __future__ import annotations

@@ -90,6 +90,11 @@ class LlamaModel:
         return self.vocabulary.size
 
     @property
+    def n_cells(self) -> int | None:
+        """Tokens that all sequences together can cache; None where each has a context of its own."""
+        return None if self.weights.keeps_states else self._contexts[0].cache.size
+
+    @property
     def can_branch(self) -> bool:
         """Whether it evaluates trees of draft tokens: not where layers keep states."""
         return not self.weights.keeps_states

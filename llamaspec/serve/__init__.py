@@ -9,7 +9,6 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-PADDING = 64  # KV cells that a sequence may need beside its own tokens, for a draft that is verified
 MAX_PARALLEL = 16  # sequences that a draft model evaluates at once
 
 

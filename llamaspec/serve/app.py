@@ -6,6 +6,7 @@ that says so. tests/serve/test_status.py, tests/serve/test_stopping.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -272,14 +273,14 @@ def url_of(opened: socket.socket) -> str:
 def serving(
     pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, settings: ServeSettings, write: Write
 ) -> Iterator[tuple[ASGIApp, Service]]:
-    """The application over an open pair; its decode thread ends afterwards."""
+    """The application over an open pair; what runs ends afterwards."""
     builder, counted = RequestBuilder(pair, template, settings.parallel), Metrics()
     queue = RequestQueue(pair, policy, counted, settings.parallel, settings.max_queue)
     service = Service(pair, settings, builder, queue, counted)
     try:
         yield make_app(service, write), service
     finally:
-        queue.close()
+        queue.end()
 
 
 class Server(uvicorn.Server):
@@ -303,6 +304,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept requests, and say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._ready()
 
@@ -310,9 +312,7 @@ class Server(uvicorn.Server):
         """Refuse requests, and end those that run after the grace time."""
         queue = self._service.queue
         queue.stop()
-        grace = threading.Timer(self._service.settings.grace_seconds, queue.end)
-        grace.daemon = True
-        grace.start()
+        grace = asyncio.get_running_loop().call_later(self._service.settings.grace_seconds, queue.end)
         try:
             await super().shutdown(sockets)
         finally:
@@ -334,5 +334,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal stops the server; a second one ends the running answers at once."""
         if self.should_exit:
-            threading.Thread(target=self._service.queue.end, daemon=True).start()
+            self._loop.call_soon_threadsafe(self._service.queue.end)
         self.should_exit = True

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
 from llamaspec.chat.template import Message
+from llamaspec.engine.detokenize import Span
 from llamaspec.engine.statistics import Summary
-from llamaspec.engine.text import Span
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
 from llamaspec.serve.scheduling import Finished, PromptProgress, Submission

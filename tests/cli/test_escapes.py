@@ -13,9 +13,9 @@ import pytest
 from chat_models import TEMPLATE, with_template
 from command import ENTRY, Answer, environment, generate, invoke, naming, run
 from llamaspec.cli.terminal import write_text
+from llamaspec.engine.detokenize import Span
 from llamaspec.engine.events import Piece
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Span
 from llamaspec.errors import LlamaspecError, printable
 from patience import PATIENCE
 

@@ -10,13 +10,13 @@ import pytest
 from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, MTP, TARGET, Draft, Forward, ForwardRequest, Source
+from stepped import Stepped
 from texts import PLAIN, draft, stream, target
 
 GREEDY = Sampling(temperature=0)
@@ -85,7 +85,7 @@ def test_heads_may_draft_no_further_than_there_are_heads() -> None:
 
 def test_nothing_is_read_twice() -> None:
     models = {TARGET: target(), DRAFT: draft()}
-    done = stream(Scheduler(models), models, (1, 2, 3, 4), length=Length(3), max_tokens=30).run()
+    done = stream(Stepped(models), models, (1, 2, 3, 4), length=Length(3), max_tokens=30).run()
     prompt, *steps = models[DRAFT].evaluated
     assert (prompt.n_new, prompt.requests[0].n_logits) == (3, 0)
     assert len(steps) == sum(len(round_.draft) for round_ in done.rounds)
@@ -106,7 +106,7 @@ def test_a_small_context_slides_in_halves() -> None:
 
 def test_a_text_longer_than_the_drafts_context() -> None:
     models = {TARGET: target(), DRAFT: draft(context_size=8)}
-    done = stream(Scheduler(models), models, length=Length(3), max_tokens=40).run()
+    done = stream(Stepped(models), models, length=Length(3), max_tokens=40).run()
     assert len(done.tokens) == 40
     assert all(len(round_.draft) == 3 for round_ in done.rounds[:-3])
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 
 import pytest
 
 from fakes import CountingUp, Length, tokens
-from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
-from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.write import write
-from llamaspec.errors import ClosedError, EvaluationAbortedError, EvaluationError, MemoryFullError
+from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
-from patience import PATIENCE
+from stepped import Stepped
 from texts import V, alone, draft, stream, target
 
 Asking = Generator[ForwardRequest, Forward, Draft]
@@ -31,7 +27,7 @@ def rest(of: TextStream) -> tuple[int, ...]:
 
 def test_a_full_context_ends_one_row_alone() -> None:
     models = {TARGET: target(is_full=lambda row, request: row == 0 and request.n_tokens > 8)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     full, other = (stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(2))
     next(full), next(other)
     done = full.run()
@@ -44,7 +40,7 @@ def test_a_full_context_ends_one_row_alone() -> None:
 def test_a_full_context_of_the_draft_only_stops_drafting() -> None:
     """The request for the target that follows has been prepared like any other."""
     models = {TARGET: target(), DRAFT: draft(is_full=lambda row, request: request.n_tokens > 6)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [stream(scheduler, models, seed=i) for i in range(3)]
     for of in streams:
         next(of)
@@ -58,7 +54,7 @@ def test_a_full_context_of_the_draft_only_stops_drafting() -> None:
 def test_a_draft_that_never_has_room_for_the_prompt(number: int) -> None:
     models = {TARGET: target(), DRAFT: draft(is_full=lambda row, request: True)}
     prompt = [1] * number
-    assert stream(Scheduler(models), models, prompt).run().tokens == alone(prompt)
+    assert stream(Stepped(models), models, prompt).run().tokens == alone(prompt)
 
 
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
@@ -70,7 +66,7 @@ def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(name: str, 
 
     models = {TARGET: target(), DRAFT: draft()}
     models[name].before = fail
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     of = stream(scheduler, models, (1, 2, 3))
     with pytest.raises(EvaluationError):
         of.run()
@@ -96,10 +92,10 @@ def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None
             raise FAULTS[fault]
 
     models = {TARGET: target(), DRAFT: draft()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(3)]
     for of in streams[:2]:
-        of._row = scheduler.start(write(of._plan))
+        of.begin()
     models[name].before = fail
     n_told = 0
     for i, of in enumerate(streams):
@@ -125,10 +121,10 @@ def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_
 
     models = {TARGET: target(), DRAFT: draft()}
     models[name].before = abort
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(n_texts)]
     for of in streams:
-        of._row = scheduler.start(write(of._plan))
+        of.begin()
     assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
     assert models[name].n_attempts == len(models[name].evaluated) + 1
 
@@ -162,7 +158,7 @@ ERRORS = {"raises": ZeroDivisionError, "unknown token": ValueError, "unknown mod
 @pytest.mark.parametrize("how", list(ERRORS))
 def test_a_drafter_that_fails_ends_its_own_row(how: str) -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     other = stream(scheduler, models, seed=1)
     bad = stream(scheduler, models, seed=2, drafter=Fails(how), length=Length(1))
     next(bad)
@@ -175,24 +171,9 @@ def test_a_drafter_that_fails_ends_its_own_row(how: str) -> None:
     assert bad.completion.tokens == alone(seed=2)[:n]
 
 
-def test_a_drafter_may_not_wait_for_its_own_pair() -> None:
-    models = {TARGET: target()}
-    scheduler = Scheduler(models)
-
-    class Waits(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Draft:
-            return Draft.certain(stream(scheduler, models, context.tolist(), max_tokens=1).run().tokens)
-
-    other = stream(scheduler, models, seed=1)
-    next(other)
-    with pytest.raises(RuntimeError, match="yield a ForwardRequest"):
-        stream(scheduler, models, drafter=Waits(V)).run()
-    assert rest(other) == alone(seed=1)
-
-
 def test_a_drafter_that_will_not_be_closed() -> None:
     models = {TARGET: target(), DRAFT: draft()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
 
     class Clings(CountingUp):
         def propose(self, context: TokenArray, length: RowLength) -> Asking:  # type: ignore[override]
@@ -207,123 +188,4 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     next(clinging)
     clinging.close()
     assert rest(other) == alone(seed=1)
-    assert scheduler._rows.all() == []
-
-
-@pytest.mark.parametrize("name", [TARGET, DRAFT])
-@pytest.mark.parametrize("number", range(1, 8))
-def test_control_c_ends_the_text_of_who_waits_and_no_other(name: str, number: int) -> None:
-    def interrupt(n: int) -> None:
-        if n == number:
-            raise KeyboardInterrupt
-
-    models = {TARGET: target(), DRAFT: draft()}
-    scheduler = Scheduler(models)
-    other = stream(scheduler, models, (1, 2, 3), seed=1)
-    other._row = scheduler.start(write(other._plan))
-    models[name].before = interrupt
-    of = stream(scheduler, models, (1, 2, 3))
-    with pytest.raises(KeyboardInterrupt):
-        of.run()
-    kept = of.completion.tokens
-    assert kept == alone((1, 2, 3))[: len(kept)]
-    assert rest(other) == alone((1, 2, 3), seed=1)
-    assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
-
-
-@pytest.mark.parametrize("when", ["propose", "full"])
-def test_control_c_within_a_drafter(when: str) -> None:
-    """Also where it is told that the draft model has no room."""
-    is_full = when == "full"
-    models = {TARGET: target(), DRAFT: draft(is_full=lambda row, request: is_full)}
-    scheduler = Scheduler(models)
-
-    class Interrupted(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Asking:  # type: ignore[override]
-            try:
-                yield ForwardRequest(DRAFT, context)
-            finally:
-                raise KeyboardInterrupt
-            return Draft()
-
-    other = stream(scheduler, models, seed=1, drafter=NoDrafter())
-    next(other)
-    with pytest.raises(KeyboardInterrupt):
-        stream(scheduler, models, drafter=Interrupted(V)).run()
-    assert rest(other) == alone(seed=1)
-    assert len(models[TARGET].released) == 2
-
-
-def test_control_c_within_a_drafter_of_another_text() -> None:
-    """It is raised to who makes the step; the text whose drafter it was has ended, too."""
-    models = {TARGET: target()}
-    scheduler = Scheduler(models)
-
-    class Interrupted(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Draft:
-            raise KeyboardInterrupt
-
-    bad, other = stream(scheduler, models, drafter=Interrupted(V)), stream(scheduler, models, seed=1)
-    bad._row = scheduler.start(write(bad._plan))
-    with pytest.raises(KeyboardInterrupt):
-        next(other)
-    assert bad._row.is_done
-    assert list(bad) == []
-
-
-class Gate:
-    """Holds an evaluation until it is opened."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, n: int) -> None:
-        if n == self.number:
-            self.reached.set()
-            assert self.opened.wait(PATIENCE)
-
-
-def test_cancelling_during_an_evaluation_harms_no_other_row() -> None:
-    gate = Gate(4)
-    models = {TARGET: target(before=gate)}
-    scheduler = Scheduler(models)
-    doomed, other = (stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(2))
-    next(doomed)
-    thread = threading.Thread(target=rest, args=(other,))
-    thread.start()
-    assert gate.reached.wait(PATIENCE)
-    closing = threading.Thread(target=doomed.close)
-    closing.start()
-    assert models[TARGET].aborted.wait(PATIENCE)  # at once, not behind the evaluation
-    gate.opened.set()
-    closing.join(PATIENCE)
-    thread.join(PATIENCE)
-    assert list(doomed) == []
-    assert other.completion.tokens == alone(seed=1)
-    assert doomed.completion.tokens == alone(seed=0)[:1]
-    assert models[TARGET].n_attempts == len(models[TARGET].evaluated) + 1
-
-
-def test_closing_the_pair_during_an_evaluation() -> None:
-    gate = Gate(4)
-    models = {TARGET: target(before=gate)}
-    scheduler = Scheduler(models)
-    of = stream(scheduler, models, drafter=NoDrafter())
-    thread = threading.Thread(target=rest, args=(of,))
-    thread.start()
-    assert gate.reached.wait(PATIENCE)
-    closing = threading.Thread(target=scheduler.close)
-    closing.start()
-    assert models[TARGET].aborted.wait(PATIENCE)
-    gate.opened.set()
-    closing.join(PATIENCE)
-    thread.join(PATIENCE)
-    kept = of.completion
-    assert kept.stop_reason is StopReason.INTERRUPT
-    assert kept.tokens == alone()[: len(kept.tokens)]
-    with pytest.raises(ClosedError, match="open it again"):
-        stream(scheduler, models).run()
-    with pytest.raises(ClosedError):
-        scheduler.run(scores(ForwardRequest(TARGET, tokens(1))))
-    scheduler.close()
+    assert models[TARGET].released == [1, 0]

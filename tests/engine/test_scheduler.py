@@ -11,12 +11,12 @@ import pytest
 from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.scheduler import AHEAD, Scheduler
+from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.write import write
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import RowLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
+from stepped import Stepped
 from texts import Letters, V, alone, draft, stream, target
 
 
@@ -44,7 +44,7 @@ def test_the_text_of_a_seed_is_the_same_beside_others(
     max_mixed: int, n_rows: int, k: int, drafter: object
 ) -> None:
     models = both(context_size=512, batch_size=512, max_scored=512, max_mixed=max_mixed)
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, (i % V, 2), seed=i, length=Length(k), drafter=drafter)  # type: ignore[arg-type]
         for i in range(n_rows)
@@ -55,10 +55,10 @@ def test_the_text_of_a_seed_is_the_same_beside_others(
 
 def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
     models = both()
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [stream(scheduler, models, seed=i, length=Length(2), max_tokens=3) for i in range(4)]
     for of in streams:  # all begin before the first step
-        of._row = scheduler.start(write(of._plan), of._plan.speculation.length.width)
+        of.begin()
     next(streams[0])
     assert [len(evaluated.rows) for evaluated in scored(models[DRAFT])] == [4, 4]
     assert [(len(e.rows), e.width) for e in scored(models[TARGET])] == [(4, 12)]
@@ -67,7 +67,7 @@ def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
 
 def test_rows_join_and_leave_between_evaluations() -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     first = stream(scheduler, models, seed=1, drafter=NoDrafter())
     made = [next(first).token for _ in range(3)]
     second = stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=2)
@@ -80,33 +80,53 @@ def test_rows_join_and_leave_between_evaluations() -> None:
     assert {len(evaluated.rows) for evaluated in models[TARGET].evaluated[n_alone:]} == {1}
 
 
-@pytest.mark.parametrize("when", [0, 1, 5])
-def test_a_paused_row_leaves_its_room_and_goes_on_with_the_same_text(when: int) -> None:
-    models = both()
-    scheduler = Scheduler(models)
-    first, second = (stream(scheduler, models, seed=i, length=Length(2)) for i in range(2))
-    assert first.ready() == second.ready() == []
-    for _ in range(when):
-        scheduler.step()
-    second.pause()
-    n_cells = second.n_cells
-    assert second.is_paused
-    assert models[TARGET].released == models[DRAFT].released == [1]
-    while scheduler.step():
-        first.ready()
-    assert first.is_over
-    assert not second.is_over
-    assert second.n_cells == n_cells
-    second.go_on()
-    n_before = len(models[TARGET].evaluated)
-    assert second.run().tokens == alone(seed=1)
-    assert first.completion.tokens == alone(seed=0)
-    assert len(models[TARGET].evaluated) > n_before
+def test_the_latest_is_swapped_out_where_the_cache_is_full_and_goes_on_with_the_same_text() -> None:
+    """Three texts of 42 tokens need more than 64 cells: none is cut short, and the first is never out."""
+    models = both(n_cells=64)
+    thread = Stepped(models)
+    streams = [stream(thread, models, seed=i, length=Length(2), max_tokens=40) for i in range(3)]
+    for of in streams:
+        of.begin()
+    swapped_out = set()
+    while thread.step():
+        swapped_out |= {i for i, of in enumerate(streams) if of.is_swapped_out}
+        for of in streams:
+            of.ready()
+    assert [of.completion.tokens for of in streams] == [alone(seed=i, max_tokens=40) for i in range(3)]
+    assert swapped_out == {1, 2}
+
+
+def test_who_is_not_read_gives_its_cells_to_others() -> None:
+    models = {TARGET: target(n_cells=48)}
+    thread = Stepped(models)
+    unread, other = (stream(thread, models, seed=i, drafter=NoDrafter(), max_tokens=36) for i in range(2))
+    unread.begin()
+    while thread.step():
+        pass
+    assert other.run().tokens == alone(seed=1, max_tokens=36)
+    assert unread.is_swapped_out
+    assert unread.run().tokens == alone(seed=0, max_tokens=36)
+
+
+def test_a_length_policy_that_fails_ends_its_own_text() -> None:
+    def fails(n: int) -> int:
+        if n > 2:
+            raise RuntimeError("broken on purpose")
+        return n
+
+    models = {TARGET: target()}
+    thread = Stepped(models)
+    bad = stream(thread, models, seed=0, drafter=CountingUp(V), length=Length(2, fails))
+    good = stream(thread, models, seed=1, drafter=CountingUp(V), length=Length(2))
+    bad.begin()
+    assert good.run().tokens == alone(seed=1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        bad.run()
 
 
 def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
     models = {TARGET: target(context_size=900, batch_size=8)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     talker = stream(scheduler, models, seed=1, length=Length(1), max_tokens=40)
     next(talker)
     models[TARGET].evaluated.clear()
@@ -129,7 +149,7 @@ def talker_and_newcomer(
     models: dict[str, FakeModel], clock: Clock, n_prompt: int, width: Callable[[int], int | None]
 ) -> TextStream:
     """One text goes on, then another with a long prompt comes; returns the first one."""
-    scheduler = Scheduler(models, clock=clock)
+    scheduler = Stepped(models, clock=clock)
     talker = stream(scheduler, models, seed=1, length=Length(1, width), max_tokens=40)
     next(talker)
     models[TARGET].evaluated.clear()
@@ -174,7 +194,7 @@ def test_what_rows_prepare_together_is_shared_by_them() -> None:
             return super().prepare(batch)
 
     models: dict[str, FakeModel] = {TARGET: Slow(1, vocabulary_size=V, seconds=1.0, clock=clock)}
-    scheduler = Scheduler(models, clock=clock)
+    scheduler = Stepped(models, clock=clock)
     streams = [stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(3)]
     for of in streams:
         assert of.ready() == []
@@ -189,7 +209,7 @@ def test_what_rows_prepare_together_is_shared_by_them() -> None:
 def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:
     """A row whose prompt the target has read begins to write before the target has read all others'."""
     models = both(context_size=900, batch_size=900, max_mixed=64)
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [stream(scheduler, models, [i % V] * 30, seed=i, length=Length(1)) for i in range(4)]
     for of in streams:
         assert of.ready() == []
@@ -205,7 +225,7 @@ def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
     limits: dict[str, int], most: int
 ) -> None:
     models = {TARGET: target(**limits)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, seed=i, drafter=CountingUp(V), length=Length(2), max_tokens=30)
         for i in range(5)
@@ -221,7 +241,7 @@ def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
 
 def test_the_batch_is_padded_not_the_row() -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, seed=i, drafter=NoDrafter(), length=Length(0, in_fours)) for i in range(3)
     ]
@@ -235,7 +255,7 @@ def test_the_batch_is_padded_not_the_row() -> None:
 def test_rows_that_want_no_padding_alone_are_padded_together() -> None:
     """Four rows that would rather be five positions once made three, and the fourth waited, for good."""
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     length = Length(0, lambda n: 5 if n == 4 else n)
     streams = [stream(scheduler, models, seed=i, drafter=NoDrafter(), length=length) for i in range(4)]
     run_together(streams)
@@ -251,7 +271,7 @@ def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
         return 3 if n == 2 else n
 
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, seed=i, drafter=NoDrafter(), length=Length(0, not_two)) for i in range(4)
     ]
@@ -271,7 +291,7 @@ def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int)
         return min((width for width in allowed if width >= n), default=None)
 
     models = {TARGET: target(context_size=context_size)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     streams = [
         stream(
             scheduler, models, (1, i), seed=i, drafter=CountingUp(V), length=Length(2, exact), max_tokens=99
@@ -280,7 +300,7 @@ def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int)
     ]
     for of in streams:
         next(of)
-    scheduler.forget()
+    scheduler.scheduler.forget()
     run_together(streams)
     assert {evaluated.width for evaluated in scored(models[TARGET])} <= set(allowed)
     for i, of in enumerate(streams):
@@ -290,18 +310,18 @@ def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int)
 
 def test_one_that_nobody_reads_does_not_run_away() -> None:
     models = {TARGET: target(context_size=300)}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     waiting = stream(scheduler, models, seed=1, drafter=NoDrafter(), max_tokens=200)
     next(waiting)
     stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=150).run()
-    assert waiting._row is not None
-    assert len(waiting._row.events) == AHEAD
+    assert waiting._sequence is not None
+    assert waiting._sequence.events.qsize() == MAX_UNREAD
     assert tuple(piece.token for piece in waiting)[-1] == alone(seed=1, max_tokens=200)[-1]
 
 
 def test_a_measurement_beside_a_text() -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     of = stream(scheduler, models, seed=1, max_tokens=6)
     next(of)
     request = ForwardRequest(TARGET, tokens(1, 2, 3), n_logits=2, draft=tokens(4))
@@ -343,9 +363,7 @@ def test_the_seconds_of_a_round_are_all_there(
         DRAFT: draft(clock=clock, seconds=3.0, context_size=99),
     }
     own = drafter(clock) if drafter else None
-    of = stream(
-        Scheduler(models, clock=clock), models, (1, 2, 3), drafter=own, length=Learns(2), max_tokens=30
-    )
+    of = stream(Stepped(models, clock=clock), models, (1, 2, 3), drafter=own, length=Learns(2), max_tokens=30)
     done = of.run()
     spent = [(r.draft_seconds, r.verify_seconds, r.overhead_seconds) for r in done.rounds]
     assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # nothing has been learnt yet
@@ -364,5 +382,5 @@ def test_the_seconds_of_writing_a_round_belong_to_the_next() -> None:
             return super().piece(token)
 
     models = {TARGET: target(clock=clock, seconds=100.0)}
-    of = stream(Scheduler(models, clock=clock), models, drafter=NoDrafter(), vocabulary=Slow(), max_tokens=4)
+    of = stream(Stepped(models, clock=clock), models, drafter=NoDrafter(), vocabulary=Slow(), max_tokens=4)
     assert [round_.overhead_seconds for round_ in of.run().rounds] == [0.0, 0.25, 0.25, 0.25]

@@ -10,7 +10,6 @@ import pytest
 from exact_law import (
     CHAINS,
     SAMPLINGS,
-    SECOND,
     SELF,
     THREE,
     TREES,
@@ -25,13 +24,13 @@ from exact_law import (
 )
 from fakes import Branching, CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.scheduler import Scheduler
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import RandomStreams, RowLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Round, TokenArray
-from texts import PLAIN, alone, draft, stream, target
+from stepped import Stepped
+from texts import alone, draft, stream, target
 
 HowMany = Callable[[Draft, Sequence[Round]], int]
 NO_SHADOW = 0.0, 0.0
@@ -192,7 +191,7 @@ def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMan
 def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, is_right: bool) -> None:
     models = {TARGET: target(), DRAFT: target() if is_right else draft()}
     length = Partly(3, n)
-    done = stream(Scheduler(models), models, (1, 2, 3, 4), length=length, max_tokens=40).run()
+    done = stream(Stepped(models), models, (1, 2, 3, 4), length=length, max_tokens=40).run()
     assert done.tokens == alone((1, 2, 3, 4), max_tokens=40)
     assert [round_.width for round_ in done.rounds] == [len(round_.draft) + 1 for round_ in done.rounds]
     prompt, *steps = models[DRAFT].evaluated
@@ -211,7 +210,7 @@ def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, 
 def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     length = Partly(2, every_second)
-    done = stream(Scheduler(models), models, length=length, max_tokens=30).run()
+    done = stream(Stepped(models), models, length=length, max_tokens=30).run()
     made = zip(length.made, done.rounds, strict=True)
     assert [round_.n_dropped for round_ in done.rounds] == [len(of) - len(r.draft) for of, r in made]
     shadows = [
@@ -237,7 +236,7 @@ def test_draft_steps_are_priced_as_they_were_made() -> None:
     """However many of the draft tokens are verified."""
     models = {TARGET: target(), DRAFT: draft()}
     length = Partly(3, lambda draft, rounds: min(len(rounds) % 4, len(draft)))
-    done = stream(Scheduler(models), models, length=length, max_tokens=30).run()
+    done = stream(Stepped(models), models, length=length, max_tokens=30).run()
     assert [round_.n_priced_steps for round_ in done.rounds] == [r.n_draft_steps for r in done.rounds]
 
 
@@ -245,7 +244,7 @@ def test_draft_steps_are_priced_as_they_were_made() -> None:
 def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> None:
     """The first draft step of a round has to read it, besides the last token."""
     models = {TARGET: target(), DRAFT: target()}
-    done = stream(Scheduler(models), models, length=Partly(3, n), max_tokens=40).run()
+    done = stream(Stepped(models), models, length=Partly(3, n), max_tokens=40).run()
     _, *steps = models[DRAFT].evaluated
     row, at = AutoLength().start_row(drops=True), 0
     for round_ in done.rounds:
@@ -253,15 +252,6 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
             assert row.n_unread == steps[at].n_new - 1
         at += round_.n_draft_steps
         row.observe(round_)
-
-
-def test_draft_tokens_of_a_staged_draft_are_counted_as_they_were_made() -> None:
-    models = {TARGET: target(), DRAFT: draft(), SECOND: draft(spread=1.4)}
-    drafter = cascade_drafter(models, [Length(2)], PLAIN, RULES["coupled"], SeededStreams(0))
-    length = Partly(3, every_second)
-    done = stream(Scheduler(models), models, drafter=drafter, length=length, max_tokens=30).run()
-    assert done.tokens == alone(max_tokens=30)
-    assert [round_.n_draft_steps for round_ in done.rounds] == [len(made) for made in length.made]
 
 
 # -- what a policy may say ----------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import pytest
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
-from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.generation import PREFILL_PART
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.write import PREFILL_PART
 from llamaspec.errors import PromptError
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import RowLength
 from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, Source, TokenArray
+from stepped import Stepped
 from texts import Alphabet, Letters, stream
 
 
@@ -28,7 +28,7 @@ def made(
     models = {TARGET: model or alphabet()}
     ids = Letters().tokenize(prompt.encode()).tolist()
     settings = {"length": Length(k), "vocabulary": Letters(end), **settings}
-    return stream(Scheduler(models), models, ids, **settings)  # type: ignore[arg-type]
+    return stream(Stepped(models), models, ids, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("k", range(5))
@@ -175,7 +175,7 @@ def test_a_width_is_tried_before_the_prompt_and_leaves_nothing_behind(
     model, length = alphabet(context_size=60), Curious()
     model.seconds = 0.25
     models = {TARGET: model}
-    scheduler = Scheduler(models, clock=model.clock)
+    scheduler = Stepped(models, clock=model.clock)
     done = stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()
     assert [evaluated.width for evaluated in model.evaluated] == widths
     assert length.trials == [(4, 0.25)] * (2 if len(widths) > 2 else 0)
@@ -193,14 +193,14 @@ def test_a_width_whose_evaluation_takes_no_time_is_not_tried_for_ever() -> None:
     model.before = end
     length = AutoLength(sources={Source.NGRAM}).start_row(drops=True)
     models, prompt = {TARGET: model}, [0, 1, 2, 3, 4, 0, 1]
-    scheduler = Scheduler(models, clock=model.clock)
+    scheduler = Stepped(models, clock=model.clock)
     stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()  # type: ignore[arg-type]
 
 
 def test_a_width_that_is_tried_beside_a_prompt_is_not_known() -> None:
     model, length = alphabet(context_size=90, max_mixed=32), Curious()
     models = {TARGET: model}
-    scheduler = Scheduler(models)
+    scheduler = Stepped(models)
     reading = stream(scheduler, models, [i % 5 for i in range(60)], drafter=NoDrafter(), max_tokens=1)
     trying = stream(scheduler, models, [1, 2, 3, 4, 0, 1], drafter=NoDrafter(), max_tokens=1, length=length)
     assert reading.ready() == trying.ready() == []
@@ -213,7 +213,7 @@ def test_a_width_that_is_tried_beside_a_prompt_is_not_known() -> None:
 
 def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
     model = alphabet(context_size=900)
-    scheduler, prompt = Scheduler({TARGET: model}), [0] * (PREFILL_PART + 30)
+    scheduler, prompt = Stepped({TARGET: model}), [0] * (PREFILL_PART + 30)
     for n_cached, widths in ((0, [PREFILL_PART, 29, 1]), (PREFILL_PART + 29, [1])):
         model.evaluated.clear()
         of = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1)
@@ -237,7 +237,7 @@ def test_the_drafter_takes_in_a_long_prompt_part_by_part() -> None:
 def test_what_was_cached_is_told_where_the_rest_takes_several_evaluations() -> None:
     """Each part finds those before it cached; they were not, when the prompt came."""
     model = alphabet(context_size=900, batch_size=8)
-    scheduler, prompt = Scheduler({TARGET: model}), [0] * 20 + [1] * 40
+    scheduler, prompt = Stepped({TARGET: model}), [0] * 20 + [1] * 40
     stream(scheduler, {TARGET: model}, prompt[:21], drafter=NoDrafter(), max_tokens=1).run()
     model.evaluated.clear()
     done = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1).run()

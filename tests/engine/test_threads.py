@@ -1,24 +1,56 @@
-"""Several threads, tasks and processes at one scheduler."""
+"""Several threads, tasks and processes, Ctrl-C, and the compute thread that serves them all."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
+import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fakes import Batch, FakeModel, Length
+from fakes import CountingUp, FakeModel, tokens
+from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream
+from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import ClosedError
-from llamaspec.values import DRAFT, TARGET, Logits
+from llamaspec.protocols import RowLength
+from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from patience import PATIENCE
 from texts import V, alone, draft, stream, target
+
+
+def computing(models: Mapping[str, FakeModel]) -> ComputeThread:
+    return ComputeThread(Scheduler(models))
+
+
+class Gate:
+    """Holds an evaluation until it is opened, or aborted."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, n: int) -> None:
+        if n == self.number:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+
+    def open_when_aborted(self, model: FakeModel) -> threading.Thread:
+        def wait() -> None:
+            if self.reached.wait(PATIENCE) and model.aborted.wait(PATIENCE):
+                self.opened.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return thread
 
 
 def in_threads(streams: Sequence[TextStream]) -> list[tuple[int, ...]]:
@@ -30,80 +62,30 @@ def in_threads(streams: Sequence[TextStream]) -> list[tuple[int, ...]]:
     return [of.completion.tokens for of in streams]
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_threads_get_the_texts_that_they_would_get_alone(concurrent: bool) -> None:
-    """The fake model refuses two evaluations at once."""
+def test_threads_get_the_texts_that_they_would_get_alone() -> None:
     models = {TARGET: target(), DRAFT: draft()}
-    scheduler = Scheduler(models, concurrent=concurrent)
-    streams = [stream(scheduler, models, (1, i), seed=i, max_tokens=40) for i in range(4)]
+    thread = computing(models)
+    streams = [stream(thread, models, (1, i), seed=i, max_tokens=40) for i in range(4)]
     assert in_threads(streams) == [alone((1, i), seed=i, max_tokens=40) for i in range(4)]
-    scheduler.close()
+    thread.close()
 
 
-class Meeting(FakeModel):
-    """Evaluates only while another model does, once that is asked for."""
-
-    meeting: threading.Barrier | None = None
-
-    def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
-        if self.meeting is not None:
-            self.meeting.wait(PATIENCE)
-            self.meeting = None
-        return super().evaluate(batch, n_padding)
-
-
-def test_models_on_different_devices_compute_at_once() -> None:
-    one, other = Meeting(1, vocabulary_size=V), Meeting(2, vocabulary_size=V)
-    models: dict[str, FakeModel] = {TARGET: one, DRAFT: other}
-    scheduler = Scheduler(models, concurrent=True)
-    drafting = stream(scheduler, models, seed=1)
-    plain = stream(scheduler, models, seed=2, drafter=NoDrafter())
-    next(plain)
-    next(drafting)  # both have a request now, of different models
-    barrier = threading.Barrier(2)
-    one.meeting = other.meeting = barrier
-    assert drafting.run().tokens == alone(seed=1)
-    assert plain.run().tokens == alone(seed=2)
-    assert barrier.n_waiting == 0
-    assert not barrier.broken
-    scheduler.close()
-
-
-class Meanwhile:
-    """A lock that is free only after another thread has done something."""
-
-    def __init__(self, lock: threading.Lock, done_first: Callable[[], object]) -> None:
-        self.lock, self.done_first = lock, [done_first]
-
-    def __enter__(self) -> None:
-        if self.done_first:
-            thread = threading.Thread(target=self.done_first.pop())
-            thread.start()
-            thread.join(PATIENCE)
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-def test_who_has_waited_for_another_threads_step_makes_none() -> None:
-    models = {TARGET: target()}
-    scheduler = Scheduler(models)
-    of = stream(scheduler, models, drafter=NoDrafter())
-    next(of)
-    n_before = len(models[TARGET].evaluated)
-    scheduler._lock = Meanwhile(scheduler._lock, scheduler.step)  # type: ignore[assignment,arg-type]
-    next(of)
-    assert len(models[TARGET].evaluated) == n_before + 1
-    assert of.run().tokens == alone()
+def test_only_one_thread_evaluates() -> None:
+    seen: set[int] = set()
+    models = {TARGET: target(before=lambda n: seen.add(threading.get_ident())), DRAFT: draft()}
+    thread = computing(models)
+    in_threads([stream(thread, models, seed=i) for i in range(3)])
+    thread.run(scores(ForwardRequest(TARGET, tokens(1))))
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
 
 
 def test_tasks_of_asyncio() -> None:
     models = {TARGET: target(), DRAFT: draft()}
-    scheduler = Scheduler(models)
+    thread = computing(models)
 
     async def read(seed: int) -> tuple[int, ...]:
-        of = stream(scheduler, models, seed=seed)
+        of = stream(thread, models, seed=seed)
         pieces = [piece.token async for piece in of]
         assert tuple(pieces) == of.completion.tokens
         return of.completion.tokens
@@ -115,86 +97,169 @@ def test_tasks_of_asyncio() -> None:
 
 
 def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
-    reached, opened = threading.Event(), threading.Event()
-
-    def hold(n: int) -> None:
-        if n == 4:
-            reached.set()
-            assert opened.wait(PATIENCE)
-
-    models = {TARGET: target(before=hold)}
-    scheduler = Scheduler(models)
-    doomed, other = (stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(2))
+    """The event loop never waits for the evaluation that runs."""
+    gate = Gate(4)
+    models = {TARGET: target(before=gate)}
+    thread = computing(models)
+    doomed, other = (stream(thread, models, seed=i, drafter=NoDrafter()) for i in range(2))
 
     async def read(of: TextStream) -> None:
         async for _ in of:
             pass
 
-    def open_when_aborted() -> None:
-        if models[TARGET].aborted.wait(PATIENCE):
-            opened.set()
-
-    async def both() -> None:
+    async def both() -> float:
         task = asyncio.create_task(read(doomed))
-        await asyncio.to_thread(reached.wait, 20)
-        threading.Thread(target=open_when_aborted).start()
+        await asyncio.to_thread(gate.reached.wait, PATIENCE)
+        begin = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        seconds = time.monotonic() - begin
+        gate.opened.set()
         await read(other)
+        return seconds
 
-    asyncio.run(both())
+    assert asyncio.run(both()) < PATIENCE / 2
     assert doomed.completion.stop_reason is StopReason.INTERRUPT
     assert models[TARGET].released == [0, 1]
     assert other.completion.tokens == alone(seed=1)
 
 
-def test_a_forgotten_stream_ends_at_the_next_step() -> None:
+def test_control_c_ends_the_evaluation_of_who_waits_and_no_other_text() -> None:
+    gate = Gate(5)
+    models = {TARGET: target(before=gate)}
+    thread = computing(models)
+    other = stream(thread, models, seed=1, drafter=NoDrafter())
+    of = stream(thread, models, drafter=NoDrafter())
+
+    def press() -> None:
+        assert gate.reached.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helpers = [threading.Thread(target=press), gate.open_when_aborted(models[TARGET])]
+    helpers[0].start()
+    with pytest.raises(KeyboardInterrupt):
+        of.run()
+    assert gate.opened.is_set()  # by the abort
+    for helper in helpers:
+        helper.join(PATIENCE)
+    kept = of.completion
+    assert kept.stop_reason is StopReason.INTERRUPT
+    assert kept.tokens == alone()[: len(kept.tokens)]
+    assert other.run().tokens == alone(seed=1)
+
+
+def test_a_slow_reader_is_waited_for_and_the_thread_sleeps() -> None:
+    models = {TARGET: target(context_size=400)}
+    thread = computing(models)
+    of = stream(thread, models, drafter=NoDrafter(), max_tokens=300)
+    next(of)
+    end = time.monotonic() + PATIENCE
+    while of._begun().events.qsize() < MAX_UNREAD:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    n_evaluated = len(models[TARGET].evaluated)
+    thread.call(lambda: None)
+    assert len(models[TARGET].evaluated) == n_evaluated
+    assert of.run().tokens == alone(max_tokens=300)
+
+
+def test_a_forgotten_stream_ends() -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
-    forgotten, other = (stream(scheduler, models, seed=i) for i in range(2))
+    thread = computing(models)
+    forgotten, other = (stream(thread, models, seed=i) for i in range(2))
     next(forgotten)
     del forgotten
     gc.collect()
     assert other.run().tokens == alone(seed=1)
-    assert models[TARGET].released == [0, 1]
+    thread.call(lambda: None)
+    assert sorted(models[TARGET].released) == [0, 1]
+
+
+def test_a_forgotten_thread_ends_but_not_before_its_streams() -> None:
+    models = {TARGET: target()}
+    thread = computing(models)
+    of, own = stream(thread, models), thread._thread
+    next(of)
+    del thread
+    gc.collect()
+    assert of.run().tokens == alone()
+    del of
+    gc.collect()
+    own.join(PATIENCE)
+    assert not own.is_alive()
+
+
+def test_closing_during_an_evaluation() -> None:
+    gate = Gate(4)
+    models = {TARGET: target(before=gate)}
+    thread = computing(models)
+    of = stream(thread, models, drafter=NoDrafter())
+    reader, opener = threading.Thread(target=of.run), gate.open_when_aborted(models[TARGET])
+    reader.start()
+    assert gate.reached.wait(PATIENCE)
+    thread.close()
+    for each in (reader, opener):
+        each.join(PATIENCE)
+    kept = of.completion
+    assert kept.stop_reason is StopReason.INTERRUPT
+    assert kept.tokens == alone()[: len(kept.tokens)]
+    with pytest.raises(ClosedError, match="open it again"):
+        stream(thread, models).run()
+    with pytest.raises(ClosedError):
+        thread.run(scores(ForwardRequest(TARGET, tokens(1))))
+    with pytest.raises(ClosedError):
+        thread.call(lambda: None)
+    thread.close()
+
+
+def test_what_a_call_raises_is_raised_to_the_caller_alone() -> None:
+    models = {TARGET: target()}
+    thread = computing(models)
+    of = stream(thread, models)
+    next(of)
+
+    def fails() -> None:
+        raise RuntimeError("broken on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        thread.call(fails)
+    assert of.run().tokens == alone()
+
+
+def test_a_drafter_that_waits_for_its_own_pair_is_told() -> None:
+    models = {TARGET: target()}
+    thread = computing(models)
+
+    class Waits(CountingUp):
+        def propose(self, context: TokenArray, length: RowLength) -> Draft:
+            stream(thread, models).run()
+            raise AssertionError("it came back")
+
+    with pytest.raises(RuntimeError, match="yield a ForwardRequest"):
+        stream(thread, models, drafter=Waits(V)).run()
+    assert stream(thread, models).run().tokens == alone()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork with several threads
-@pytest.mark.parametrize("is_held", [False, True])
-def test_after_a_fork_a_clear_error_and_no_hanging(is_held: bool) -> None:
-    """Also where a thread that the child does not have holds the lock."""
+def test_after_a_fork_a_clear_error_and_no_hanging() -> None:
     models = {TARGET: target()}
-    scheduler = Scheduler(models)
-    of = stream(scheduler, models)
+    thread = computing(models)
+    of = stream(thread, models)
     next(of)
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with scheduler._lock:
-            held.set()
-            release.wait(PATIENCE)
-
-    thread = threading.Thread(target=hold)
-    if is_held:
-        thread.start()
-        assert held.wait(PATIENCE)
     child = os.fork()
     if not child:
-        os._exit(_in_child(scheduler, of, stream(scheduler, models)))
+        os._exit(_in_child(thread, of, stream(thread, models)))
     watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # where it hangs
     watch.start()
     status = os.waitpid(child, 0)[1]
     watch.cancel()
-    release.set()
-    if is_held:
-        thread.join(PATIENCE)
     assert os.waitstatus_to_exitcode(status) == 0
     assert of.run().tokens == alone()
 
 
-def _in_child(scheduler: Scheduler, *streams: TextStream) -> int:
+def _in_child(thread: ComputeThread, *streams: TextStream) -> int:
     """The number of things that do not raise ClosedError; 99 for anything else."""
     try:
         n_wrong = 0
@@ -205,29 +270,7 @@ def _in_child(scheduler: Scheduler, *streams: TextStream) -> int:
                 n_wrong += 1
             except ClosedError:
                 of.close()
-        scheduler.close()
+        thread.close()
         return n_wrong
     except BaseException:  # noqa: BLE001  # the child must not go on with the tests
         return 99
-
-
-def test_a_thread_says_when_it_leaves_evaluating_to_others() -> None:
-    """Where another thread has a row, and where its own has ended; not beside rows of its own."""
-    left: list[int] = []
-    models = {TARGET: target()}
-    scheduler = Scheduler(models, leave=lambda: left.append(threading.get_ident()))
-    one, two, other = (stream(scheduler, models, seed=i, length=Length()) for i in range(3))
-    for of in (one, two, one, two):
-        next(of)
-    assert not left
-    thread = threading.Thread(target=next, args=(other,))
-    thread.start()
-    thread.join()
-    for _ in range(6):
-        next(one)
-    assert threading.get_ident() in left
-    for of in (one, two, other):
-        of.run()
-    left.clear()
-    stream(scheduler, models, length=Length()).run()
-    assert left == [threading.get_ident()]

@@ -62,7 +62,7 @@ def text_of(target: Path, draft: Path) -> Completion:
 def test_a_draft_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
     """It must not draft them: the target does not know them."""
     completion = text_of(model(store, BYTES), model(store, PADDED))
-    drafted = [token for round_ in completion.rounds for token in round_.drafted.tolist()]
+    drafted = [token for round_ in completion.rounds for token in round_.draft.tokens.tolist()]
     assert len(drafted) > 30
     assert max(drafted) < len(BYTES)
 

@@ -7,8 +7,8 @@ import pytest
 from llamaspec import Pair
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ContentDelta, ReasoningDelta
+from llamaspec.engine.detokenize import Span
 from llamaspec.engine.events import Piece
-from llamaspec.engine.text import Span
 from llamaspec.serve.deltas import Content, DeltaBuilder
 from serving import Gate, Served, served, until
 

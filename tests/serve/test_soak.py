@@ -12,7 +12,7 @@ import psutil
 
 from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.engine.row import Row
+from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarRow
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import SequenceState, Submission
@@ -26,7 +26,7 @@ OF_A_REQUEST = (
     GenerationRequest,
     AnswerStream,
     TextStream,
-    Row,
+    RunningSequence,
     GrammarRow,
     Completion,
 )

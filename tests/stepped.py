@@ -1,0 +1,50 @@
+"""A compute thread without a thread: whoever waits makes the steps, so that a test decides who runs when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.sequence import Event, RunningSequence
+from llamaspec.engine.thread import ComputeThread
+from llamaspec.errors import ClosedError
+from llamaspec.protocols import Model
+
+
+class Stepped(ComputeThread):
+    """Computes where it is called."""
+
+    def __init__(
+        self, models: Mapping[str, Model], *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.scheduler = Scheduler(models, clock=clock)
+        self._is_stepping = False
+        super().__init__(self.scheduler)
+
+    def step(self) -> bool:
+        self._is_stepping = True
+        try:
+            return self.scheduler.step()
+        finally:
+            self._is_stepping = False
+
+    def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
+        while sequence.events.empty() and not sequence.is_done:
+            assert self.step(), "it would wait for ever"
+        return super().next_event(sequence)
+
+    def cancel(self, sequence: RunningSequence[Any]) -> None:
+        super().cancel(sequence)
+        if not self._is_stepping:
+            self.scheduler.end(sequence)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.scheduler.end_all()
+
+    def _post(self, task: Callable[[], None]) -> None:
+        if self._is_closed:
+            raise ClosedError("closed")
+        task()
