@@ -171,7 +171,7 @@ def test_a_connection_that_breaks_frees_its_row(
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
             connection.sendall((head + body).encode())
             until(lambda: server.n_running() == 1)
-        (running,), _ = server.service.queue.sequences()
+            (running,), _ = server.service.queue.sequences()
         until(lambda: running.submission.is_cancelled)
         gate.open()
         until(lambda: server.n_running() == 0)
