@@ -47,8 +47,7 @@ from llamaspec import (
 from llamaspec.cli.terminal import SlowProgress
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
-from llamaspec.measure.learned_length import auto_length
-from llamaspec.measure.store import stored_prior, stored_probe
+from llamaspec.measure.store import auto_length, stored_prior, stored_probe
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Round
 from simple_length import SimpleLength

@@ -22,9 +22,16 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.auto_length import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.measure.pair_files import ModelFile, PairFiles
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
-from llamaspec.measure.store import Kept, store_prior, store_probe, stored_prior, stored_probe
+from llamaspec.measure.store import (
+    Kept,
+    ModelFile,
+    PairFiles,
+    store_prior,
+    store_probe,
+    stored_prior,
+    stored_probe,
+)
 
 N = 100  # damaged copies of each file
 TIMING = Timing(0.01, 0.009, 0.012)

@@ -24,7 +24,7 @@ from llamaspec.cli.model_options import ModelChoice, chat_model_options, find_fi
 from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import GroupedCommand, refusing_values
 from llamaspec.cli.terminal import Thoughts, say
-from llamaspec.measure.learned_length import keep_prior
+from llamaspec.measure.store import keep_prior
 from llamaspec.opening import demo_target
 
 

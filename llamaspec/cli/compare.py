@@ -19,7 +19,7 @@ from llamaspec.cli.prompt import PromptSource, prompt_options
 from llamaspec.cli.terminal import SlowProgress, stderr_console
 from llamaspec.errors import PairError
 from llamaspec.measure.compare import Arm, Comparison, Spread, Task, run_compare
-from llamaspec.measure.learned_length import keep_prior
+from llamaspec.measure.store import keep_prior
 
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 

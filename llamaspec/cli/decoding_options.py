@@ -13,7 +13,7 @@ from llamaspec.cli.terminal import say
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama.options import MAX_DRAFT
-from llamaspec.measure.learned_length import auto_length, known_exact_widths
+from llamaspec.measure.store import auto_length, known_exact_widths
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES

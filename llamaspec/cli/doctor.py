@@ -17,7 +17,7 @@ from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama import runtime
-from llamaspec.measure.examine import examine
+from llamaspec.measure.doctor import examine
 from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
 
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}

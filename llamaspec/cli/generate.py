@@ -33,8 +33,8 @@ from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.auto_length import AutoLength
-from llamaspec.measure.learned_length import keep_prior, learned_costs
 from llamaspec.measure.reasons import explain
+from llamaspec.measure.store import keep_prior, learned_costs
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray

@@ -18,7 +18,7 @@ from llamaspec.hub import AUTO, locate_model, may_have_heads
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
-from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.measure.store import ModelFile, PairFiles
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
 from llamaspec.values import MTP
 

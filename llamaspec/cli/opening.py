@@ -9,7 +9,7 @@ from llamaspec.cli.terminal import SlowProgress, say
 from llamaspec.drafters.ngram import PastTexts
 from llamaspec.hub import has_draft
 from llamaspec.llama import runtime
-from llamaspec.measure.pair_files import PairFiles
+from llamaspec.measure.store import PairFiles
 from llamaspec.opening import drafts_itself, open_pair
 from llamaspec.pair import Pair
 from llamaspec.suffix_store import SuffixStore

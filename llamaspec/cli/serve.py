@@ -23,8 +23,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.files import read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_file import PrefixFolder
-from llamaspec.measure.learned_length import keep_prior
-from llamaspec.measure.pair_files import ModelFile, PairFiles
+from llamaspec.measure.store import ModelFile, PairFiles, keep_prior
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling

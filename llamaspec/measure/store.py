@@ -1,8 +1,7 @@
-"""Keeps what the probe found and what runs have learnt, for the same pair on the same machine.
+"""What was measured and learnt of a pair on this machine, kept for later runs, and the length policy from it.
 
-They lie in the user's cache folder. A file that is damaged or foreign counts as none, with a reason for
-whoever wants to tell it, and is replaced by the next write; one of another version counts as none silently.
-Knows the fields of neither: they are validated as dataclasses.
+It lies in the user's cache folder. A file that is damaged or foreign counts as none, with a reason, and is
+replaced by the next write; one of another version counts as none silently.
 """
 
 from __future__ import annotations
@@ -11,53 +10,69 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
+from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import runtime
+from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.probe import Probe
+from llamaspec.measure.probe import Probe, exact_widths
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.sequence_drafters import CascadeLevel
 
 FORMAT = 2  # of probes
 PRIOR_FORMAT = 6  # of learned priors
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
+WORTH_KEEPING = 64  # tokens of which a run has learnt something
 _MAX_BYTES = 4 << 20
+
+Tell = Callable[[str], None]  # receives a remark for the person
 
 T = TypeVar("T")
 
 
-class ModelOnDisk(Protocol):
-    """A model file and the way it is loaded; it need not be loaded."""
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that is not loaded."""
+
+    path: Path
+    options: ModelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PairFiles:
+    """A target and perhaps a draft that are not loaded."""
+
+    target: ModelFile
+    draft: ModelFile | None
+    stages: tuple[ModelFile, ...] = ()  # the draft's draft, and so on
+    ngram: bool = False  # draft tokens are looked up in earlier text
+    heads: bool = False  # the target's own prediction heads draft
 
     @property
-    def path(self) -> Path:
-        """The file."""
+    def draft_models(self) -> tuple[ModelFile, ...]:
+        """The draft, the draft's draft, and so on."""
+        return self.stages if self.draft is None else (self.draft, *self.stages)
 
     @property
-    def options(self) -> ModelOptions:
-        """How it is loaded."""
+    def drafts(self) -> bool:
+        """Whether anything drafts."""
+        return self.draft is not None or self.ngram or self.heads
 
 
-class PairOnDisk(Protocol):
-    """What names a pair; a `Pair` does."""
-
-    @property
-    def target(self) -> ModelOnDisk:
-        """The target."""
-
-    @property
-    def draft_models(self) -> Sequence[ModelOnDisk]:
-        """The draft, the draft's draft, and so on; none where no model of its own drafts."""
-
-    @property
-    def heads(self) -> object:
-        """False or None where the target's prediction heads do not draft."""
+ModelOnDisk: TypeAlias = (
+    ModelFile | LlamaModel
+)  # a model file and the way it is loaded; it need not be loaded
+PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,43 @@ def forget(pair: PairOnDisk) -> bool:
     for path in paths:
         path.unlink()
     return bool(paths)
+
+
+def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None) -> AutoLength:
+    """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
+
+    The pair's drafts that have drafts get one, too.
+    """
+    for level in pair.cascade:
+        level.length = _begun(level, None, tell)
+    return _begun(pair, widths, tell)
+
+
+def _begun(pair: Pair | CascadeLevel, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
+    kept = stored_prior(pair)
+    if kept.fault is not None and tell is not None:
+        tell(kept.fault)
+    return AutoLength(kept.value, widths, sources=pair.sources)
+
+
+def known_exact_widths(pair: Pair) -> frozenset[int]:
+    """Batch widths that are bit-identical with width 1: as a probe has found, or found now."""
+    known = stored_probe(pair).value
+    return known.identical_widths if known is not None else exact_widths(pair)
+
+
+def learned_costs(policy: AutoLength) -> CostCurve | None:
+    """What a policy knows of this pair's costs."""
+    return policy.experience().curve
+
+
+def keep_prior(pair: Pair | CascadeLevel, policy: LengthPolicy) -> None:
+    """Keep what a run has learnt about this pair, if it was long enough to learn something."""
+    if isinstance(policy, AutoLength) and policy.shared.n_tokens >= WORTH_KEEPING:
+        store_prior(pair, policy.experience())
+    if isinstance(pair, Pair):
+        for level in pair.cascade:
+            keep_prior(level, level.length)
 
 
 def _read(path: Path, kind: type[T], version: int) -> Kept[T]:

@@ -18,18 +18,18 @@ from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import EvaluationError
 from llamaspec.llama.devices import Device, as_size, find_devices
 from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
-from llamaspec.measure.examine import step_seconds
+from llamaspec.measure.doctor import N_DRAFT, acceptance_finding, foreign_findings, step_seconds
 from llamaspec.measure.findings import (
     Examined,
     Finding,
     Machine,
     busy_finding,
     machine_findings,
+    model_findings,
+    pace_findings,
     room_finding,
     thread_finding,
 )
-from llamaspec.measure.foreign_findings import N_DRAFT, acceptance_finding, foreign_findings
-from llamaspec.measure.model_findings import model_findings, pace_findings
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
 from tiny_vocabulary import BYTES
@@ -149,7 +149,7 @@ def test_another_vocabulary_is_tried(
     store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A target with other numbers drafts for itself: all is accepted, which is enough where all is wanted."""
-    monkeypatch.setattr("llamaspec.measure.foreign_findings.FEW", 1.0)
+    monkeypatch.setattr("llamaspec.measure.doctor.FEW", 1.0)
     other = store.path("llama", Recipe(dtype="q8_0", shuffled=1))
     answer = invoke("doctor", *naming([target_file, other]), "--json")
     found = listed(answer)

@@ -11,9 +11,15 @@ from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.measure.learned_length import WORTH_KEEPING, auto_length, keep_prior
 from llamaspec.measure.probe import Probe, Timing, WidthTiming
-from llamaspec.measure.store import store_prior, store_probe, stored_prior
+from llamaspec.measure.store import (
+    WORTH_KEEPING,
+    auto_length,
+    keep_prior,
+    store_prior,
+    store_probe,
+    stored_prior,
+)
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)

@@ -13,7 +13,7 @@ from command import PROMPT, invoke, said
 from llamaspec import opening
 from llamaspec.cli import model_options
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.measure.pair_files import PairFiles
+from llamaspec.measure.store import PairFiles
 from model_store import ModelStore
 from tiny_models import Recipe
 

@@ -135,7 +135,7 @@ def test_widths_that_round_otherwise_are_not_exact(
 
 
 def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaspec.measure.learned_length.exact_widths", lambda pair: frozenset({1, 3}))
+    monkeypatch.setattr("llamaspec.measure.store.exact_widths", lambda pair: frozenset({1, 3}))
     asked: list[int] = []
     honest = LlamaModel.evaluate
 

@@ -10,9 +10,8 @@ from llamaspec import AutoLength, LlamaModel, ModelOptions, Pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.audit import Audit, Fork
 from llamaspec.measure.compare import Arm, Comparison, Spread
-from llamaspec.measure.learned_length import auto_length, known_exact_widths
 from llamaspec.measure.probe import Probe, Timing, WidthTiming
-from llamaspec.measure.store import store_prior, store_probe
+from llamaspec.measure.store import auto_length, known_exact_widths, store_prior, store_probe
 from rounds import a_round, a_text, taking
 
 

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
     Kept,
+    ModelFile,
+    PairFiles,
     forget,
     store_prior,
     store_probe,
@@ -42,45 +44,32 @@ EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), (0.5, 0.1, 0.7))
 DEEP = "[" * 3000 + "]" * 3000
 
 
-@dataclass(frozen=True)
-class OnDisk:
-    """A model that is not loaded."""
-
-    path: Path
-    options: ModelOptions = field(default_factory=lambda: ModelOptions(threads=1))
-
-
-@dataclass(frozen=True)
-class Models:
-    """A pair that is not loaded."""
-
-    target: OnDisk
-    draft_models: tuple[OnDisk, ...] = ()
-    heads: bool = False
+def on_disk(path: Path, options: ModelOptions | None = None) -> PairFiles:
+    return PairFiles(ModelFile(path, options or ModelOptions(threads=1)), None)
 
 
 @pytest.fixture
-def pair(target_file: Path, own_cache: None) -> Models:
-    return Models(OnDisk(target_file))
+def pair(target_file: Path, own_cache: None) -> PairFiles:
+    return on_disk(target_file)
 
 
-def place_of_probe(pair: Models, tmp_path: Path) -> Path:
+def place_of_probe(pair: PairFiles, tmp_path: Path) -> Path:
     """Where a probe lies."""
     return store_probe(pair, PROBE)
 
 
-def place_of_prior(pair: Models, tmp_path: Path) -> Path:
+def place_of_prior(pair: PairFiles, tmp_path: Path) -> Path:
     """Where a learned prior lies."""
     store_prior(pair, EARLIER)
     (path,) = tmp_path.rglob("*.runs.json")
     return path
 
 
-Place = Callable[[Models, Path], Path]
+Place = Callable[[PairFiles, Path], Path]
 PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
 
 
-def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
+def test_what_is_kept_is_found(pair: PairFiles, tmp_path: Path) -> None:
     assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
     place_of_prior(pair, tmp_path)
     assert stored_prior(pair) == Kept(EARLIER)
@@ -92,19 +81,19 @@ def test_what_is_kept_is_found(pair: Models, tmp_path: Path) -> None:
     assert stored_probe(pair) == Kept()
 
 
-def test_what_was_measured_belongs_to_the_workers(pair: Models) -> None:
+def test_what_was_measured_belongs_to_the_workers(pair: PairFiles) -> None:
     """The same files elsewhere have other costs: a round trip more, other processors."""
     store_probe(pair, PROBE)
     elsewhere = ({"workers": ("a:1",)}, {"workers": ("b:1",)}, {"devices": ()}, {"tensor_split": (3.0, 1.0)})
     for changes in elsewhere:
         options = ModelOptions(threads=1, **changes)
-        other = Models(OnDisk(pair.target.path, options))
+        other = on_disk(pair.target.path, options)
         assert stored_probe(other) == Kept()
         store_probe(other, PROBE)
         assert stored_probe(other) == Kept(PROBE)
 
 
-def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: Models) -> None:
+def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: PairFiles) -> None:
     """Which kind is best depends on the text; near its beginning all cost the same."""
     store_probe(pair, PROBE)
     usual = pair.target.options
@@ -113,7 +102,7 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         replace(usual, cache_type_k="bf16"),
         replace(usual, cache_type_v="bf16"),
     ):
-        other = Models(OnDisk(pair.target.path, options))
+        other = on_disk(pair.target.path, options)
         assert stored_probe(other) == Kept()
         assert stored_prior(other) == stored_prior(pair) != Kept()
 
@@ -126,7 +115,7 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         '{"format": true}', "\x00", '{"form', '{"format": 1' + 400 * "0" + "}x",
     ],
 )  # fmt: skip
-def test_a_damaged_file_counts_as_none(pair: Models, tmp_path: Path, place: Place, content: str) -> None:
+def test_a_damaged_file_counts_as_none(pair: PairFiles, tmp_path: Path, place: Place, content: str) -> None:
     path = place(pair, tmp_path)
     path.write_text(content)
     kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
@@ -163,7 +152,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
 
 
 @PLACES
-def test_no_change_of_a_file_is_a_traceback(pair: Models, tmp_path: Path, place: Place) -> None:
+def test_no_change_of_a_file_is_a_traceback(pair: PairFiles, tmp_path: Path, place: Place) -> None:
     """What is still accepted is of the right type, and can be used."""
     path = place(pair, tmp_path)
     content = json.loads(path.read_text())
@@ -191,7 +180,7 @@ def test_no_change_of_a_file_is_a_traceback(pair: Models, tmp_path: Path, place:
 
 
 @PLACES
-def test_another_version_counts_as_none_silently(pair: Models, tmp_path: Path, place: Place) -> None:
+def test_another_version_counts_as_none_silently(pair: PairFiles, tmp_path: Path, place: Place) -> None:
     path = place(pair, tmp_path)
     path.write_text('{"format": 99, "anything": 1}')
     assert (stored_probe(pair) if place is place_of_probe else stored_prior(pair)) == Kept()
@@ -199,7 +188,7 @@ def test_another_version_counts_as_none_silently(pair: Models, tmp_path: Path, p
 
 @PLACES
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
-def test_what_is_no_small_file_counts_as_none(pair: Models, tmp_path: Path, place: Place, kind: str) -> None:
+def test_no_small_file_counts_as_none(pair: PairFiles, tmp_path: Path, place: Place, kind: str) -> None:
     path = place(pair, tmp_path)
     path.unlink()
     if kind == "pipe":

@@ -14,7 +14,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
+from llamaspec.length.fixed_length import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.head_files import what_it_reads
@@ -30,17 +32,16 @@ from llamaspec.measure.findings import (
     Machine,
     busy_finding,
     machine_findings,
+    model_findings,
+    overlap_finding,
+    pace_findings,
     room_finding,
     thread_finding,
-)
-from llamaspec.measure.foreign_findings import foreign_findings
-from llamaspec.measure.model_findings import (
-    model_findings,
-    pace_findings,
     vocabulary_findings,
 )
-from llamaspec.measure.pair_files import PairFiles
 from llamaspec.measure.probe import sample_tokens
+from llamaspec.measure.store import PairFiles
+from llamaspec.pair import Pair
 from llamaspec.suffix_store import SuffixStore, folder, kept_texts
 from llamaspec.values import TARGET, ForwardRequest
 
@@ -50,6 +51,9 @@ Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> tol
 STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
 PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
 LOOK_SECONDS = 0.3  # at what other programs do
+N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
+TRIAL_SECONDS = 5.0  # for it; a very large target writes less
+FEW = 0.3  # of the draft tokens: below that drafting hardly ever pays
 N_BEFORE = 16  # cached tokens when the first step is timed
 
 
@@ -200,3 +204,35 @@ def _no_draft_findings(files: PairFiles) -> Iterator[Finding]:
         "name a small model of the target's family, or look draft tokens up in earlier text",
         ("draft", "ngram"),
     )
+
+
+def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Iterator[Finding]:
+    """Common tokens and acceptance of two models that number tokens differently."""
+    try:
+        common = CommonTokens(target.vocabulary, draft.vocabulary)
+    except LlamaspecError as error:
+        yield Finding.of_error("vocabulary", error)
+        return
+    yield overlap_finding(common)
+    yield acceptance_finding(target, draft, common, clock)
+
+
+def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Clock) -> Finding:
+    """What a short trial accepts, with the usual sampling."""
+    pair, begin = Pair(target, draft, 0.0, common=common, clock=clock), clock()
+    prompt = sample_tokens(target.vocabulary, N_PROMPT)
+    stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
+    for _ in stream:
+        if clock() - begin > TRIAL_SECONDS:
+            break
+    stream.close()
+    pair.forget()
+    summary = stream.completion.summary
+    rate = summary.acceptance_rate
+    if rate is None:
+        return Finding(OK, "acceptance", "not tried: the draft proposed nothing")
+    text = f"{rate:.0%} of {summary.n_verified} draft tokens in a trial on a short text"
+    if rate >= FEW:
+        return Finding(OK, "acceptance", text)
+    remedy = "choose a draft of the target's family; a comparison shows whether drafting pays"
+    return Finding(WARNING, "acceptance", text, remedy)
