@@ -204,10 +204,7 @@ def draft_options(target: LlamaModel) -> ModelOptions:
     """A draft is loaded as its target is."""
     options = target.options
     return ModelOptions(
-        n_ctx=options.n_ctx,
-        gpu_layers=options.gpu_layers,
-        threads=options.threads,
-        max_scored=DRAFT_SCORED,
+        n_ctx=options.n_ctx, gpu_layers=options.gpu_layers, threads=options.threads, max_scored=DRAFT_SCORED
     )
 
 
