@@ -41,6 +41,13 @@ class Finding:
         return cls(PROBLEM, topic, text or str(error), remedy if text else None, error=error)
 
 
+def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settings: str) -> Finding:
+    """OK where all is fine; else a warning whose text ends with the fault."""
+    if is_fine:
+        return Finding(OK, topic, text)
+    return Finding(WARNING, topic, text + fault, remedy, settings)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What the models will run on."""
@@ -89,44 +96,27 @@ class Examined:
 
 def machine_findings(machine: Machine) -> Iterator[Finding]:
     """Build, devices."""
-    if machine.repacking_is_safe:
-        yield Finding(OK, "backend", machine.backend)
-    else:
-        yield Finding(
-            WARNING,
-            "backend",
-            f"{machine.backend}: a build with AMX, which crashes, so its fast kernels stay off",
-            "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`",
-        )
-    shown = ", ".join(_device(device) for device in machine.devices)
+    fault = ": a build with AMX, which crashes, so its fast kernels stay off"
+    remedy = "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
+    yield check("backend", machine.backend, machine.repacking_is_safe, fault, remedy)
+    shown, fault, option = ", ".join(_device(device) for device in machine.devices), "", ""
     if machine.system == "darwin" and not machine.can_offload:
-        yield Finding(
-            WARNING,
-            "devices",
-            f"{shown}; this build has no Metal",
-            "build llama.cpp anew with CMAKE_ARGS=-DGGML_METAL=on",
-        )
+        fault, option = "; this build has no Metal", "METAL"
     elif machine.has_nvidia and not machine.can_offload:
-        yield Finding(
-            WARNING,
-            "devices",
-            f"{shown}; an NVIDIA GPU is here, but this build computes on the CPU only",
-            "build llama.cpp anew with CMAKE_ARGS=-DGGML_CUDA=on",
-        )
-    else:
-        yield Finding(OK, "devices", shown + ("" if machine.can_offload else "; no GPU offload"))
+        fault, option = "; an NVIDIA GPU is here, but this build computes on the CPU only", "CUDA"
+    elif not machine.can_offload:
+        shown += "; no GPU offload"
+    yield check(
+        "devices", shown, not fault, fault, f"build llama.cpp anew with CMAKE_ARGS=-DGGML_{option}=on"
+    )
 
 
 def busy_finding(machine: Machine) -> Iterator[Finding]:
     """Whether other programs use the cores; nothing on a quiet machine."""
     if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
-        yield Finding(
-            WARNING,
-            "load",
-            f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads; llamaspec "
-            f"computes with fewer threads while they do, and is slower than on a quiet machine",
-            "close what computes beside it",
-        )
+        text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
+        fault = "; llamaspec computes with fewer threads while they do, and is slower than on a quiet machine"
+        yield check("load", text, False, fault, "close what computes beside it")
 
 
 def _device(device: Device) -> str:
@@ -138,15 +128,9 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
     """Threads of one model."""
     n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
-    if n > machine.n_physical:
-        return Finding(
-            WARNING,
-            topic,
-            f"{text}: too many wait for each other",
-            f"ask for {machine.n_physical}",
-            (f"{role}.threads",),
-        )
-    return Finding(OK, topic, text + (" (default)" if asked is None else ""))
+    text += " (default)" if asked is None else ""
+    is_fine, remedy = n <= machine.n_physical, f"ask for {machine.n_physical}"
+    return check(topic, text, is_fine, ": too many wait for each other", remedy, f"{role}.threads")
 
 
 def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
@@ -180,17 +164,11 @@ def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
     """What is to say of one model alone."""
     yield Finding(OK, model.role, f"{model.name}: {model.description}, {_parameters(model.facts)}")
     context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
-    asked = model.options.n_ctx
-    if asked is not None and asked > model.trained_context_size:
-        yield Finding(
-            WARNING,
-            f"{model.role} context",
-            f"{context}: its text may break down beyond that",
-            f"open {model.trained_context_size} tokens or less",
-            (f"{model.role}.n_ctx",),
-        )
-    else:
-        yield Finding(OK, f"{model.role} context", context)
+    asked, most = model.options.n_ctx, model.trained_context_size
+    yield check(
+        f"{model.role} context", context, asked is None or asked <= most,
+        ": its text may break down beyond that", f"open {most} tokens or less", f"{model.role}.n_ctx",
+    )  # fmt: skip
     yield _rollback_finding(model)
     yield _cache_finding(model)
     on_gpu = machine.offloads(model.options) or model.options.workers != ()
@@ -214,27 +192,18 @@ def _rollback_finding(model: Examined) -> Finding:
         size, cost = decimal(memory.snapshot_bytes), f"{1e3 * memory.snapshot_seconds:.1f} ms"
         how = f"from a snapshot ({size}, {cost} to copy and put back), {again}"
         return Finding(OK, topic, f"keeps {kind}; rejected draft tokens are taken back {how}")
-    return Finding(
-        WARNING,
-        topic,
-        f"keeps {kind}; it cannot go back, so after a rejected draft token the whole text is evaluated again",
-        "keep texts short, decode plainly, or choose a model that keeps positions only",
-        ("draft_length",),
-    )
+    fault = "; it cannot go back, so after a rejected draft token the whole text is evaluated again"
+    remedy = "keep texts short, decode plainly, or choose a model that keeps positions only"
+    return check(topic, f"keeps {kind}", False, fault, remedy, "draft_length")
 
 
 def _cache_finding(model: Examined) -> Finding:
     types, topic = (model.options.cache_type_k, model.options.cache_type_v), f"{model.role} KV types"
-    text = f"keys {types[0]}, values {types[1]}"
-    if model.role == "draft" and min(CACHE_BYTES[kind] for kind in types) < CACHE_BYTES["q8_0"]:
-        return Finding(
-            WARNING,
-            topic,
-            f"{text}: below q8_0 draft tokens get worse",
-            "raise both to q8_0 or f16",
-            ("draft.cache_type_k", "draft.cache_type_v"),
-        )
-    return Finding(OK, topic, text)
+    is_fine = model.role != "draft" or min(CACHE_BYTES[kind] for kind in types) >= CACHE_BYTES["q8_0"]
+    return check(
+        topic, f"keys {types[0]}, values {types[1]}", is_fine, ": below q8_0 draft tokens get worse",
+        "raise both to q8_0 or f16", "draft.cache_type_k", "draft.cache_type_v",
+    )  # fmt: skip
 
 
 def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
@@ -242,19 +211,11 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
         return Finding(OK, topic, "not needed, there is no attention")
-    if asked == "off" and on_gpu:
-        remedy = "leave it on"
-        return Finding(
-            WARNING,
-            topic,
-            "off: long contexts are slower and larger",
-            remedy,
-            (f"{model.role}.flash_attention",),
-        )
     text = asked or "auto"
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
-    return Finding(OK, topic, text)
+    fault, setting = ": long contexts are slower and larger", f"{model.role}.flash_attention"
+    return check(topic, text, not (asked == "off" and on_gpu), fault, "leave it on", setting)
 
 
 def pace_findings(target: Examined, draft: Examined) -> Iterator[Finding]:
@@ -264,25 +225,17 @@ def pace_findings(target: Examined, draft: Examined) -> Iterator[Finding]:
         f"a token takes {1e3 * target.step_seconds:.2f} ms in the target, "
         f"{1e3 * draft.step_seconds:.2f} ms in the draft: {ratio:.1f} times cheaper"
     )
-    if ratio >= CHEAP:
-        yield Finding(OK, "draft cost", text)
-    else:
-        yield Finding(
-            WARNING,
-            "draft cost",
-            f"{text}, {CHEAP:.0f} times are wanted",
-            "choose a smaller draft, or a larger target; a comparison shows whether drafting pays",
-        )
+    fault = f", {CHEAP:.0f} times are wanted"
+    remedy = "choose a smaller draft, or a larger target; a comparison shows whether drafting pays"
+    yield check("draft cost", text, ratio >= CHEAP, fault, remedy)
     if target.facts.n_active_parameters is None:
         return
     text = (
         f"the target uses {_count(target.facts.n_computing)} parameters for a token, "
         f"the draft {_count(draft.facts.n_computing)}"
     )
-    if target.facts.n_computing < CHEAP * draft.facts.n_computing:
-        yield Finding(WARNING, "experts", f"{text}: too near", "choose a smaller draft")
-    else:
-        yield Finding(OK, "experts", text)
+    is_fine = target.facts.n_computing >= CHEAP * draft.facts.n_computing
+    yield check("experts", text, is_fine, ": too near", "choose a smaller draft")
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
@@ -299,15 +252,9 @@ def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iter
         )
         if mine != its
     ]
-    if differing:
-        yield Finding(
-            WARNING,
-            "special tokens",
-            "; ".join(differing) + ": draft tokens there are wrong",
-            "choose a draft tuned like the target, both for chat or neither",
-        )
-    else:
-        yield Finding(OK, "special tokens", f"start {_token(target.bos)}, end {_token(target.eos)} in both")
+    text = "; ".join(differing) or f"start {_token(target.bos)}, end {_token(target.eos)} in both"
+    remedy = "choose a draft tuned like the target, both for chat or neither"
+    yield check("special tokens", text, not differing, ": draft tokens there are wrong", remedy)
 
 
 def _token(token: int) -> str:
