@@ -159,6 +159,7 @@ class RecurrentCache:
     def _take_checkpoint(self) -> None:
         """Copy the state, if there are enough in place of the checkpoint whose neighbours are closest."""
         size = self._checkpoint_bytes()
+        self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
         state = np.empty(0, dtype=np.uint8)
         if len(self._checkpoints) == MOST:
             borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
