@@ -17,7 +17,6 @@ import numpy as np
 
 from llamaspec.draft_making.worth import (
     Machine,
-    ThisMachine,
     TrialSettings,
     WrittenText,
     draft_options,
@@ -104,7 +103,7 @@ def make_draft(
     LlamaspecError
         There is no room on the disk, or a text cannot be used.
     """
-    machine = machine or ThisMachine()
+    machine = machine or Machine()
     deadline = time.monotonic() + 60 * settings.minutes * SEARCHING
     folder = (output or made_path(target.path, "made")).parent
     prompts = settings.prompts(target)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -158,34 +157,24 @@ def _n_rounds(agreed: Agreed, n: int) -> int:
     return n_rounds
 
 
-class Machine(Protocol):
-    """What things cost; tests have one without a clock."""
-
-    def round_seconds(self, target: LlamaModel) -> list[float]:
-        """[K] the target's share of a round with K draft tokens."""
-
-    def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
-        """Seconds of a draft step next to one token of the target."""
-
-    def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
-        """Tokens per second with a draft next to plain decoding."""
-
-
-class ThisMachine:
-    """Measures."""
+class Machine:
+    """What things cost here; tests replace it by one without a clock."""
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
         """[K] the target's share of a round with K draft tokens."""
         return round_seconds(measure(Pair(target, None, 0.0), QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
-        """Both in turns; the low quartiles, because the rest is what other programs took."""
+        """Seconds of a draft step next to one token of the target, both in turns.
+
+        The low quartiles, because the rest is what other programs took.
+        """
         found = measure(Pair(target, draft, 0.0), STEPS)
         assert found.draft_step is not None
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
-        """Both in turns, each text several times; the automatic length learns first."""
+        """Tokens per second with a draft next to plain decoding: each text in turns, several times."""
         ratios = []
         with LlamaModel(draft_file, draft_options(target)) as draft:
             pair = Pair(target, draft, 0.0)
@@ -221,7 +210,7 @@ def judge_draft(
     target: LlamaModel, draft_file: Path, settings: TrialSettings, machine: Machine | None = None
 ) -> Worth:
     """Measure any draft together with its target."""
-    machine = machine or ThisMachine()
+    machine = machine or Machine()
     tasks = settings.tasks(settings.prompts(target), machine.round_seconds(target)[0])
     texts = write_texts(target, tasks)
     with LlamaModel(draft_file, draft_options(target)) as draft:

@@ -15,7 +15,7 @@ from gguf import GGUFReader
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
-from llamaspec.draft_making.worth import TrialSettings
+from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.hub import DRAFT_FOR, identity, made_drafts, made_path
 from llamaspec.llama.gguf_tensors import read_tensors
@@ -33,7 +33,7 @@ OPTIONS = ModelOptions(threads=1, n_ctx=256)
 SILENT = (2, 3, 4)
 
 
-class KnownCosts:
+class KnownCosts(Machine):
     """A machine without a clock: a wider batch costs a little more, a draft what its file weighs."""
 
     def __init__(self, measured: float = 1.5) -> None:

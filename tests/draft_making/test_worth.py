@@ -10,7 +10,7 @@ import pytest
 
 from llamaspec import LlamaModel, ModelOptions, Pair
 from llamaspec.draft_making.worth import (
-    ThisMachine,
+    Machine,
     TrialSettings,
     WrittenText,
     draft_options,
@@ -44,8 +44,8 @@ def test_costs_of_a_target_and_its_draft(target_file: Path, monkeypatch: pytest.
     """The low quartiles: 2 ms next to 8 ms."""
     monkeypatch.setattr("llamaspec.draft_making.worth.measure", lambda *_: PROBE)
     with LlamaModel(target_file, OPTIONS) as model:
-        assert ThisMachine().step_ratio(model, model) == pytest.approx(0.25)
-        alone = ThisMachine().round_seconds(model)
+        assert Machine().step_ratio(model, model) == pytest.approx(0.25)
+        alone = Machine().round_seconds(model)
     assert alone == pytest.approx([0.010, 0.012 + 0.003, 0.014 + 0.006])
 
 
@@ -63,7 +63,7 @@ def test_a_speed_up_is_that_of_each_text_run_against_run(
     monkeypatch.setattr(Task, "run_plain", lambda self, pair: took("plain", 3.0 * self.seed))
     monkeypatch.setattr(Task, "run", lambda self, pair: took("drafted", 2.0))
     with LlamaModel(target_file, OPTIONS) as model:
-        found = ThisMachine().speed_up(model, draft_file, tasks)
+        found = Machine().speed_up(model, draft_file, tasks)
     assert found == Spread(1.5, 2.25, 3.0)
     assert n_runs == {"plain": 6, "drafted": 6}
 
@@ -92,7 +92,7 @@ def test_rounds_are_replayed() -> None:
     assert replay([np.array([False] * 4)], [1.0, 1.25]) == (1, 0.8)
 
 
-class KnownCosts:
+class KnownCosts(Machine):
     """A machine without a clock."""
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
