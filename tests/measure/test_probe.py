@@ -41,6 +41,7 @@ class SlowModel:
     batch_size: int = 64
     max_scored: int = 65
     max_mixed: int = 0
+    n_cells: int | None = None
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
     known: int = 0
 
