@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +15,7 @@ from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import Limits
 from llamaspec.serve.bodies import RequestError, as_request_error, error_response, json_depth
-from serving import CONTEXT, PATIENCE_SECONDS, Served, served
+from serving import PATIENCE_SECONDS, Served, served
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"type": "image_url"}]
@@ -29,83 +28,52 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": "hi"}, 400, "messages"),
-    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages.0.role"),
     (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, 400, "messages.0.role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0.text"),
     (CHAT, {"messages": [*HI, {"role": "user", "content": IMAGE}]}, 400, "messages.1.content.0.type"),
     (CHAT, {"messages": HI, "temperature": -0.1}, 400, "temperature"),
-    (CHAT, {"messages": HI, "temperature": "hot"}, 400, "temperature"),
     (CHAT, {"messages": HI, "temperature": True}, 400, "temperature"),
-    (CHAT, {"messages": HI, "top_p": 1.5}, 400, "top_p"),
     (CHAT, {"messages": HI, "top_k": 1.5}, 400, "top_k"),
-    (CHAT, {"messages": HI, "min_p": -1}, 400, "min_p"),
-    (CHAT, {"messages": HI, "repeat_penalty": 0}, 400, "repeat_penalty"),
     (CHAT, {"messages": HI, "repeat_penalty": 1e300}, 400, "repeat_penalty"),
-    (CHAT, {"messages": HI, "presence_penalty": "x"}, 400, "presence_penalty"),
-    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": -5}, 400, "max_completion_tokens"),
-    (CHAT, {"messages": HI, "n": 0}, 400, "n"),
     (CHAT, {"messages": HI, "n": 5}, 400, "n"),
     (CHAT, {"messages": HI, "seed": 1.5}, 400, "seed"),
     (CHAT, {"messages": HI, "stop": [""]}, 400, "stop.0"),
-    (CHAT, {"messages": HI, "stop": [1]}, 400, "stop.0"),
-    (CHAT, {"messages": HI, "stop": ["a"] * 33}, 400, "stop"),
-    (CHAT, {"messages": HI, "stream": "yes"}, 400, "stream"),
     (CHAT, {"messages": HI, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
     (CHAT, {"messages": HI, "speculative": {"max_draft": 65}}, 400, "speculative.max_draft"),
-    (CHAT, {"messages": HI, "speculative": {"rule": "luck"}}, 400, "speculative.rule"),
     (CHAT, {"messages": HI, "logit_bias": {"5": 101.0}}, 400, "logit_bias.5"),
     (CHAT, {"messages": HI, "logit_bias": {"999999999": 1.0}}, 400, "logit_bias"),
-    (CHAT, {"messages": HI, "logprobs": 5}, 400, "logprobs"),
-    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
     (CHAT, {"messages": HI, "response_format": BROKEN}, 400, "response_format"),
     (CHAT, {"messages": HI, "grammar": "root ::= (", "max_tokens": 5}, 400, "grammar"),
-    (CHAT, {"messages": HI, "json_schema": {"type": "nothing"}}, 400, "json_schema"),
     (CHAT, {"messages": HI, "grammar": 'root ::= "a"', "json_schema": {}}, 400, "grammar"),
     (CHAT, {"messages": HI, "tools": TOOLS}, 400, "tools"),
     (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "tool_choice": "perhaps"}, 400, "tool_choice"),
     (CHAT, {"messages": [*HI, {"role": "tool", "content": "5", "tool_call_id": "a"}]}, 400, "messages.1"),
-    (CHAT, {"messages": HI, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
-    (CHAT, {"messages": HI, "thinking_budget_tokens": -2}, 400, "thinking_budget_tokens"),
-    (CHAT, {"messages": HI, "speculative": {"spans": 1}}, 400, "speculative.spans"),
-    (CHAT, {"messages": HI, "response_format": {}}, 400, "response_format.type"),
-    (TEXT, {}, 400, "prompt"),
     (TEXT, {"prompt": ""}, 400, "prompt"),
-    (TEXT, {"prompt": []}, 400, "prompt"),
     (TEXT, {"prompt": [-1]}, 400, "prompt"),
-    (TEXT, {"prompt": [1 << 40]}, 400, "prompt"),
     (TEXT, {"prompt": [["a"]]}, 400, "prompt.0.0"),
     (TEXT, {"prompt": "x = 1\n" * 2000}, 400, "prompt"),
     (TEXT, {"prompt": "x" * 500_000}, 400, "prompt"),
     (TEXT, {"prompt": ["a"] * 5}, 400, "n"),
     (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
-    (TEXT, {"prompt": "a", "best_of": 3}, 400, "best_of"),
-    (TEXT, {"prompt": "a", "logprobs": True}, 400, "logprobs"),
     (TEXT, {"prompt": "a", "json_schema": {"type": "nothing"}}, 400, "json_schema"),
-    (RESPONSES, {}, 400, "input"),
     (RESPONSES, {"input": []}, 400, "input"),
     (RESPONSES, {"input": [*HI, {"type": "function_call_output"}]}, 400, "input.1.call_id"),
     (RESPONSES, {"input": [*HI, {"type": "image_generation_call"}]}, 400, "input.1.type"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "a"}]}, 400, "input.0.name"),
     (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "tools.0.type"),
-    (RESPONSES, {"input": "hi", "reasoning": {"effort": "huge"}}, 400, "reasoning.effort"),
     (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
     (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", "schema": NOTHING}}}, 400,
      "text.format"),
-    (RESPONSES, {"input": "hi", "background": True}, 400, "background"),
-    (RESPONSES, {"input": "hi", "metadata": {"a": 1}}, 400, "metadata.a"),
     (MESSAGES, {"messages": HI}, 400, "max_tokens"),
-    (MESSAGES, {"messages": HI, "max_tokens": 5, "system": 5}, 400, "system"),
-    (MESSAGES, {"messages": HI, "max_tokens": 5, "stop_sequences": [""]}, 400, "stop_sequences.0"),
     (MESSAGES, {"messages": HI, "max_tokens": 5, "thinking": {"type": "sometimes"}}, 400, "thinking.type"),
     (MESSAGES, {"messages": HI, "max_tokens": 5, "tools": [{"name": "a"}]}, 400, "tools"),
     (MESSAGES, {"messages": HI, "max_tokens": 5, "tools": [{"type": "bash", "name": "a"}]}, 400,
@@ -113,10 +81,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (MESSAGES, {"messages": HI, "max_tokens": 5, "tool_choice": {"type": "tool"}}, 400, "tool_choice.name"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 5}, 400,
      "messages.0.content.0.tool_use_id"),
-    ("/tokenize", {}, 400, "content"),
     ("/tokenize", {"content": "a", "parse_special": True}, 400, "parse_special"),
     ("/detokenize", {"tokens": [1 << 50]}, 400, "tokens"),
-    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
 ]  # fmt: skip
 
 
@@ -134,20 +100,6 @@ def test_a_wrong_field_is_named(
         assert error["error"]["type"] == "invalid_request_error"
         assert error["error"]["param"] == field
     assert error["error"]["message"].startswith(f"{field}: ")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"user": "me", "frequency_penalty": 0, "presence_penalty": None, "logit_bias": {}, "unheard_of": [1]},
-        {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False},
-        {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": 0, "repeat_penalty": 1, "seed": -1, "n": None},
-        {"speculative": {"enabled": True, "max_draft": 0, "other": 1}, "stop": None, "stream": None},
-    ],
-)
-def test_what_is_unknown_or_null_is_ignored(server: Served, more: dict[str, Any]) -> None:
-    answer = server.post(CHAT, {"messages": HI, "max_tokens": 2, **more})
-    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(
@@ -202,13 +154,6 @@ def test_errors_do_not_repeat_what_was_sent(server: Served) -> None:
         assert "script" not in answer.text
 
 
-def test_a_prompt_that_leaves_no_room(server: Served) -> None:
-    error = server.post(TEXT, {"prompt": [5] * CONTEXT}).json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    fits = server.post(TEXT, {"prompt": [5] * (CONTEXT - 1), "seed": 1}).json()
-    assert fits["usage"]["completion_tokens"] == 1
-
-
 def test_a_model_without_a_chat_template(demo: Pair) -> None:
     with served(demo, template=None) as server:
         error = server.post(CHAT, {"messages": HI}).json()["error"]
@@ -246,24 +191,13 @@ def test_depth_is_that_of_the_value(value: Any) -> None:
     assert json_depth(json.dumps(value).encode()) == deep(value)
 
 
-@given(st.text(alphabet='"\\[]{}a'))
-def test_depth_of_what_is_no_json(text: str) -> None:
-    assert 0 <= json_depth(text.encode()) <= len(re.findall(r"[\[{]", text))
-
-
 @pytest.mark.parametrize(
     ("status", "openai", "anthropic"),
     [
-        (400, "invalid_request_error", "invalid_request_error"),
         (401, "authentication_error", "authentication_error"),
-        (403, "permission_error", "permission_error"),
-        (404, "not_found_error", "not_found_error"),
-        (408, "timeout_error", "timeout_error"),
         (413, "invalid_request_error", "request_too_large"),
-        (429, "rate_limit_error", "rate_limit_error"),
-        (503, "server_error", "overloaded_error"),
-        (504, "timeout_error", "timeout_error"),
         (500, "server_error", "api_error"),
+        (503, "server_error", "overloaded_error"),
     ],
 )
 def test_each_api_has_its_own_names_for_faults(status: int, openai: str, anthropic: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import openai
 import pytest
 
 from llamaspec import Pair
-from serving import PATIENCE_SECONDS, Served, answered, parse_events, said
+from serving import PATIENCE_SECONDS, Served, answered, said
 
 N, SEED = 24, 11
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
@@ -44,18 +42,6 @@ def expected(alone: Pair) -> str:
     return answered(alone, "def f(x):", SEED, N)
 
 
-def test_openai_chat(client: Any, expected: str) -> None:
-    answer = client.chat.completions.create(model="any", messages=MESSAGES, seed=SEED, max_tokens=N)
-    (choice,) = answer.choices
-    assert (choice.message.content, choice.message.role) == (expected, "assistant")
-    assert choice.finish_reason == "length"
-    assert answer.usage.completion_tokens == N
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + N
-    assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
-    assert answer.timings["predicted_n"] == N
-    assert answer.timings["draft_n"] >= answer.timings["draft_n_accepted"] > 0
-
-
 def test_openai_chat_as_a_stream(client: Any, expected: str) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -71,22 +57,6 @@ def test_openai_chat_as_a_stream(client: Any, expected: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_openai_async(server: Served, alone: Pair) -> None:
-    async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
-        parts: Any = await client.chat.completions.create(
-            model="any", messages=MESSAGES, seed=seed, max_tokens=N, stream=True
-        )
-        return "".join([part.choices[0].delta.content or "" async for part in parts])
-
-    async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
-        ) as client:
-            return await asyncio.gather(*(ask(client, seed) for seed in range(4)))
-
-    assert asyncio.run(all_at_once()) == [answered(alone, "def f(x):", seed, N) for seed in range(4)]
-
-
 def test_openai_completions(client: Any, alone: Pair) -> None:
     answer = client.completions.create(model="any", prompt="import os", seed=SEED, max_tokens=N, n=2)
     assert [choice.text for choice in answer.choices] == [
@@ -96,16 +66,6 @@ def test_openai_completions(client: Any, alone: Pair) -> None:
     prompt = alone.target.vocabulary.tokenize(b"import os").tolist()
     of_tokens = client.completions.create(model="any", prompt=prompt, seed=SEED, max_tokens=N)
     assert of_tokens.choices[0].text == answer.choices[0].text
-
-
-def test_openai_responses(client: Any, expected: str) -> None:
-    answer = client.responses.create(
-        model="any", input="def f(x):", max_output_tokens=N, extra_body={"seed": SEED}
-    )
-    assert answer.output_text == expected
-    assert answer.status == "incomplete"
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage.output_tokens == N
 
 
 def test_openai_responses_as_a_stream(client: Any, expected: str) -> None:
@@ -130,14 +90,6 @@ def test_anthropic(claude: Any, expected: str) -> None:
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == n
 
 
-def test_anthropic_as_a_stream(claude: Any, expected: str) -> None:
-    with claude.messages.stream(
-        model="any", max_tokens=N, messages=MESSAGES, extra_body={"seed": SEED}
-    ) as stream:
-        assert "".join(stream.text_stream) == expected
-        assert stream.get_final_message().stop_reason == "max_tokens"
-
-
 def test_anthropic_names_the_stop_sequence(claude: Any, expected: str) -> None:
     stop = expected[3:5]
     answer = claude.messages.create(
@@ -157,20 +109,6 @@ def test_the_clients_understand_errors(client: Any, claude: Any) -> None:
     assert refused.value.param == "temperature"
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"top_k": "many"})
-
-
-def test_curl(server: Served, expected: str) -> None:
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed")
-    body = {"messages": MESSAGES, "seed": SEED, "max_tokens": N, "stream": True}
-    done = subprocess.run(
-        [curl, "-sS", "--noproxy", "*", "-N", f"{server.url}/v1/chat/completions", "-d", json.dumps(body)],
-        capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
-    *chunks, (_, last) = parse_events(done.stdout)
-    assert last == "[DONE]"
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for _, chunk in chunks) == expected
 
 
 Ask = Callable[..., str]

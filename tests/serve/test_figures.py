@@ -1,15 +1,22 @@
-"""What the page shows: which text was drafted, each evaluation, the rows and their draft tokens."""
+"""Figures of answers and metrics: of real texts, and of rounds made by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from llamaspec import Pair
+from llamaspec import AutoLength, FixedLength, Pair
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ContentDelta, ReasoningDelta
 from llamaspec.engine.detokenize import Span
 from llamaspec.engine.events import Piece
-from llamaspec.serve.deltas import Content, DeltaBuilder
+from llamaspec.serve.bodies import SpeculativeFields
+from llamaspec.serve.deltas import Content, DeltaBuilder, figures, openai_usage
+from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.scheduling import Finished, speedup
+from llamaspec.values import Source
+from rounds import a_round, a_text
 from serving import Gate, Served, served, until
 
 CHAT = "/v1/chat/completions"
@@ -92,3 +99,132 @@ def test_text_that_the_model_did_not_write_so() -> None:
     (said,) = DeltaBuilder().add([part("a", ContentDelta("b"))])
     assert isinstance(said, Content)
     assert said.spans == (Span("b", False),)
+
+
+ALONE = a_round((1, 2, 3), accepted=2, next_token=4, seconds=(0.25, 1.0, 0.125))
+SHARED = replace(
+    a_round((5, 6), accepted=1, next_token=7, seconds=(0.5, 2.0, 0.25), source=Source.NGRAM), n_rows=4
+)
+PLAIN = a_round(next_token=8, seconds=(0.0, 1.5, 0.5))
+TEXT = a_text([ALONE, SHARED, PLAIN], n_cached=30, prefill_seconds=0.05)  # 3 + 2 + 1 tokens in 6.125 s
+
+NONE, ROUNDS = SpeculativeFields(), SpeculativeFields(rounds=True)
+
+
+def counted(metrics: Metrics) -> dict[str, float]:
+    """What is not zero, by name and label."""
+    text = metrics.text(0, 0, 0, 1).decode()
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    found = {name.removeprefix("llamaspec:"): float(value) for name, _, value in lines}
+    return {name: value for name, value in found.items() if value}
+
+
+def test_what_rounds_count() -> None:
+    """Seconds of an evaluation that rows share are divided among them; overhead is each row's own."""
+    metrics = Metrics()
+    metrics.rounds([ALONE, SHARED, PLAIN])
+    assert counted(metrics) == {
+        "rounds_total": 3,
+        'rounds_by_rows_total{rows="1"}': 2,
+        'rounds_by_rows_total{rows="4"}': 1,
+        'draft_tokens_by_rows_total{rows="1"}': 3,
+        'draft_tokens_by_rows_total{rows="4"}': 2,
+        'seconds_total{phase="draft"}': 0.25 + 0.125,
+        'seconds_total{phase="verify"}': 1.0 + 0.5 + 1.5,
+        'seconds_total{phase="overhead"}': 0.125 + 0.25 + 0.5,
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 5,
+        "spec_decode_num_accepted_tokens_total": 3,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 1,
+    }
+    assert metrics.draft_length_by_rows() == {"1": 1.5, "4": 2.0}
+
+
+@pytest.mark.parametrize("reason", ["limit", "interrupt", "error"])
+def test_what_a_sequence_counts(reason: str) -> None:
+    """Tokens of a cancelled request were generated, too."""
+    metrics = Metrics()
+    metrics.ended(reason, replace(TEXT, mask_seconds=0.375), 2.0, 3.5)
+    assert counted(metrics) == {
+        "request_queue_seconds_total": 2.0,
+        "request_first_token_seconds_total": 3.5,
+        f'request_success_total{{finished_reason="{reason}"}}': 1,
+        "prompt_tokens_total": 40,
+        "prompt_tokens_cached_total": 30,
+        "generation_tokens_total": 6,
+        'seconds_total{phase="prefill"}': 0.05,
+        'seconds_total{phase="mask"}': 0.375,
+    }
+
+
+def test_what_a_sequence_that_generated_nothing_counts() -> None:
+    metrics = Metrics()
+    metrics.ended("interrupt", None, 10.0, None)
+    metrics.ended("interrupt", a_text([]), 10.0, None)
+    assert counted(metrics) == {
+        "request_queue_seconds_total": 20.0,
+        'request_success_total{finished_reason="interrupt"}': 2,
+    }
+
+
+def test_the_timings_of_an_answer() -> None:
+    """10 of 40 tokens of the prompt were read in 50 ms; 6 tokens written in 6.125 s."""
+    assert figures(Finished(replace(TEXT, mask_seconds=0.375), 1.25), NONE)["timings"] == {
+        "cache_n": 30,
+        "prompt_n": 10,
+        "prompt_ms": pytest.approx(50.0),
+        "prompt_per_token_ms": pytest.approx(5.0),
+        "prompt_per_second": pytest.approx(200.0),
+        "predicted_n": 6,
+        "predicted_ms": 6125.0,
+        "predicted_per_token_ms": pytest.approx(6125 / 6),
+        "predicted_per_second": pytest.approx(6 / 6.125),
+        "draft_n": 5,
+        "draft_n_accepted": 3,
+        "rounds": 3,
+        "accepted_histogram": [1, 1, 1],
+        "draft_ms": 750.0,
+        "verify_ms": 4500.0,
+        "overhead_ms": 875.0,
+        "mask_ms": 375.0,
+        "speedup_estimate": 1.25,
+    }
+    cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]
+    assert (cached["prompt_n"], cached["prompt_per_token_ms"], cached["prompt_per_second"]) == (0, None, None)
+
+
+class Believing(AutoLength):
+    """What plain rounds take, by their rows."""
+
+    def __init__(self, believed: dict[int, float]) -> None:
+        super().__init__()
+        self.believed = believed
+
+    def plain_seconds(self, n_rows: int = 1) -> float | None:
+        return self.believed.get(n_rows)
+
+
+def test_the_speed_next_to_plain_decoding() -> None:
+    """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
+    made, policy = [ALONE, SHARED, PLAIN], Believing({1: 2.0, 4: 3.5})
+    assert speedup(made, policy) == pytest.approx((3 * 2.0 + 2 * 3.5 + 2.0) / 6.125)
+    beside = replace(SHARED, n_beside=30, verify_seconds=0.01)  # a prompt: not to be compared
+    assert speedup([*made, beside], policy) == speedup(made, policy)
+    assert speedup([beside], policy) is None
+    assert speedup(made, Believing({1: 2.0})) is None  # four rows were never seen without drafts
+    assert speedup([a_round(seconds=(0.0, 0.0, 0.0))], policy) is None
+    assert speedup([], policy) is None
+    assert speedup(made, FixedLength(3)) is None
+
+
+def test_a_prompt_with_several_choices_counts_once() -> None:
+    other = replace(TEXT, n_prompt_tokens=7, n_cached=5)
+    ends = [Finished(TEXT, None, 2), Finished(TEXT, None, 3), Finished(other, None), Finished(other, None, 4)]
+    assert openai_usage(ends, n=2) == {
+        "prompt_tokens": 47,
+        "completion_tokens": 24,
+        "total_tokens": 71,
+        "prompt_tokens_details": {"cached_tokens": 35},
+        "completion_tokens_details": {"reasoning_tokens": 9},
+    }

@@ -87,13 +87,6 @@ def test_many_clients_get_the_texts_that_they_would_get_alone(demo: Pair, alone:
     assert texts == [said(alone, prompt, seed, 30) for prompt, seed in asked]
 
 
-def test_texts_share_evaluations(demo: Pair) -> None:
-    with served(demo) as server:
-        server.post("/v1/completions", {"prompt": "def f(", "n": 4, "seed": 1, "max_tokens": 20})
-        text = server.client.get("/metrics").text
-    assert 'rounds_by_rows_total{rows="4"}' in text
-
-
 def test_sequences_wait_instead_of_being_cut(demo_files: tuple[Path, Path], alone: Pair) -> None:
     """These texts need more than the KV cache has: all begin, the latest are swapped out, none changes."""
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
@@ -113,19 +106,6 @@ def test_sequences_wait_instead_of_being_cut(demo_files: tuple[Path, Path], alon
     assert was_out
 
 
-def test_texts_without_a_limit_share_the_room(
-    demo_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None reserves what it will not use: two texts that may fill the KV cache begin at once."""
-    with open_demo(demo_files, n_cells=CONTEXT) as pair:
-        gate = Gate(pair, monkeypatch)
-        with served(pair) as server, ThreadPoolExecutor(1) as clients:
-            asked = clients.submit(server.post, "/v1/completions", {"prompt": "import", "n": 2, "seed": 1})
-            until(lambda: server.n_running() == 2)
-            gate.open()
-            assert asked.result().status_code == 200
-
-
 def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
     """Else nobody could go on before it reads."""
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
@@ -137,24 +117,6 @@ def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Pa
             return other, await read(slow)
 
         assert run(ask()) == ([said(alone, "import os", 2, 400)], [said(alone, "def f(", 1, 300)])
-
-
-def test_a_client_that_vanishes_frees_its_row_within_one_evaluation(
-    demo: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(demo, monkeypatch)
-    gate.open()
-    with decoding(demo) as queue:
-
-        async def vanish() -> int:
-            answer = queue.submit([job(demo, "def f(", 1, 400)])
-            await reached(lambda: gate.n_evaluations > 5)
-            answer.cancel()
-            n_before = gate.n_evaluations
-            await reached(lambda: not queue.sequences()[0])
-            return gate.n_evaluations - n_before
-
-        assert run(vanish()) <= 1
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -197,25 +159,6 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
     assert n_made <= MAX_UNREAD + MAX_AHEAD
     assert other == [said(alone, "import os", 2, 200)]
     assert slow == [said(alone, "def f(", 1, n)]
-
-
-def test_a_full_queue_refuses_and_goes_on(demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(demo, monkeypatch)
-    with decoding(demo, parallel=1, max_queue=1) as queue:
-
-        async def ask() -> list[list[str]]:
-            first = queue.submit([job(demo, "def f(", 1, 5)])
-            await reached(lambda: queue.sequences()[0])
-            second = queue.submit([job(demo, "def f(", 2, 5)])
-            with pytest.raises(RequestError) as refused:
-                queue.submit([job(demo, "def f(", 3, 5)])
-            assert refused.value.status == 429
-            assert 1 <= (refused.value.retry_after or 0) <= 60
-            gate.open()
-            texts = [await read(first), await read(second)]
-            return [*texts, await read(queue.submit([job(demo, "def f(", 3, 5)]))]
-
-        assert run(ask()) == [[said(alone, "def f(", seed, 5)] for seed in (1, 2, 3)]
 
 
 def test_a_full_queue_over_http(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,22 +239,6 @@ def test_no_request_is_taken_while_the_server_stops(
         texts, errors = run(ask())
     assert texts == [said(alone, "def f(", 1, 60)]
     assert [error.status for error in errors] == [503, 503]
-
-
-def test_ending_ends_what_runs(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(demo, monkeypatch)
-    with decoding(demo) as queue:
-
-        async def ask() -> None:
-            running = queue.submit([job(demo, "def f(", 1, 400)])
-            await reached(lambda: queue.sequences()[0])
-            queue.end()
-            gate.open()
-            with pytest.raises(RequestError, match="stopping"):
-                await read(running)
-
-        run(ask())
-        assert gate.n_evaluations <= 1
 
 
 def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:

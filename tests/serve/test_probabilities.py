@@ -9,7 +9,7 @@ import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.engine.events import Piece
-from serving import Served, said
+from serving import Served
 
 N, SEED = 20, 4
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -75,14 +75,6 @@ def test_only_what_is_said_is_told(talker: Served, demo: Pair) -> None:
     assert told.decode().lstrip("\n") == choice["message"]["content"]
 
 
-def test_the_end_of_the_text_is_not_told(server: Served) -> None:
-    """Also where the text is held back until then, because a stop string might have come."""
-    body = {**HI, "logprobs": True, "grammar": 'root ::= "yes"', "stop": "yesterday"}
-    choice = server.post(CHAT, body).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "yes"
-
-
 def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair) -> None:
     usual = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
     first = alone.stream("def f(", sampling=Sampling(temperature=0), max_tokens=1).run().tokens[0]
@@ -103,22 +95,3 @@ def test_nothing_ends_a_text_that_ignores_the_end(server: Served, alone: Pair) -
     assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", 1)
     whole = server.post(TEXT, {**body, "ignore_eos": True}).json()
     assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 8)
-
-
-def test_penalties_are_openais_or_llama_cpps(server: Served, alone: Pair) -> None:
-    prompt = "a b c d e f g " * 6
-
-    def expected(window: int | None) -> str:
-        sampling = Sampling(presence_penalty=1.5, frequency_penalty=0.5, penalty_window=window)
-        return alone.stream(prompt, sampling=sampling, seed=1, max_tokens=30).run().text
-
-    body = {"prompt": prompt, "max_tokens": 30, "seed": 1, "presence_penalty": 1.5, "frequency_penalty": 0.5}
-
-    def text(**more: object) -> str:
-        found: str = server.post(TEXT, {**body, **more}).json()["choices"][0]["text"]
-        return found
-
-    assert expected(None) != expected(64)
-    assert text() == text(repeat_penalty=1) == expected(None)
-    assert text(repeat_last_n=64) == expected(64)
-    assert text() != said(alone, prompt, 1, 30)

@@ -99,12 +99,6 @@ def test_grammars_and_objects(server: Served, path: str, enabled: bool) -> None:
     assert reason == "length" or isinstance(json.loads(text), dict)
 
 
-def test_an_answer_that_is_cut_says_so(server: Served) -> None:
-    path, body = WAYS["response_format"]
-    text, reason = whole(path, server.post(path, {**body, "max_tokens": 3, "seed": 1}).json())
-    assert (text[:1], reason) == ("{", "length")
-
-
 @pytest.mark.parametrize("more", [{"thinking_budget_tokens": 6}, {"reasoning_effort": "none"}])
 def test_behind_reasoning(talker: Served, more: dict[str, Any]) -> None:
     path, body = WAYS["response_format"]
@@ -114,13 +108,6 @@ def test_behind_reasoning(talker: Served, more: dict[str, Any]) -> None:
         jsonschema.validate(json.loads(whole(path, answer)[0]), SCHEMA)
         thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
         assert thought == more.get("thinking_budget_tokens", 0)
-
-
-def test_a_grammar_leaves_no_room_for_reasoning(talker: Served) -> None:
-    body = {**HI, "enable_thinking": True, "grammar": 'root ::= "yes" | "no"', "seed": 1}
-    answer = talker.post(CHAT, body).json()
-    assert whole(CHAT, answer)[0] in ("yes", "no")
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
 def test_a_shape_and_tools_at_once_are_refused(talker: Served) -> None:

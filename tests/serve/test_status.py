@@ -49,16 +49,6 @@ def test_metrics_add_up(demo: Pair) -> None:
     assert 0 < after["kv_cache_usage_perc"] <= 1
 
 
-def test_metrics_are_what_prometheus_reads(server: Served) -> None:
-    answer = server.client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = answer.text.splitlines()
-    declared = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert {
-        line.partition(" ")[0].partition("{")[0] for line in lines if not line.startswith("#")
-    } == declared
-
-
 def test_health(demo: Pair) -> None:
     with served(demo) as server:
         for path in ("/health", "/v1/health"):
@@ -119,19 +109,6 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
         copied = server.post("/v1/completions", body).json()
         not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
-
-
-@pytest.mark.parametrize("shape", [{}, {"grammar": "root ::= [a-z ]{10}"}])
-def test_only_the_draft_model_drafts(
-    demo: Pair, server: Served, monkeypatch: pytest.MonkeyPatch, shape: dict[str, str]
-) -> None:
-    monkeypatch.setattr(demo, "ngram", True)
-    drafted, plain = (
-        server.post("/v1/completions", {**BODY, **shape, "speculative": drafting}).json()
-        for drafting in ({"ngram": False}, {"enabled": False})
-    )
-    assert drafted["choices"] == plain["choices"]
-    assert drafted["timings"]["draft_n"] > plain["timings"]["draft_n"] == 0
 
 
 @pytest.mark.parametrize(

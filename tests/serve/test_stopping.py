@@ -1,4 +1,4 @@
-"""The command: what it refuses in one line, and how it stops."""
+"""The command: what it refuses in one line, how it stops, and what `--cache-dir` keeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -49,14 +50,6 @@ def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch:
         events = parse_events("\n\n".join(answer.iter_lines()))
         stopping.result()
     assert events[-1][1]["error"]["code"] == "server_stopping"
-
-
-def test_an_idle_server_stops_and_keeps_nothing_open(demo_files: tuple[Path, Path]) -> None:
-    with process("--log-format", "json", "--alias", "mine") as server:
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.ended() == 0
-        until(lambda: server.lines[-1] == "llamaspec: stopped")
-    assert any("mine is served at http://127.0.0.1:" in line for line in server.lines)
 
 
 def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -118,10 +111,31 @@ def test_options_that_are_refused(
     assert told in answer.stderr.splitlines()[-1]
 
 
-def test_without_the_extra_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llamaspec.cli import serve
-    from llamaspec.errors import LlamaspecError
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+ASKED = {"prompt": PROMPT, "max_tokens": 24, "seed": 5, "temperature": 0.8}
 
-    monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    with pytest.raises(LlamaspecError, match=r"llamaspec\[serve\]"):
-        serve.check_installed()
+
+def asked(*options: str) -> tuple[str, int, int, list[str]]:
+    """The text, its prompt tokens, those that were cached, and what the server said besides."""
+    with process(*options) as server:
+        answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE_SECONDS).json()
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+        until(lambda: server.lines[-1] == "llamaspec: stopped")
+    usage = answer["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert not any("Traceback" in line for line in server.lines)
+    return answer["choices"][0]["text"], usage["prompt_tokens"], n_cached, server.lines
+
+
+def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    text, _, n_cached, _ = asked("--cache-dir", str(folder))
+    assert n_cached == 0
+    files = sorted(folder.iterdir())
+    assert len(files) == 2  # the draft's, too
+    assert {file.stat().st_mode & 0o777 for file in (folder, *files)} == {0o700, 0o600}
+
+    again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
+    assert (again, n_cached) == (text, n_prompt - 1)
+    assert any("tokens of prefixes were loaded" in line for line in lines)

@@ -108,14 +108,6 @@ def test_streamed(talker: Served, expected: tuple[str, str]) -> None:
     assert "".join(block.get("text", "") for block in blocks) == expected[1]
 
 
-def test_a_row_that_thinks_keeps_its_place(talker: Served, demo: Pair) -> None:
-    """Ending thought is a new stream for the same row: others that share its evaluations do not matter."""
-    _, body = ASKED["chat"]
-    answer = talker.post(CHAT, {**body, "seed": SEED, "n": 3}).json()
-    single = [talker.post(CHAT, {**body, "seed": SEED + i}).json()["choices"][0]["message"] for i in range(3)]
-    assert [choice["message"] for choice in answer["choices"]] == single
-
-
 @pytest.mark.parametrize(
     ("name", "off"),
     [
@@ -131,14 +123,6 @@ def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
     body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
     reasoning, text, thought = told(name, talker.post(path, {**body, **off, "seed": SEED}).json())
     assert (reasoning, thought, bool(text)) == ("", 0, True)
-
-
-def test_without_a_budget_it_thinks_as_long_as_it_likes(talker: Served) -> None:
-    _, body = ASKED["chat"]
-    body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
-    reasoning, _, thought = told("chat", talker.post(CHAT, {**body, "seed": SEED}).json())
-    assert reasoning
-    assert thought > BUDGET
 
 
 @pytest.mark.parametrize(

@@ -86,30 +86,6 @@ def test_openai(client: Any) -> None:
     assert more.choices[0].finish_reason == "length"
 
 
-def test_openai_responses(client: Any) -> None:
-    usual = {
-        "model": "any",
-        "tools": FLAT,
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_output_tokens": 200,
-        "reasoning": {"effort": "none"},
-        "extra_body": {"seed": 2},
-    }
-    answer = client.responses.create(input="Which one?", **usual)
-    (call,) = answer.output
-    assert (answer.status, call.type) == ("completed", "function_call")
-    check(call.name, call.arguments)
-    with client.responses.stream(input="Which one?", **usual) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
-        (again,) = stream.get_final_response().output
-    assert "".join(deltas) == again.arguments == call.arguments
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "the blue one"}
-    asked = [*USER, call.model_dump(exclude_none=True), result]
-    more = client.responses.create(model="any", input=asked, tools=FLAT, max_output_tokens=4)
-    assert more.status == "incomplete"
-
-
 @pytest.mark.parametrize(
     ("choice", "asked"),
     [
@@ -185,12 +161,6 @@ def test_the_tool_that_was_named_is_called(talker: Served, name: str) -> None:
     assert set(names) == {name}
 
 
-def test_a_tool_that_is_not_there_cannot_be_named(talker: Served) -> None:
-    other = {"type": "function", "function": {"name": "other"}}
-    error = talker.post(CHAT, {**FORCED, "tool_choice": other}).json()["error"]
-    assert error["param"] == "tool_choice"
-
-
 def test_several_calls_of_one_answer(talker: Served) -> None:
     for seed in range(8):
         answer = talker.post(CHAT, {**FORCED, "parallel_tool_calls": True, "seed": seed, "max_tokens": 300})
@@ -211,17 +181,6 @@ def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
     assert message["reasoning_content"] == free["reasoning_content"]
     (call,) = message["tool_calls"]
     check(call["function"]["name"], call["function"]["arguments"])
-
-
-def test_none_means_that_the_model_does_not_see_them(talker: Served) -> None:
-    def n_prompt(**more: object) -> int:
-        answer = talker.post(CHAT, {"messages": USER, "max_tokens": 1, **more}).json()
-        n: int = answer["usage"]["prompt_tokens"]
-        return n
-
-    assert n_prompt(tools=TOOLS, tool_choice="none") == n_prompt() < n_prompt(tools=TOOLS)
-    counted = talker.post("/v1/messages/count_tokens", {"messages": USER, "tools": CLAUDES}).json()
-    assert counted["input_tokens"] == n_prompt(tools=TOOLS)
 
 
 def test_a_format_that_nobody_knows_is_text(demo: Pair) -> None:
@@ -322,14 +281,3 @@ def test_calls_of_other_families_are_held_to_their_schemas(demo: Pair, marks: st
     check(call["function"]["name"], call["function"]["arguments"])
     assert call["function"] == plain["choices"][0]["message"]["tool_calls"][0]["function"]
     assert drafted["timings"]["draft_n_accepted"] > 0
-
-
-def test_a_strict_schema_that_a_family_cannot_be_held_to_is_refused(demo: Pair) -> None:
-    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^b+$"}}}
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}]
-    with served(demo, template=f"{{# {GEMMA} #}}{TALKER}") as server:
-        answer = server.post(CHAT, {"messages": USER, "tools": tools, "max_tokens": 8})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert "pattern" in answer.json()["error"]["message"]
-        tools[0]["function"]["strict"] = False
-        assert server.post(CHAT, {"messages": USER, "tools": tools, "max_tokens": 8}).status_code == 200
