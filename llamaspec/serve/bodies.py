@@ -124,17 +124,17 @@ def _invalid(error: ValidationError) -> RequestError:
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     # Of the alternatives of a union, the one that matched furthest is what the client meant.
-    paths = [(_path(each["loc"]), each["msg"]) for each in errors if each["loc"][:1] == first["loc"][:1]]
+    paths = [
+        ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each["msg"])
+        for each in errors
+        if each["loc"][:1] == first["loc"][:1]
+    ]
     path, message = max(paths, key=lambda found: len(found[0]))
     return RequestError(400, message.removeprefix("Value error, "), field=".".join(path) or None)
 
 
-def _path(parts: Sequence[int | str]) -> list[str]:
-    """Where an error is, without the names that pydantic gives to the alternatives of a union."""
-    return [str(part) for part in parts if isinstance(part, int) or not _is_type_name(part)]
-
-
 def _is_type_name(part: str) -> bool:
+    """Whether pydantic names an alternative of a union, not a field."""
     return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()
 
 

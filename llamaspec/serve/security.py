@@ -48,11 +48,8 @@ class Guard:
         host = headers.get("host", "")
         if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
             raise RequestError(403, "this server answers for this machine only; use http://127.0.0.1")
-        origin = headers.get("origin")
-        allowed = settings.cors_origins
-        if origin is not None and not (
-            origin.partition("://")[2] == host or origin in allowed or "*" in allowed
-        ):
+        origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
+        if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
             raise RequestError(403, "pages of other origins may not ask; see --cors-origin")
         if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
             key = _key(headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,18 @@ def test_a_connection_that_breaks_frees_its_row(
         assert gate.n_evaluations <= 1
         metrics = server.client.get("/metrics").text
     assert 'finished_reason="interrupt"} 1' in metrics
+
+
+def test_tokens_of_a_cancelled_request_are_counted(demo: Pair) -> None:
+    body = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
+    with served(demo) as server:
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            next(line for line in answer.iter_lines() if line.startswith("data: "))
+        until(lambda: server.n_running() == 0)
+        metrics = server.client.get("/metrics").text
+    assert 'finished_reason="interrupt"} 1.0' in metrics
+    (n,) = re.findall(r"^llamaspec:generation_tokens_total (\S+)", metrics, re.MULTILINE)
+    assert 0 < float(n) < 400
 
 
 def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
