@@ -83,16 +83,7 @@ class SequenceState:
 
 
 class Submission:
-    """The events of all sequences of one HTTP request.
-
-    Parameters
-    ----------
-    requests : sequence of GenerationRequest
-    queue : RequestQueue
-        Told when the client has read, or has left.
-    now : float
-        Seconds.
-    """
+    """The events of all sequences of one HTTP request; the queue is told when the client reads or leaves."""
 
     def __init__(self, requests: Sequence[GenerationRequest], queue: RequestQueue, now: float) -> None:
         self.states = [SequenceState(i, request, self, now) for i, request in enumerate(requests)]
@@ -144,18 +135,8 @@ class Submission:
 class RequestQueue:
     """Runs up to `parallel` sequences at once, first come, first served; only for one asyncio event loop.
 
-    The pair's compute thread evaluates, and calls the event loop when a sequence has events.
-
-    Parameters
-    ----------
-    pair : Pair
-    policy : LengthPolicy
-        Shared by all sequences.
-    metrics : Metrics
-    parallel, max_queue : int
-        Sequences that run, and that may wait.
-    clock : callable
-        Seconds.
+    The pair's compute thread evaluates, and calls the event loop when a sequence has events. At most
+    `max_queue` sequences wait; `policy` is shared by all.
     """
 
     def __init__(
@@ -175,24 +156,15 @@ class RequestQueue:
         self.is_ending = False  # those that run end, too
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """Queue sequences.
-
-        Raises
-        ------
-        RequestError
-            429: too many wait already. 503: the server is stopping.
-        """
+        """Queue sequences; RequestError 429: too many wait already, 503: the server is stopping."""
         if self.is_stopping:
             raise _server_stopping()
         n_free = max(0, self._parallel - len(self._running))
         if len(self._waiting) + len(requests) > self._max_queue + n_free:
             self._metrics.refused()
-            raise RequestError(
-                429,
-                "too many requests wait already; try again later",
-                code="queue_full",
-                retry_after=min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel),
-            )
+            seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
+            message = "too many requests wait already; try again later"
+            raise RequestError(429, message, code="queue_full", retry_after=seconds)
         submission = Submission(requests, self, self._clock())
         self._waiting.extend(submission.states)
         self._admit()
@@ -236,9 +208,8 @@ class RequestQueue:
             events.append(parts)
         state.submission.send(state, events)
         if stream.is_over:
-            completion = stream.completion
-            speed = speedup(completion.rounds, self._policy)
-            self._finish(state, Finished(completion, speed, stream.n_thought))
+            done = stream.completion
+            self._finish(state, Finished(done, speedup(done.rounds, self._policy), stream.n_thought))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._parallel:
@@ -282,10 +253,8 @@ class RequestQueue:
         reason = StopReason.INTERRUPT.value if state.submission.is_cancelled else "error"
         if isinstance(last, Finished):
             reason = last.completion.stop_reason.value
-        queue_seconds = (state.started_at or now) - state.asked_at
-        self._metrics.ended(
-            reason, completion, queue_seconds, None if first is None else first - state.asked_at
-        )
+        waited = (state.started_at or now) - state.asked_at
+        self._metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
         state.submission.send(state, [*state.progress, last])
         if not self.is_stopping:
             self._admit()
