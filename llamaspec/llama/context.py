@@ -24,7 +24,6 @@ from llamaspec.errors import (
     ScoresError,
 )
 from llamaspec.llama import nextn, runtime
-from llamaspec.llama.abort import STRLEN, AbortFlag
 from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
 from llamaspec.llama.cells import Cells, Rows
 from llamaspec.llama.context_size import default_context_size
@@ -46,7 +45,6 @@ from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
-LONG = 64  # positions of an evaluation that is long enough to be interrupted
 EAGLE_BATCH = 64  # it computes logits of every position
 STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
@@ -86,14 +84,14 @@ class Context:
         n_cells = -(-max(self.context_size, options.n_cells or 0) // BLOCK) * BLOCK
         self.max_scored = options.max_scored
         pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
-        self._abort = AbortFlag()
+        self._abort = runtime.AbortFlag()
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):
             self.close()
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
-        lib.llama_set_abort_callback(pointer, STRLEN, self._abort.address)
+        lib.llama_set_abort_callback(pointer, runtime.AbortFlag.ASK, self._abort.address)
         self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
         if head is not None and weights.architecture != nextn.EAGLE:
             nextn.choose_head(pointer, head)
@@ -170,13 +168,8 @@ class Context:
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.clear_errors()
-        if batch.n_tokens < LONG:
-            self._abort.clear()
-            self._check(lib.llama_decode(pointer, batch))
-        else:
-            with self._abort.armed(), runtime.raising_signals():
-                status = lib.llama_decode(pointer, batch)
-            self._check(status)
+        self._abort.clear()
+        self._check(lib.llama_decode(pointer, batch))
 
     def encode(self, batch: lib.llama_batch) -> None:
         """Let llama.cpp's encoder evaluate hidden rows; `hidden_rows` are then what it made of them."""

@@ -1,4 +1,4 @@
-"""What llama.cpp needs once for a process: its start, its log, memory, and a number of threads.
+"""What llama.cpp needs of a process: its start, its log, a way to abort, memory, and a number of threads.
 
 llama.cpp explains failures only in its log. Its error lines are kept here, so that an exception can say what
 went wrong while the log itself stays silent.
@@ -11,7 +11,6 @@ import functools
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -116,17 +115,26 @@ def raising_callbacks() -> Iterator[None]:
         raise raised[0]
 
 
-@contextmanager
-def raising_signals() -> Iterator[None]:
-    """Raise what the handler of a signal raises while llama.cpp calls the log: Ctrl-C would be lost there.
+class AbortFlag:
+    """Ends a running evaluation of one context; from any thread.
 
-    Handlers run in the main thread only.
+    llama.cpp asks "abort?" at every node of its graph by calling a function with an address. Asking Python
+    would take the interpreter's lock each time, so the function is C's strlen: an empty string is no.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with raising_callbacks():
-        yield
+
+    ASK = lib.ggml_abort_callback(ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0)
+
+    def __init__(self) -> None:
+        self._text = ctypes.create_string_buffer(2)
+        self.address = ctypes.addressof(self._text)
+
+    def set(self) -> None:
+        """Abort the evaluation."""
+        self._text[0] = b"1"
+
+    def clear(self) -> None:
+        """Evaluations go on."""
+        self._text[0] = b"\0"
 
 
 @functools.cache
