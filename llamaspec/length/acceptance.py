@@ -1,66 +1,88 @@
-"""How likely a draft token is accepted: from its confidence, and before it is drawn.
+"""How likely a draft token is accepted: by its confidence, and before it is drawn.
 
-Two beliefs for each source of drafts, both in log-odds. A *calibration* of its confidence (Platt scaling: a
-level and a slope), shared by all rows. And each row's acceptance of tokens not drawn yet: a level that
-wanders. Tokens behind a rejection are not verified and teach nothing. tests/length/test_acceptance.py.
+For each source an average of the log-odds in every bin of confidence (of copies: of the length of the match),
+shared by all texts and kept for the pair; one more bin for tokens that are not drawn yet. That one has a
+level for each text besides. Tokens behind a rejection are not verified and teach nothing.
 """
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from bisect import bisect
+from collections.abc import Sequence
+from math import exp, log
+
+import numpy as np
+import numpy.typing as npt
 
 from llamaspec.values import Round
 
-UNKNOWN, UNKNOWN_SLOPE = 0.8, 0.5  # standard deviations of levels and slope
-COUNT = 8.0  # tokens of a text that all earlier ones count for
-DRIFT, TEXT_DRIFT = 0.02, 0.14  # how far log-odds wander with each token, over all texts and within one
-FREE_DRIFT = 0.25  # copied stretches begin and end at once
-BACK = 0.02  # of the way back to what is usual, with each token of a text
-FLATTEST = 0.02  # slope of a probability over its log-odds, at least
-SUREST = 0.02  # confidences closer than this to 0 or 1 count as this far off
+EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of confidence
+CENTRES = (0.05, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.94, 0.985)
+LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first: of a confidence of 0.5, for its log-odds; undrawn
+PRIOR, MOST = 6, 200  # tokens that these count for; that an average remembers
+FLATTEST = 0.1  # slope of a probability over its log-odds, at least
 
 
 class Acceptance:
-    """The probability that a token is accepted: log-odds of a level and, perhaps, a slope; both Gaussian."""
+    """What all texts have learnt of one source: log-odds of acceptance.
 
-    def __init__(self, level: float, slope: float = 0.0, drift: float = DRIFT) -> None:
-        self.level, self.slope = level, slope
-        self._level_variance, self._covariance, self._slope_variance = UNKNOWN**2, 0.0, UNKNOWN_SLOPE**2
-        self._widest, self._drift = UNKNOWN**2, drift
-        self._usual, self._back = self, 0.0
+    Parameters
+    ----------
+    log_odds : sequence of float, optional
+        Of each bin, and of tokens that are not drawn yet.
+    """
 
-    def of_text(self, drift: float = TEXT_DRIFT) -> Acceptance:
-        """That of a new text, which differs."""
-        text, p = Acceptance(self.level, drift=drift), self.probability()
-        others = 1.0 / (COUNT * max(p * (1.0 - p), FLATTEST))
-        text._level_variance = text._widest = self._level_variance + others
-        text._usual, text._back = self, BACK
-        return text
+    def __init__(self, log_odds: Sequence[float] = ()) -> None:
+        usual = [LEVEL + SLOPE * log(p / (1 - p)) for p in CENTRES]
+        self.log_odds = list(log_odds or (*usual, UNDRAWN))
+        self._n = [PRIOR] * len(self.log_odds)
 
-    def probability(self, confidence: float = 0.5, z: float = 0.0, shift: float = 0.0) -> float:
-        """That a token is accepted; the level `z` standard deviations further up, and `shift` besides."""
-        log_odds = self.level + z * sqrt(self._level_variance) + self.slope * _logit(confidence) + shift
-        return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0
+    def probability(self, confidence: float | None = None, shift: float = 0.0) -> float:
+        """That a token is accepted; None: that is not drawn yet."""
+        return _probability(self.log_odds[_bin(confidence)] + shift)
 
-    def learn(self, outcome: float, confidence: float = 0.5) -> None:
-        """Learn from one verified token, accepted (1) or not (0): a step of logistic regression."""
-        p, x = self.probability(confidence), _logit(confidence)
-        curvature = max(p * (1.0 - p), FLATTEST)
-        of_level = self._level_variance + x * self._covariance
-        of_slope = self._covariance + x * self._slope_variance
-        total = of_level + x * of_slope + 1.0 / curvature
-        surprise = (outcome - p) / (curvature * total)
-        self.level += of_level * surprise
-        self.slope += of_slope * surprise
-        self._level_variance -= of_level * of_level / total
-        self._covariance -= of_level * of_slope / total
-        self._slope_variance -= of_slope * of_slope / total
+    def learn(self, outcome: float, confidence: float | None = None) -> None:
+        """Learn from one token that was accepted (1) or rejected (0)."""
+        i = _bin(confidence)
+        p = self.probability(confidence)
+        self._n[i] = min(self._n[i] + 1, MOST)
+        self.log_odds[i] += (outcome - p) / (self._n[i] * max(p * (1 - p), FLATTEST))
 
-    def pass_tokens(self, n: int) -> None:
-        """Text went by: it may have changed."""
-        self._level_variance = min(self._level_variance + n * self._drift**2, self._widest)
-        self.level += min(n * self._back, 1.0) * (self._usual.level - self.level)
-        self._slope_variance += n * (self._drift / 2) ** 2
+
+class TextAcceptance:
+    """That of one text.
+
+    Parameters
+    ----------
+    shared : Acceptance
+        Of all texts.
+    gain : float
+        How fast its level moves, in log-odds.
+    """
+
+    def __init__(self, shared: Acceptance, gain: float) -> None:
+        self._shared, self._gain, self.level = shared, gain, 0.0
+
+    def probability(self, confidence: float | None = None) -> float:
+        """That a token is accepted; None: that is not drawn yet."""
+        return self._shared.probability(confidence, self.level if confidence is None else 0.0)
+
+    def learn(self, outcome: float, confidence: float) -> None:
+        """Learn from one token."""
+        self.level += self._gain * (outcome - self.probability())
+        self._shared.learn(outcome)
+        self._shared.learn(outcome, confidence)
+
+
+def expected_accepted(acceptance: float, longest: int) -> npt.NDArray[np.float64]:
+    """[n] draft tokens that are accepted, on average, of n = 0 .. longest with the same acceptance.
+
+    Examples
+    --------
+    >>> expected_accepted(0.5, 3).tolist()
+    [0.0, 0.5, 0.75, 0.875]
+    """
+    return np.concatenate(([0.0], (acceptance ** np.arange(1, longest + 1)).cumsum()))
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
@@ -76,8 +98,9 @@ def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
     return found
 
 
-def _logit(confidence: float) -> float:
-    if confidence == 0.5:
-        return 0.0
-    p = min(max(confidence, SUREST), 1.0 - SUREST)
-    return log(p / (1.0 - p))
+def _bin(confidence: float | None) -> int:
+    return len(EDGES) + 1 if confidence is None else bisect(EDGES, confidence)
+
+
+def _probability(log_odds: float) -> float:
+    return 1.0 / (1.0 + exp(-log_odds)) if log_odds > -30 else 0.0

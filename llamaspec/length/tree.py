@@ -1,6 +1,6 @@
 """What trees of draft tokens are worth: how likely candidates are, and what a round's tree may cost.
 
-How a tree grows is the drafter's affair. Knows no model and no clock. tests/length/test_tree.py.
+How a tree grows is the drafter's affair; the policy calls `plan_tree`. Knows no model and no clock.
 """
 
 from __future__ import annotations
@@ -10,32 +10,25 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from llamaspec.length.acceptance import Acceptance
+from llamaspec.length.costs import Array, Costs
 from llamaspec.values import Draft, Round
 
-Array = npt.NDArray[np.float64]
-
-SHARES = (
-    0.45,
-    0.13,
-    0.06,
-)  # of the positions that the first candidate misses: the second's, third's, fourth's
+SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: the second's, third's, fourth's
 LEARNT = 0.02  # of the way to what was seen, with each such position
 DEPTHS = (1, 2, 4, 8)  # steps that are looked ahead
 WIDEST = 8  # tokens that the draft reads in one step
-SUREST = (
-    0.02  # a confidence below this is worth proportionally less; no chance is closer to 1 than this by ten
-)
+SUREST = 0.02  # a confidence below is worth proportionally less; no chance is closer to 1 than a tenth of it
+EDGE = 1.1  # what a tree must promise, next to the best chain
 
 
 @dataclass(slots=True)
 class TreeAcceptance:
     """How likely the candidates of a position are: what all rows have learnt of one draft."""
 
-    first: Acceptance = field(default_factory=lambda: Acceptance(0.4, 0.8))
-    others: Acceptance = field(default_factory=lambda: Acceptance(0.0, 1.0))
+    first: Acceptance = field(default_factory=Acceptance)
+    others: Acceptance = field(default_factory=Acceptance)
     shares: list[float] = field(default_factory=lambda: list(SHARES))
 
     def chance(self, rank: int, confidence: float) -> float:
@@ -47,21 +40,17 @@ class TreeAcceptance:
         """Of candidates that are not known yet; `acceptance`: of the first."""
         return (acceptance, *((1.0 - acceptance) * share for share in self.shares))
 
-    def learn(self, round_: Round) -> list[bool]:
-        """Learn from a round; for each position that was verified, whether its first candidate was drawn."""
-        found: list[bool] = []
+    def learn(self, round_: Round) -> None:
+        """Learn from the positions of a round that were verified."""
         for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
             children = round_.draft.children(node)
             if not children:
                 break
             self._learn_position(round_.draft, children, drawn)
-            found.append(children[0] == drawn)
-        return found
 
     def _learn_position(self, draft: Draft, children: Sequence[int], drawn: int | None) -> None:
         for rank, child in enumerate(children):
             belief = self.others if rank else self.first
-            belief.pass_tokens(1)
             belief.learn(child == drawn, draft.confidences[child])
             if rank and children[0] != drawn and rank <= len(self.shares):
                 self.shares[rank - 1] += LEARNT * ((child == drawn) - self.shares[rank - 1])
@@ -78,16 +67,45 @@ class TreePlan:
     rate: float  # tokens per second that this time is worth
 
 
-def tree_speed_up(usual: tuple[float, ...], prices: Array, steps: Array) -> float:
-    """Of the best tree, next to none, as `speed_up` of a chain; prices in tokens of plain decoding."""
-    best = 1.0
+def plan_tree(
+    acceptance: TreeAcceptance,
+    chance: float,
+    prices: Array,
+    step_seconds: float,
+    costs: Costs,
+    rate: float,
+    plain_seconds: float,
+) -> TreePlan | None:
+    """A tree instead of the best chain, where that promises a tenth more.
+
+    Parameters
+    ----------
+    acceptance : TreeAcceptance
+    chance : float
+        That the first candidate of a position is accepted.
+    prices : [1 + N] float64
+        Seconds of 0, 1, ... verified tokens.
+    step_seconds : float
+        A step of the draft that reads one token.
+    costs : Costs
+    rate : float
+        Tokens per second of the best chain.
+    plain_seconds : float
+        A token without drafts.
+    """
+    usual = acceptance.usual(chance)
+    if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
+        return None  # second candidates are not worth their positions
+    steps, best = step_seconds * costs.wide_steps(WIDEST), 0.0
     for depth in DEPTHS:
         values = looked_ahead(usual, depth)[: len(prices) - 1]
         n = np.arange(1, len(values) + 1)
-        widths = np.clip(n / depth, 1, WIDEST)
-        stepping = depth * np.interp(widths, np.arange(len(steps)), steps)
-        best = max(best, float(((1.0 + values.cumsum()) / (1.0 + prices[n] + stepping)).max()))
-    return best
+        stepping = depth * np.interp(np.clip(n / depth, 1, WIDEST), np.arange(len(steps)), steps)
+        rates = (1.0 + values.cumsum()) / (plain_seconds + prices[n] + stepping)
+        best = max(best, float(rates.max()))
+    if best < EDGE * rate:
+        return None
+    return TreePlan(acceptance, usual, best * prices, best * steps, best)
 
 
 def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:

@@ -1,0 +1,254 @@
+"""What evaluations cost: seconds of the target by width, and of a draft step.
+
+Every width that was timed, or that a probe knows, has a running average of its logarithm; the others lie on
+straight lines between these. All averages share a scale, because a machine gets slower and faster as a whole.
+A width is the total over all sequences of an evaluation. Knows no model and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import exp, inf, log
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+WIDEST = 1 << 16  # positions
+SHORTEST, LONGEST = 1e-12, 1e6  # seconds: what lies beyond was not measured
+DENSE = 16  # each width up to this is known by itself, then the powers of two
+PLAIN_SECONDS, STEP, POSITION = (
+    0.03,
+    0.12,
+    0.2,
+)  # guesses: width 1; a draft step and a position more, next to it
+PROBED, TRUSTED, MOST = (
+    2,
+    5,
+    15,
+)  # timings that a prior counts for; that make an average sure; that it remembers
+TOGETHER = 0.1  # part of a surprise by which all widths move
+OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
+LINEAR, HICCUP = 1.1, 1.05  # of the positions one by one: a first timing counts as at most this; is doubted
+PAD = 0.96  # padding must save this much
+CATCH_UP = 0.1  # of a draft step, for each token that the draft has not read
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """What one pair costs on one machine: the answer of the saturation probe.
+
+    Raises
+    ------
+    ValueError
+        Widths are not ascending from 1 to at most `WIDEST`, or a time is none that can be measured.
+    """
+
+    widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
+    verify_seconds: tuple[float, ...]  # one for each width
+    draft_step_seconds: float  # one draft token; 0 where they cost nothing
+
+    def __post_init__(self) -> None:
+        if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
+            raise ValueError("a cost curve needs one time for each width, from width 1 on")
+        if any(b <= a for a, b in zip(self.widths, self.widths[1:], strict=False)):
+            raise ValueError(f"widths must ascend, got {self.widths}")
+        if self.widths[-1] > WIDEST:
+            raise ValueError(f"widths must be <= {WIDEST}, got {self.widths[-1]}")
+        times = (*self.verify_seconds, self.draft_step_seconds or LONGEST)
+        if not all(SHORTEST <= seconds <= LONGEST for seconds in times):
+            raise ValueError(f"seconds must be positive, from {SHORTEST:g} to {LONGEST:g}")
+
+
+@dataclass(slots=True)
+class Average:
+    """Of the logarithm of seconds, next to the scale of all."""
+
+    log: float
+    n: int  # timings that it stands for
+    n_outliers: int = 0  # in a row; those below as negative
+
+    def learn(self, surprise: float) -> None:
+        """One more timing was off by this."""
+        self.n = min(self.n + 1, MOST)
+        self.log += surprise / self.n
+
+
+class Costs:
+    """Times of one pair on one machine, refined by every evaluation.
+
+    Parameters
+    ----------
+    prior : CostCurve, optional
+        From a probe or an earlier run.
+    allowed : collection of int, optional
+        The only widths that may be evaluated.
+    """
+
+    def __init__(self, prior: CostCurve | None = None, allowed: Collection[int] | None = None) -> None:
+        prior = prior or CostCurve((1,), (PLAIN_SECONDS,), 0.0)
+        n, step = PROBED * (len(prior.widths) > 1), prior.draft_step_seconds
+        self.averages = {
+            _knot(width): Average(log(seconds * _knot(width) / width), n)
+            for width, seconds in zip(prior.widths, prior.verify_seconds, strict=True)
+        }
+        self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
+        self._scale = 0.0  # logarithm
+        self._allowed = allowed
+        self._latest: list[Average] = []  # that were timed
+        self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
+        self.n_timed: dict[int, int] = {}  # width -> evaluations
+        self.overhead_seconds = 0.0  # of a round without drafts, besides the models
+        self._seconds: Array = np.empty(0)  # [1 + w] of exactly this width; computed when wanted
+        self._padded: Array = np.empty(0)  # [1 + w] of the cheapest allowed width of at least this one
+
+    @property
+    def widest(self) -> int:
+        """The widest evaluation that was timed, or probed."""
+        return max((width for width, average in self.averages.items() if average.n), default=1)
+
+    @property
+    def knows_step(self) -> bool:
+        """Whether a draft step was timed, or probed."""
+        return self._step.n > 0
+
+    @property
+    def step_seconds(self) -> float:
+        """One evaluation of the draft that reads one token."""
+        return exp(self._step.log + self._scale)
+
+    def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
+        """Draft steps, the first of which has to read `n_unread` tokens more than one."""
+        return (n_steps + CATCH_UP * n_unread) * self.step_seconds
+
+    def wide_steps(self, widest: int) -> Array:
+        """[1 + widest] what draft steps that read 0, 1, ... tokens cost, in steps that read one.
+
+        They get more expensive as the target's evaluations do.
+        """
+        self._fill(widest)
+        ratios: Array = np.maximum.accumulate(self._seconds[: widest + 1] / self._seconds[1])
+        ratios[0] = 0.0
+        return ratios
+
+    def narrow_steps(self, n_steps: float, n_scored: int) -> float:
+        """What draft steps cost that score so many positions together, in steps that score one."""
+        if n_scored <= n_steps:
+            return n_steps
+        width = n_scored / n_steps
+        wide = self.wide_steps(int(width) + 1)
+        return n_steps * float(np.interp(width, np.arange(len(wide)), wide))
+
+    def seconds(self, width: int) -> float:
+        """An evaluation of exactly this width."""
+        self._fill(width)
+        return float(self._seconds[width])
+
+    def padded_seconds(self, n: int, last: int, stride: int = 1) -> Array:
+        """Evaluations of at least n, n + stride, ... `last` positions, padded where cheaper; inf if forbidden."""
+        self._fill(last)
+        return self._padded[n : last + 1 : stride]
+
+    def padded_width(self, n: int) -> int | None:
+        """The cheapest allowed width of at least `n` positions; None where there is none."""
+        self._fill(n)
+        wider = self._seconds[n:]
+        if not self.allows(n):
+            best = int(wider.argmin())
+            return n + best if self.allows(n + best) else None
+        doubted = n in self.averages and self.averages[n].n < TRUSTED  # it would stay untimed
+        return n if doubted or wider.min() >= PAD * wider[0] else n + int(wider.argmin())
+
+    def observe_verify(self, width: int, seconds: float) -> None:
+        """Learn from one evaluation of the target."""
+        if seconds <= 0:
+            return
+        knot, is_first = _knot(width), not self.n_timed
+        surprise = log(seconds / self.seconds(width))
+        if knot not in self.averages:
+            self.averages[knot] = Average(log(self.seconds(knot)) - self._scale, 0)
+        average = self.averages[knot]
+        self.n_timed[width] = self.n_timed.get(width, 0) + 1
+        if is_first:  # the machine may be as busy as it never was
+            self._scale += surprise
+            average.n = max(average.n, 1)
+        elif not average.n:
+            average.learn(min(surprise, log(LINEAR * width * self.seconds(1) / self.seconds(width))))
+            self._latest = [*self._latest[-2:], average]
+        else:
+            self._learn(average, surprise)
+        self._seconds = np.empty(0)
+
+    def _learn(self, average: Average, surprise: float) -> None:
+        sign = (surprise > OUTLIER) - (surprise < -OUTLIER)
+        self.is_surprised = sign != 0
+        average.n_outliers = sign * (max(sign * average.n_outliers, 0) + 1)
+        others = any(each is not average and each.n_outliers * sign > 0 for each in self._latest)
+        self._latest = [*self._latest[-2:], average]
+        n_lasting = abs(average.n_outliers)
+        if n_lasting >= 2 and (others or average is self.averages[1]):  # the machine has changed
+            self._scale += surprise
+        elif n_lasting >= LASTING or (average.n == 1 and surprise < 0):  # this width was never known
+            average.log += surprise
+            average.n_outliers = 0
+        else:
+            surprise = max(-OUTLIER, min(surprise, OUTLIER))
+            self._scale += TOGETHER * surprise
+            average.learn((1.0 - TOGETHER) * surprise)
+
+    def forget_hiccups(self) -> None:
+        """Forget widths that were timed once and seemed to cost more than their positions one by one.
+
+        Else they would not be timed again.
+        """
+        limit = HICCUP * self.seconds(1)
+        doubtful = [w for w, each in self.averages.items() if w > 1 and each.n == 1]
+        for width in doubtful:
+            if self.seconds(width) > limit * width:
+                del self.averages[width]
+        self._seconds = np.empty(0)
+
+    def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
+        """Learn from the draft steps of one round."""
+        if n_steps and seconds > 0:
+            surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
+            self._step.learn(min(surprise, OUTLIER) if self._step.n else surprise)
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn what a plain round takes besides the models."""
+        usual = self.overhead_seconds
+        self.overhead_seconds += (min(seconds, 3 * usual) - usual) / 10 if usual else seconds
+
+    def learned(self) -> CostCurve:
+        """What the next run should begin with."""
+        known = sorted({1, *(width for width, average in self.averages.items() if average.n)})
+        times = [max(SHORTEST, min(exp(self.averages[w].log + self._scale), LONGEST)) for w in known]
+        step = max(SHORTEST, min(self.step_seconds, LONGEST)) if self.knows_step else 0.0
+        return CostCurve(tuple(known), tuple(times), step)
+
+    def allows(self, width: int) -> bool:
+        """Whether exactly this width may be evaluated."""
+        return self._allowed is None or width in self._allowed
+
+    def _fill(self, width: int) -> None:
+        """Compute the seconds of all widths, up to `width` at least."""
+        if width < len(self._seconds):
+            return
+        known = sorted(self.averages)
+        size = max(2 * width, 2 * known[-1], 2 * DENSE, *(self._allowed or ()))
+        times = [exp(self.averages[w].log + self._scale) for w in known]
+        if len(known) == 1:
+            known, times = [*known, 2], [*times, (1 + POSITION) * times[0]]
+        every = np.arange(size + 1)
+        self._seconds = np.interp(every, known, times)  # beyond the last: as long as it
+        allowed = self._seconds.copy()
+        if self._allowed is not None:
+            allowed[np.isin(every, list(self._allowed), invert=True)] = inf
+        self._padded = np.minimum.accumulate(allowed[::-1])[::-1]
+
+
+def _knot(width: int) -> int:
+    """The width by which this one is known."""
+    return width if width <= DENSE else 1 << round(log(width, 2))
