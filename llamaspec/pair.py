@@ -24,8 +24,8 @@ from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.errors import PromptError
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.fixed_length import FixedLength
+from llamaspec.length.fixed import FixedLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.protocols import (

@@ -207,17 +207,6 @@ class RowLength(Protocol):
         """The text has ended."""
 
 
-@runtime_checkable
-class TrialLength(Protocol):
-    """A row's length that wants to see what a width costs before it decides anything."""
-
-    def trial_width(self) -> int:
-        """A number of positions that should be timed before the prompt is read; 0 = no more."""
-
-    def observe_trial(self, width: int, seconds: float) -> None:
-        """Learn what it took; the width is that of all rows together."""
-
-
 class LengthPolicy(Protocol):
     """How many tokens are drafted: shared by all rows of a pair."""
 

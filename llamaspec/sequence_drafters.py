@@ -13,7 +13,7 @@ from llamaspec.drafters.forced import ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter, PastTexts
 from llamaspec.drafters.tree import TreeDrafter, TreeLength
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, RowConstraint

@@ -45,13 +45,11 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.cli.terminal import SlowProgress
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.store import auto_length, stored_prior, stored_probe
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import Round
 from simple_length import SimpleLength
-from width_costs import show_costs, width_costs
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -107,7 +105,6 @@ class Score:
 @click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0))
 @click.option("--turns", "-r", type=int, default=1, show_default=True, help="Runs of each arm and prompt.")
 @click.option("--length", "-k", "lengths", type=int, multiple=True, default=FIXED_LENGTHS, show_default=True)
-@click.option("--widths", is_flag=True, help="Also what each width should have cost, and what it cost.")
 @click.option("--depth", type=int, help="Behind so many tokens of text, other prompts in turn.")
 @click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)))
 @click.option("--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
@@ -127,7 +124,6 @@ def main(
     temperatures: tuple[float, ...],
     turns: int,
     lengths: tuple[int, ...],
-    widths: bool,
     depth: int | None,
     flash_attn: str | None,
     cache_type_k: str,
@@ -146,7 +142,6 @@ def main(
         cache_type_v=cache_type_v,
     )
     runs: list[Run] = []
-    rounds: list[Round] = []  # of all texts, as they happened
     with (
         open_pair(
             target,
@@ -168,7 +163,7 @@ def main(
         with SlowProgress("measuring") as progress:
             _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
             for done, (temperature, prompt, turn) in enumerate(cases):
-                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens, rounds)
+                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens)
                 for peer in peers:
                     for run in peer.turn(texts[prompt], temperature, turn, max_tokens):
                         case = (prompt, temperature, turn)
@@ -178,16 +173,13 @@ def main(
                             )
                         )
                 progress.part(done + 1, len(cases))
-        costs = width_costs(rounds) if widths else []
         attention = f"flash attention {pair.target.flash_attention}, {cache_type_k}, {cache_type_v}"
         description = f"{pair.target.description}, {depth} deep" if depth else pair.target.description
     scores = list(_scores(runs))
     _show(scores, description)
-    if costs:
-        show_costs(costs)
     print(json.dumps({
         "target": str(target), "description": description, "max_tokens": max_tokens, "turns": turns,
-        "scores": [asdict(score) for score in scores], "widths": [asdict(cost) for cost in costs],
+        "scores": [asdict(score) for score in scores],
         "runs": [asdict(run) for run in runs],
         "depth": depth, "attention": attention,
     }))  # fmt: skip
@@ -207,9 +199,9 @@ def _arms(pair: Pair, lengths: tuple[int, ...]) -> dict[str, Callable[[], Length
     arms: dict[str, Callable[[], LengthPolicy]] = {"plain": lambda: FixedLength(0)}
     for k in lengths:
         arms[f"K={k}"] = lambda k=k: FixedLength(k)  # type: ignore[misc]
-    kept, chains = AutoLength(sources=pair.sources), AutoLength(sources=pair.sources, trees=False)
+    kept, trees = (AutoLength(sources=pair.sources, trees=each) for each in (False, True))
     arms["auto, kept"] = lambda: kept  # what a chat does: it learns from text to text
-    arms["auto, chains, kept"] = lambda: chains
+    arms["auto, trees, kept"] = lambda: trees
     arms["auto, cold"] = lambda: AutoLength(sources=pair.sources)
     if stored_prior(pair).value is not None:  # a probe's, or what earlier runs have learnt
         arms["auto"] = lambda: auto_length(pair)
@@ -223,9 +215,8 @@ def _turn(
     text: str,
     case: tuple[float, int, int],
     max_tokens: int,
-    rounds: list[Round],
 ) -> Iterator[Run]:
-    """Every arm once, in an order that rotates from turn to turn; `rounds` gets all that happened."""
+    """Every arm once, in an order that rotates from turn to turn."""
     temperature, prompt, turn = case
     shift = (prompt + turn) % len(arms)
     order = [*list(arms)[shift:], *list(arms)[:shift]]
@@ -234,7 +225,6 @@ def _turn(
         policy = arms[name]()
         completion = _run(pair, lambda: policy, text, temperature, turn, max_tokens)  # noqa: B023
         done[name] = completion, policy
-        rounds += done[name][0].rounds
     plain = done["plain"][0]
     for name, (completion, _) in done.items():
         summary = completion.summary

@@ -25,7 +25,7 @@ import click
 
 from llama_cpp_arms import PeerRun
 from llamaspec import Pair
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import CostCurve
 
 WORKER = Path(__file__).with_name("checkout_worker.py")
 ARMS = ("plain", "auto", "auto, kept", "auto, cold")

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench import PROMPTS
 from help_text import help_text
 from llamaspec import ModelOptions, NoDrafter, Pair, Sampling, demo_draft, demo_target, open_pair
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import QUICK, measure
 from local_worker import running_worker
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.protocols import LengthPolicy, RowLength, TrialLength
+from llamaspec.length.costs import CostCurve
+from llamaspec.protocols import LengthPolicy, RowLength
 from llamaspec.values import Draft, Round, Source
 
 Array = npt.NDArray[np.float64]
@@ -114,7 +114,6 @@ def play_rows(
     while rows or waiting:
         while waiting and len(rows) < (n_rows or len(passages)):
             rows.append(Row(policy.start_row(drops=True), waiting.pop(0), copies))
-        _try_widths(rows, machine, rng)
         evaluation += 1
         n_steps = 0
         while sum(row.step() for row in rows):
@@ -152,13 +151,6 @@ def play_rows(
                 row.length.close()
         rows = [row for row in rows if not row.is_over]
     return Run(*zip(*run, strict=True))
-
-
-def _try_widths(rows: Sequence[Row], machine: Machine, rng: np.random.Generator) -> None:
-    """A policy may see what a width costs before the prompt is read; the account begins behind it."""
-    for row in rows:
-        while isinstance(row.length, TrialLength) and (width := row.length.trial_width()):
-            row.length.observe_trial(width, float(machine.verify_seconds[width - 1]) * machine.noise(rng))
 
 
 class Row:

@@ -22,7 +22,7 @@ from llamaspec import (
     TextStream,
     open_pair,
 )
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.values import Draft, Round, Source
@@ -173,7 +173,7 @@ def test_a_level_learns_by_itself(demo_files: tuple[Path, Path]) -> None:
         n_made = sum(len(round_.draft) for round_ in completion.rounds)
         policy = pair.cascade[0].length
         assert isinstance(policy, AutoLength)
-        assert policy.shared.n_tokens >= n_made > 100  # it learns from all that the draft writes
+        assert policy.n_tokens >= n_made > 100  # it learns from all that the draft writes
 
 
 def test_the_command_takes_several_drafts(store: ModelStore) -> None:

@@ -19,9 +19,9 @@ from llamaspec.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.chat.session import load_conversation, save_conversation
 from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.policy import AutoLength
+from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
     Kept,
@@ -104,7 +104,7 @@ def stored(
 
 def _used(kept: Kept[LearnedPrior]) -> str | None:
     if kept.value is not None:
-        costs = AutoLength(kept.value).shared.costs
+        costs = AutoLength(kept.value).costs
         costs.observe_verify(1, 0.02)
         costs.learned()
     return kept.fault

@@ -29,7 +29,7 @@ from llamaspec import (
     Sampling,
     open_pair,
 )
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams

@@ -11,7 +11,7 @@ import click
 from llamaspec.cli.option_groups import Command, Decorator, option_group
 from llamaspec.cli.terminal import say
 from llamaspec.errors import PromptError
-from llamaspec.length.fixed_length import FixedLength
+from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.measure.store import auto_length, known_exact_widths
 from llamaspec.pair import Pair
@@ -50,6 +50,9 @@ class DraftLength(click.ParamType):  # type: ignore[type-arg]
 
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
 
+TREES = click.option("--trees", is_flag=True,
+                     help="Let draft tokens branch where that is expected to be faster: where wide batches "
+                          "cost little, with the coupled rule.")  # fmt: skip
 _LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
                       help="Stop after this many tokens.")  # fmt: skip
 _ANSWER_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=UNLIMITED,
@@ -72,6 +75,7 @@ _OPTIONS: tuple[Decorator, ...] = (
                       "draft."),
     click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
                  help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
+    TREES,
     click.option("--exact", is_flag=True,
                  help="Evaluate only batch widths that are bit-identical with single tokens here."),
 )  # fmt: skip
@@ -93,6 +97,7 @@ class DecodingOptions:
     rule: str
     draft_length: int | None  # None = as many as pay
     exact: bool
+    trees: bool = False  # draft tokens may branch
 
     def __post_init__(self) -> None:
         if self.exact and self.draft_length:
@@ -104,7 +109,14 @@ class DecodingOptions:
 
 
 def _decoding(
-    *, max_tokens: int, seed: int | None, rule: str, draft_length: int | None, exact: bool, **chain: Any
+    *,
+    max_tokens: int,
+    seed: int | None,
+    rule: str,
+    draft_length: int | None,
+    exact: bool,
+    trees: bool,
+    **chain: Any,
 ) -> DecodingOptions:
     """From the command line, where "off" has a value."""
     sampling = Sampling(
@@ -116,7 +128,7 @@ def _decoding(
         presence_penalty=chain["presence_penalty"] or None,
         frequency_penalty=chain["frequency_penalty"] or None,
     )
-    return DecodingOptions(sampling, max_tokens, seed, rule, draft_length, exact)
+    return DecodingOptions(sampling, max_tokens, seed, rule, draft_length, exact, trees)
 
 
 def decoding_options(command: Command) -> Command:
@@ -144,6 +156,7 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
         raise PromptError(f"there is no setting {name}; choose one of {names}")
     option = next(option for option in _settable() if option.name == field)
     values |= {"rule": decoding.rule, "draft_length": decoding.draft_length, "exact": decoding.exact}
+    values["trees"] = decoding.trees
     try:
         values[field] = option.type.convert(value, option, None)
         return _decoding(**values)
@@ -175,11 +188,11 @@ def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
     if decoding.draft_length is not None:
         return FixedLength(decoding.draft_length)
     if not decoding.exact:
-        return auto_length(pair, tell=say)
+        return auto_length(pair, tell=say, trees=decoding.trees)
     widths = known_exact_widths(pair)
     if widths == {1}:
         say(
             "--exact: no wider batch is sure to be bit-identical here, decoding plainly; on a CPU "
             "--cache-type-v bf16 may help, after llamaspec probe"
         )
-    return auto_length(pair, widths, say)
+    return auto_length(pair, widths, say, trees=decoding.trees)

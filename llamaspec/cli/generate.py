@@ -32,7 +32,7 @@ from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
 from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.policy import AutoLength
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import keep_prior, learned_costs
 from llamaspec.pair import Pair

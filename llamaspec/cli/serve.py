@@ -13,7 +13,7 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli.chat_options import ChatOptions
-from llamaspec.cli.decoding_options import DecodingOptions, DraftLength, make_policy
+from llamaspec.cli.decoding_options import TREES, DecodingOptions, DraftLength, make_policy
 from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
 from llamaspec.cli.opening import keep_texts, open_files
 from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group, refusing_values
@@ -60,6 +60,7 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
     click.option("--exact", is_flag=True,
                  help="Evaluate only batch widths that are bit-identical with single tokens here."),
+    TREES,
     click.option("--cache-dir", metavar="DIR",
                  help="Save what the KV caches hold there when the server stops, and begin with it the next "
                       "time: prompts are not read again."),
@@ -92,7 +93,13 @@ def _options(**given: Any) -> ServeOptions:
     """From the command line, where 0 seconds are any."""
     keys = (*given.pop("api_keys"), *_keys_of(given.pop("api_key_file")))
     decoding = DecodingOptions(
-        Sampling(), 1, None, DEFAULT_RULE, given.pop("draft_length"), given.pop("exact")
+        Sampling(),
+        1,
+        None,
+        DEFAULT_RULE,
+        given.pop("draft_length"),
+        given.pop("exact"),
+        given.pop("trees"),
     )
     names = ("ctx_per_request", "chat_template", "cache_dir", "cache_dir_gib")
     per_request, template, *cache = [given.pop(name) for name in names]

@@ -17,7 +17,8 @@ import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.tree import DEPTHS, WIDEST, Array, TreePlan, looked_ahead
+from llamaspec.length.costs import Array
+from llamaspec.length.tree import DEPTHS, WIDEST, TreePlan, looked_ahead
 from llamaspec.protocols import Drafting, RowLength
 from llamaspec.sampling.sampler import Sampler, candidates
 from llamaspec.values import Draft, ForwardRequest, Source, TokenArray

@@ -19,11 +19,10 @@ from llamaspec.engine.events import Ended, Piece, Prefilled, StopReason, TextEve
 from llamaspec.engine.sequence import Text
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
-from llamaspec.protocols import TrialLength, Vocabulary
+from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
-MOST_TRIALS = 4  # timings of widths before a prompt is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +87,7 @@ def generate(request: GenerationRequest) -> Text[TextEvent]:
 def _prefill(request: GenerationRequest) -> Text[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
     prompt, n_to_read = request.prompt, len(request.prompt) - 1
-    n_cached, seconds = 0, (yield from _try_width(request))
+    n_cached, seconds = 0, 0.0
     for begin in range(0, n_to_read, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_to_read)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
@@ -99,32 +98,6 @@ def _prefill(request: GenerationRequest) -> Text[TextEvent]:
         yield Prefilled(end, n_to_read, n_cached, seconds)
     seconds += yield from _prepare_drafter(request, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
-
-
-def _try_width(request: GenerationRequest) -> Generator[ForwardRequest, Forward, float]:
-    """Let a length that knows nothing yet see what a width costs; returns seconds.
-
-    On tokens of the prompt, because a mixture of experts must tell them apart, but from its end: nothing of
-    this is found again, so the prompt is read as ever, and the text is the same to the bit.
-    """
-    length, prompt = request.speculation.length, request.prompt
-    if not isinstance(length, TrialLength):
-        return 0.0
-    seconds = 0.0
-    for i in range(MOST_TRIALS):
-        width = length.trial_width()
-        tokens = prompt[-1 - width :]
-        if not width or tokens[0] == prompt[0]:
-            break
-        if not i:
-            first = yield ForwardRequest(TARGET, tokens[:1])  # it warms up the machine
-            seconds += first.seconds
-        forward = yield ForwardRequest(TARGET, tokens, n_logits=width)
-        seconds += forward.seconds
-        if forward.n_beside:  # its seconds are not known
-            break
-        length.observe_trial(forward.n_positions, forward.seconds)
-    return seconds
 
 
 def _prepare_drafter(

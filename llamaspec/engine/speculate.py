@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting
-from llamaspec.length.at_most import RowAtMost
+from llamaspec.length.fixed import RowAtMost
 from llamaspec.protocols import Closing, Drafter, RandomStreams, RowConstraint, RowLength, Rule
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import Sampling

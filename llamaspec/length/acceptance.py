@@ -18,8 +18,10 @@ from llamaspec.values import Round
 
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of confidence
 CENTRES = (0.05, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.94, 0.985)
-LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first: of a confidence of 0.5, for its log-odds; undrawn
-PRIOR, MOST = 6, 200  # tokens that these count for; that an average remembers
+LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first; of tokens that are not drawn yet
+PRIOR, MOST = 4, 200  # tokens that these count for; that an average remembers
+GAIN, COPY_GAIN = 0.25, 0.8  # how fast the level of a text moves
+FADING = 0.95  # of the level of copies, with each token of the text
 FLATTEST = 0.1  # slope of a probability over its log-odds, at least
 
 
@@ -30,10 +32,12 @@ class Acceptance:
     ----------
     log_odds : sequence of float, optional
         Of each bin, and of tokens that are not drawn yet.
+    level, slope : float
+        Else: of a confidence of 0.5, and for its log-odds.
     """
 
-    def __init__(self, log_odds: Sequence[float] = ()) -> None:
-        usual = [LEVEL + SLOPE * log(p / (1 - p)) for p in CENTRES]
+    def __init__(self, log_odds: Sequence[float] = (), *, level: float = LEVEL, slope: float = SLOPE) -> None:
+        usual = [level + slope * log(p / (1 - p)) for p in CENTRES]
         self.log_odds = list(log_odds or (*usual, UNDRAWN))
         self._n = [PRIOR] * len(self.log_odds)
 
@@ -50,28 +54,33 @@ class Acceptance:
 
 
 class TextAcceptance:
-    """That of one text.
+    """That of one text: the shared one, and a level.
 
-    Parameters
-    ----------
-    shared : Acceptance
-        Of all texts.
-    gain : float
-        How fast its level moves, in log-odds.
+    The level is of tokens that are not drawn yet. Of copies it is of all tokens, and fades, because copied
+    passages begin and end at once.
     """
 
-    def __init__(self, shared: Acceptance, gain: float) -> None:
-        self._shared, self._gain, self.level = shared, gain, 0.0
+    def __init__(self, shared: Acceptance, *, is_copied: bool) -> None:
+        self._shared, self._is_copied, self._level = shared, is_copied, 0.0
 
     def probability(self, confidence: float | None = None) -> float:
         """That a token is accepted; None: that is not drawn yet."""
-        return self._shared.probability(confidence, self.level if confidence is None else 0.0)
+        has_level = confidence is None or self._is_copied
+        return self._shared.probability(confidence, self._level if has_level else 0.0)
 
     def learn(self, outcome: float, confidence: float) -> None:
         """Learn from one token."""
-        self.level += self._gain * (outcome - self.probability())
+        if self._is_copied:
+            self._level += COPY_GAIN * (outcome - self.probability(confidence))
+        else:
+            self._level += GAIN * (outcome - self.probability())
         self._shared.learn(outcome)
         self._shared.learn(outcome, confidence)
+
+    def pass_tokens(self, n: int) -> None:
+        """So many tokens were written."""
+        if self._is_copied:
+            self._level *= FADING**n
 
 
 def expected_accepted(acceptance: float, longest: int) -> npt.NDArray[np.float64]:

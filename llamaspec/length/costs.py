@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import exp, inf, log, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,9 @@ Array = npt.NDArray[np.float64]
 WIDEST = 1 << 16  # positions
 SHORTEST, LONGEST = 1e-12, 1e6  # seconds: what lies beyond was not measured
 DENSE = 16  # each width up to this is known by itself, then the powers of two
-PLAIN_SECONDS, STEP, POSITION = (
-    0.03,
-    0.12,
-    0.2,
-)  # guesses: width 1; a draft step and a position more, next to it
-PROBED, TRUSTED, MOST = (
-    2,
-    5,
-    15,
-)  # timings that a prior counts for; that make an average sure; that it remembers
+PLAIN_SECONDS, STEP, POSITION = 0.03, 0.12, 0.2  # guesses: width 1; next to it a draft step, a position more
+PROBED, MOST = 2, 15  # timings that a prior counts for; that an average remembers
+TRUSTED = 5  # timings of a width that may be padded to another
 TOGETHER = 0.1  # part of a surprise by which all widths move
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 LINEAR, HICCUP = 1.1, 1.05  # of the positions one by one: a first timing counts as at most this; is doubted
@@ -100,8 +93,8 @@ class Costs:
         self._latest: list[Average] = []  # that were timed
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
         self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self.overhead_seconds = 0.0  # of a round without drafts, besides the models
         self._seconds: Array = np.empty(0)  # [1 + w] of exactly this width; computed when wanted
+        self._usable: Array = np.empty(0)  # the same; infinite where the width is not allowed
         self._padded: Array = np.empty(0)  # [1 + w] of the cheapest allowed width of at least this one
 
     @property
@@ -123,43 +116,28 @@ class Costs:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
         return (n_steps + CATCH_UP * n_unread) * self.step_seconds
 
-    def wide_steps(self, widest: int) -> Array:
-        """[1 + widest] what draft steps that read 0, 1, ... tokens cost, in steps that read one.
-
-        They get more expensive as the target's evaluations do.
-        """
-        self._fill(widest)
-        ratios: Array = np.maximum.accumulate(self._seconds[: widest + 1] / self._seconds[1])
-        ratios[0] = 0.0
-        return ratios
-
-    def narrow_steps(self, n_steps: float, n_scored: int) -> float:
-        """What draft steps cost that score so many positions together, in steps that score one."""
-        if n_scored <= n_steps:
-            return n_steps
-        width = n_scored / n_steps
-        wide = self.wide_steps(int(width) + 1)
-        return n_steps * float(np.interp(width, np.arange(len(wide)), wide))
-
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
         self._fill(width)
         return float(self._seconds[width])
 
     def padded_seconds(self, n: int, last: int, stride: int = 1) -> Array:
-        """Evaluations of at least n, n + stride, ... `last` positions, padded where cheaper; inf if forbidden."""
+        """Evaluations of at least n, n + stride, ... `last` positions, padded where that is cheaper.
+
+        Infinite where no width is allowed.
+        """
         self._fill(last)
         return self._padded[n : last + 1 : stride]
 
     def padded_width(self, n: int) -> int | None:
         """The cheapest allowed width of at least `n` positions; None where there is none."""
         self._fill(n)
-        wider = self._seconds[n:]
+        wider = self._usable[n:]
+        best = int(wider.argmin())
         if not self.allows(n):
-            best = int(wider.argmin())
-            return n + best if self.allows(n + best) else None
+            return n + best if wider[best] < inf else None
         doubted = n in self.averages and self.averages[n].n < TRUSTED  # it would stay untimed
-        return n if doubted or wider.min() >= PAD * wider[0] else n + int(wider.argmin())
+        return n if doubted or wider[best] >= PAD * wider[0] else n + best
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
@@ -190,9 +168,9 @@ class Costs:
         n_lasting = abs(average.n_outliers)
         if n_lasting >= 2 and (others or average is self.averages[1]):  # the machine has changed
             self._scale += surprise
-        elif n_lasting >= LASTING or (average.n == 1 and surprise < 0):  # this width was never known
+        elif n_lasting >= LASTING or (average.n < 3 and surprise < 0):  # this width was never known
             average.log += surprise
-            average.n_outliers = 0
+            average.n, average.n_outliers = min(average.n + 1, MOST), 0
         else:
             surprise = max(-OUTLIER, min(surprise, OUTLIER))
             self._scale += TOGETHER * surprise
@@ -203,23 +181,16 @@ class Costs:
 
         Else they would not be timed again.
         """
-        limit = HICCUP * self.seconds(1)
-        doubtful = [w for w, each in self.averages.items() if w > 1 and each.n == 1]
-        for width in doubtful:
-            if self.seconds(width) > limit * width:
+        for width, each in [*self.averages.items()]:
+            if width > 1 and each.n == 1 and self.seconds(width) > HICCUP * width * self.seconds(1):
                 del self.averages[width]
-        self._seconds = np.empty(0)
+                self._seconds = np.empty(0)
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""
         if n_steps and seconds > 0:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             self._step.learn(min(surprise, OUTLIER) if self._step.n else surprise)
-
-    def observe_overhead(self, seconds: float) -> None:
-        """Learn what a plain round takes besides the models."""
-        usual = self.overhead_seconds
-        self.overhead_seconds += (min(seconds, 3 * usual) - usual) / 10 if usual else seconds
 
     def learned(self) -> CostCurve:
         """What the next run should begin with."""
@@ -243,12 +214,12 @@ class Costs:
             known, times = [*known, 2], [*times, (1 + POSITION) * times[0]]
         every = np.arange(size + 1)
         self._seconds = np.interp(every, known, times)  # beyond the last: as long as it
-        allowed = self._seconds.copy()
+        self._usable = self._seconds.copy()
         if self._allowed is not None:
-            allowed[np.isin(every, list(self._allowed), invert=True)] = inf
-        self._padded = np.minimum.accumulate(allowed[::-1])[::-1]
+            self._usable[np.isin(every, list(self._allowed), invert=True)] = inf
+        self._padded = np.minimum.accumulate(self._usable[::-1])[::-1]
 
 
 def _knot(width: int) -> int:
     """The width by which this one is known."""
-    return width if width <= DENSE else 1 << round(log(width, 2))
+    return width if width <= DENSE else 1 << round(log2(width))

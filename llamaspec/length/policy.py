@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -21,8 +22,8 @@ from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
 from llamaspec.values import Draft, Round, Source
 
 FREE = frozenset({Source.NGRAM, Source.STORE, Source.GRAMMAR})  # sources that cost no draft step
-REACH = 4  # positions that an evaluation may have where no width is known; else twice the widest known
-GAIN, FREE_GAIN = 0.25, 0.8  # how fast the level of a text moves; copied passages begin and end at once
+REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
+TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
@@ -127,7 +128,7 @@ class AutoLength:
         """What a round of so many texts without drafts is believed to take; None before one was timed."""
         if not self.costs.n_timed:
             return None
-        return float(self.costs.padded_seconds(n_rows, n_rows)[0]) + n_rows * self.costs.overhead_seconds
+        return float(self.costs.padded_seconds(n_rows, n_rows)[0])
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
@@ -142,15 +143,11 @@ class AutoLength:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
         self.credit += SHARE * round_.seconds / round_.n_rows
-        if not len(round_.draft) and not round_.n_draft_steps:
-            self.costs.observe_overhead(round_.overhead_seconds)
         if round_.evaluation == self.latest and round_.n_rows > 1:
             return
         self.latest = round_.evaluation
         self.drafts.n_since += 1
         self.plain.n_since += 1
-        for row in self.rows:  # all begin a new round, the first of them before the others know
-            row.is_drafting, row.n_draft = row.n_draft > 0, 0
         if round_.n_beside:  # what it would have taken without the prompt is not known
             return
         if not self.costs.n_timed:
@@ -169,40 +166,40 @@ class AutoRow:
     def __init__(self, policy: AutoLength, *, drops: bool) -> None:
         self._policy, self._drops = policy, drops
         self._acceptance = {
-            source: TextAcceptance(shared, FREE_GAIN if source in FREE else GAIN)
+            source: TextAcceptance(shared, is_copied=source in FREE)
             for source, shared in policy.acceptance.items()
         }
         self.is_open = False  # its round has begun
-        self.is_drafting, self.n_draft = False, 0  # has not had enough yet; draft tokens of its round so far
+        self.is_drafting = False  # its latest round had draft steps
         self.evaluation = -1  # that it took part in last
-        self._plain = 1.0  # seconds of a token without drafts
-        self._rate = 1.0  # tokens per second that time is worth in this round
-        self._limits: dict[Source, int] = {}  # draft tokens of this round, at most
-        self._explored: Source | None = None  # whose draft is not expected to pay in it
-        self._checks = False  # it times plain decoding again
-        self._prices_alone: Array | None = None  # of this round, if no other text has a part in them
         self.n_unread = 0  # tokens that the draft has not read, besides the last
+        # Of the open round:
+        self._plain = self._rate = 1.0  # seconds of a token without drafts; tokens per second of the plan
+        self._prices: Array = np.zeros(1)  # [n] this text's share of what n verified tokens cost, in seconds
+        self._step = 0.0  # and of a draft step
+        self._limits: dict[Source, int] = {}  # draft tokens, at most
+        self._explored: Source | None = None  # whose draft is not expected to pay
+        self._checks = False  # nothing is drafted, so that plain decoding is timed again
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether the next tokens are worth their time, or are to be explored."""
         self._begin()
         n, source = len(draft), draft.source
-        self.n_draft, self.is_drafting = n, True
         if source in FREE and source not in self._limits:
             self._limits[source] = self._plan_free(source, draft.ahead)
-        wants = n < self._limits.get(source, 0) and (not n or source in FREE or self._pays(draft))
-        self.n_draft, self.is_drafting = n + wants, wants
-        return wants
+        if n >= self._limits.get(source, 0):
+            return False
+        return n == 0 or source in FREE or self._pays(draft)
 
     def n_verified(self, draft: Draft) -> int:
         """As many as are worth most."""
-        n, source = len(draft), draft.source
+        source = draft.source
         if source is self._explored and (source in FREE or not self._drops):
-            n = 0
-        elif n and self._drops and source is self._policy.drafting and draft.parents is None:
-            n = int(self._worth(draft).argmax())
-        self.n_draft, self.is_drafting = n, False
-        return n
+            return 0
+        if not len(draft) or not self._drops or source in FREE or draft.parents is not None:
+            return len(draft)
+        expected = self._expected(source, draft.confidences)
+        return int((expected - self._rate * self._prices[: len(expected)]).argmax())
 
     def tree(self, grow: Callable[[TreePlan], Grown]) -> Grown | None:
         """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
@@ -210,12 +207,8 @@ class AutoRow:
         policy, limit = self._policy, self._limits.get(self._policy.drafting, 0)
         if policy.trees is None or self._explored is not None:
             return None
-        usual = self._acceptance[policy.drafting].probability()
-        prices = self._prices()[: limit + 1]
-        plan = plan_tree(
-            policy.trees, usual, prices, self._step_seconds(), policy.costs, self._rate, self._plain
-        )
-        self.is_drafting = plan is not None
+        usual, prices = self._acceptance[policy.drafting].probability(), self._prices[: limit + 1]
+        plan = plan_tree(policy.trees, usual, prices, self._step, policy.costs, self._rate, self._plain)
         return grow(plan) if plan else None
 
     def width(self, n_positions: int) -> int | None:
@@ -226,24 +219,26 @@ class AutoRow:
 
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs."""
-        self._begin()  # rounds may be played again, and nobody asks then
+        self._begin()  # the drafter may not have asked
         policy, n_made, n_steps = self._policy, round_.n_accepted + 1, round_.n_priced_steps
         found = [*verified_tokens(round_), *((round_.shadow,) if round_.shadow else ())]
-        if round_.draft.parents is not None and policy.trees is not None:
-            policy.trees.learn(round_)
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
-        if n_steps:
-            n_steps = policy.costs.narrow_steps(n_steps, round_.n_draft_scored)
+        if policy.trees is not None and round_.draft.parents is not None:
+            policy.trees.learn(round_)
+        if n_steps and round_.n_draft_scored <= n_steps:
             policy.costs.observe_draft(n_steps, self.n_unread, round_.draft_seconds)
         policy.observe(round_)
+        if self._checks:
+            policy.plain.n_since = 0
         if n_steps and self._explored is policy.drafting:
             policy.drafts.learn(paid=any(outcome > 0.5 for _, outcome in found))
             policy.credit -= max(round_.seconds / round_.n_rows - n_made * self._plain, 0.0)
-        self.n_unread = (
-            int(n_made > len(round_.draft) + round_.n_dropped) if n_steps else self.n_unread + n_made
-        )
-        self.is_open, self.evaluation, self.is_drafting = False, round_.evaluation, len(round_.draft) > 0
+        for belief in self._acceptance.values():
+            belief.pass_tokens(n_made)
+        has_read = len(round_.draft) + round_.n_dropped >= n_made
+        self.n_unread = int(not has_read) if n_steps else self.n_unread + n_made
+        self.is_open, self.is_drafting, self.evaluation = False, n_steps > 0, round_.evaluation
 
     def close(self) -> None:
         """The text has ended."""
@@ -254,109 +249,69 @@ class AutoRow:
         """Plan the round, once."""
         if self.is_open:
             return
-        policy, costs = self._policy, self._policy.costs
-        self.is_open, self.n_draft = True, 0
-        self._limits, self._explored, self._checks, self._prices_alone = {}, None, False, None
-        n_rows = max(len(policy.running()), 1)
-        self._plain = float(costs.padded_seconds(n_rows, n_rows)[0]) / n_rows + costs.overhead_seconds
-        self._rate = 1.0 / self._plain
-        if costs.averages[1].n < 2 or policy.drafting not in policy.sources:
+        policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
+        self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
+        others = [row for row in policy.running() if row is not self]
+        n_rows, n_drafting = 1 + len(others), 1 + sum(row.is_drafting for row in others)
+        # Texts that draft take as many each: where the curve has steps, one position never pays for all.
+        n = min(policy.longest, max((max(REACH, costs.widest * 3 // 2) - n_rows) // n_drafting, 1))
+        seconds = costs.padded_seconds(n_rows, n_rows + n * n_drafting, n_drafting)
+        self._prices, self._step = np.zeros(1), costs.step_seconds / n_drafting
+        self._plain = float(seconds[0]) / n_rows
+        if sum(average.n for average in costs.averages.values()) < TIMED or self._plain == inf:
             return
-        source, prices, step = policy.drafting, self._prices(), self._step_seconds()
-        gains = expected_accepted(self._acceptance[source].probability(), len(prices) - 1)
-        rates = (1.0 + gains) / (self._plain + prices + step * np.arange(len(prices)))
-        best = int(rates.argmax())
-        limit = len(prices) - 1 if costs.knows_step else 1
-        if best:
-            policy.drafts.distance = NEAREST
-            self._rate = float(rates[best])
+        self._prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
+        if source not in policy.sources:
+            return
+        spent = self._prices + self._step * np.arange(n + 1)
+        rates = (1.0 + expected_accepted(self._acceptance[source].probability(), n)) / (self._plain + spent)
+        could_pay = bool((expected_accepted(SURE, n)[1:] > self._rate * spent[1:]).any())
+        limit = n if costs.knows_step else 1
+        if rates.argmax():
+            policy.drafts.distance, self._rate = NEAREST, float(rates.max())
             self._checks = policy.plain.is_due() and costs.allows(n_rows)
-            if self._checks:
-                costs.forget_hiccups()
-                return
-            self._limits[source] = limit
+            if not self._checks:
+                self._limits[source] = limit
         elif (
-            policy.drafts.is_due(could_pay=self._could_pay(prices, step))
-            and costs.drafting_seconds(1, self.n_unread) <= policy.credit
+            policy.drafts.is_due(could_pay=could_pay)
+            and costs.drafting_seconds(1, 0 if could_pay else self.n_unread) <= policy.credit
         ):
+            policy.drafts.n_since = 0
+            self._explored, self._limits[source] = source, limit if self._drops else 1
+        if self._checks or self._explored:
             costs.forget_hiccups()
-            self._explored = source
-            self._limits[source] = limit if self._drops else min(limit, 1)
-
-    def _could_pay(self, prices: Array, step: float) -> bool:
-        n = np.arange(1, len(prices))
-        gains = expected_accepted(SURE, len(n))[1:]
-        return bool((gains > self._rate * (prices[1:] + step * n)).any())
 
     def _plan_free(self, source: Source, ahead: Sequence[float]) -> int:
         """How many tokens to take that cost no draft step: they must be worth more than a draft.
 
         Where nothing is drafted, one that is not verified. `ahead`: the confidences of what could be copied.
         """
-        policy, prices = self._policy, self._prices()
-        if policy.costs.averages[1].n < 2 or (source is not Source.GRAMMAR and source not in policy.sources):
+        policy, n_most = self._policy, len(self._prices) - 1
+        if not n_most or self._checks or source not in {*policy.sources, Source.GRAMMAR}:
             return 0
         if source is Source.GRAMMAR:
-            chances = np.ones(len(prices) - 1)
+            expected = expected_accepted(1.0, n_most)
         else:
-            believed = self._acceptance[source].probability
-            chances = np.array([believed(confidence) for confidence in ahead[: len(prices) - 1]])
-        gains = np.concatenate(([0.0], chances.cumprod().cumsum()))
-        worth = gains - self._rate * prices[: len(gains)]
+            expected = self._expected(source, ahead[:n_most])
+        worth = expected - self._rate * self._prices[: len(expected)]
         n = int(worth.argmax())
         if source is Source.GRAMMAR or worth[n] > self._rate * self._plain - 1.0:
             return n
-        if self._limits.get(policy.drafting):
-            return 0
-        self._explored = source
-        return 1
+        if not self._limits.get(policy.drafting):
+            self._explored = source
+        return int(self._explored is source)
 
-    def _prices(self) -> Array:
-        """[n] this text's share of what n verified tokens cost, in seconds.
-
-        Texts that draft level with it take as many: where the curve has steps, one position alone never pays
-        for the step that all would share.
-        """
-        if self._prices_alone is not None:
-            return self._prices_alone
-        policy, costs = self._policy, self._policy.costs
-        n_level, total = 1, 1
-        for other in policy.running():
-            if other is not self:
-                is_level = other.is_drafting and other.n_draft <= self.n_draft
-                n_level += is_level
-                total += 1 if is_level else 1 + other.n_draft
-        reach = max(REACH, costs.widest * 3 // 2)
-        n_more = min(policy.longest, max((reach - total) // n_level, 1))
-        times = costs.padded_seconds(total, total + n_more * n_level, n_level)
-        prices: Array = (times - times[0]) / n_level
-        if len(policy.rows) == 1:
-            self._prices_alone = prices
-        return prices
-
-    def _step_seconds(self) -> float:
-        """What the next draft step costs this text, which may share it."""
-        n = 1 + sum(other.is_drafting for other in self._policy.running() if other is not self)
-        return self._policy.costs.step_seconds / n
-
-    def _worth(self, draft: Draft) -> Array:
-        """[n] what verifying the first n tokens of a draft is worth, in tokens."""
-        return self._expected(draft) - self._rate * self._prices()[: len(draft) + 1]
-
-    def _expected(self, draft: Draft) -> Array:
+    def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """[n] how many of the first n tokens of a draft are accepted, on average."""
-        believed = self._acceptance[draft.source].probability
-        chances = np.array([believed(confidence) for confidence in draft.confidences])
-        return np.concatenate(([0.0], chances.cumprod().cumsum()))
+        chances = [self._acceptance[source].probability(confidence) for confidence in confidences]
+        return np.concatenate(([0.0], np.cumprod(chances).cumsum()))
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next tokens of a draft are worth more than to stop here."""
-        n, prices, expected = len(draft), self._prices(), self._expected(draft)
-        worth = expected - self._rate * prices[: n + 1]
-        now = worth.max() if self._drops else worth[n]
-        ahead = prices[n + 1 :]
-        reached = expected[n] - expected[n - 1]
-        gains = expected_accepted(self._acceptance[draft.source].probability(), len(ahead))[1:]
-        later = expected[n] + reached * gains - self._rate * ahead
-        later -= self._rate * self._step_seconds() * np.arange(1, len(ahead) + 1)
-        return bool((later > now).any())
+        n, source = len(draft), draft.source
+        expected = self._expected(source, draft.confidences)
+        worth = expected - self._rate * self._prices[: n + 1]
+        ahead = self._prices[n + 1 :] + self._step * np.arange(1, len(self._prices) - n)
+        gains = expected_accepted(self._acceptance[source].probability(), len(ahead))[1:]
+        later = expected[n] + (expected[n] - expected[n - 1]) * gains - self._rate * ahead
+        return bool((later > (worth.max() if self._drops else worth[n])).any())

@@ -27,8 +27,8 @@ EDGE = 1.1  # what a tree must promise, next to the best chain
 class TreeAcceptance:
     """How likely the candidates of a position are: what all rows have learnt of one draft."""
 
-    first: Acceptance = field(default_factory=Acceptance)
-    others: Acceptance = field(default_factory=Acceptance)
+    first: Acceptance = field(default_factory=lambda: Acceptance(level=0.4, slope=0.8))
+    others: Acceptance = field(default_factory=lambda: Acceptance(level=0.0, slope=1.0))
     shares: list[float] = field(default_factory=lambda: list(SHARES))
 
     def chance(self, rank: int, confidence: float) -> float:
@@ -96,7 +96,8 @@ def plan_tree(
     usual = acceptance.usual(chance)
     if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
         return None  # second candidates are not worth their positions
-    steps, best = step_seconds * costs.wide_steps(WIDEST), 0.0
+    widths = costs.padded_seconds(1, WIDEST)  # a step of the draft costs more where an evaluation does
+    steps, best = step_seconds * np.concatenate(([0.0], widths / widths[0])), 0.0
     for depth in DEPTHS:
         values = looked_ahead(usual, depth)[: len(prices) - 1]
         n = np.arange(1, len(values) + 1)

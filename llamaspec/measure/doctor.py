@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
-from llamaspec.length.fixed_length import FixedLength
+from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.head_files import what_it_reads

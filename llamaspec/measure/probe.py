@@ -18,8 +18,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting, preparing
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.fixed_length import FixedLength
+from llamaspec.length.costs import CostCurve
+from llamaspec.length.fixed import FixedLength
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream, Vocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import CostCurve
 from llamaspec.measure.probe import Probe
 from llamaspec.values import Round, Source
 

@@ -18,9 +18,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.policy import AutoLength
+from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
@@ -30,7 +30,7 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import CascadeLevel
 
 FORMAT = 2  # of probes
-PRIOR_FORMAT = 6  # of learned priors
+PRIOR_FORMAT = 7  # of learned priors
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 WORTH_KEEPING = 64  # tokens of which a run has learnt something
 _MAX_BYTES = 4 << 20
@@ -145,21 +145,25 @@ def forget(pair: PairOnDisk) -> bool:
     return bool(paths)
 
 
-def auto_length(pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None) -> AutoLength:
+def auto_length(
+    pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None, *, trees: bool = False
+) -> AutoLength:
     """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
 
     The pair's drafts that have drafts get one, too.
     """
     for level in pair.cascade:
         level.length = _begun(level, None, tell)
-    return _begun(pair, widths, tell)
+    return _begun(pair, widths, tell, trees=trees)
 
 
-def _begun(pair: Pair | CascadeLevel, widths: frozenset[int] | None, tell: Tell | None) -> AutoLength:
+def _begun(
+    pair: Pair | CascadeLevel, widths: frozenset[int] | None, tell: Tell | None, *, trees: bool = False
+) -> AutoLength:
     kept = stored_prior(pair)
     if kept.fault is not None and tell is not None:
         tell(kept.fault)
-    return AutoLength(kept.value, widths, sources=pair.sources)
+    return AutoLength(kept.value, widths, sources=pair.sources, trees=trees)
 
 
 def known_exact_widths(pair: Pair) -> frozenset[int]:
@@ -175,7 +179,7 @@ def learned_costs(policy: AutoLength) -> CostCurve | None:
 
 def keep_prior(pair: Pair | CascadeLevel, policy: LengthPolicy) -> None:
     """Keep what a run has learnt about this pair, if it was long enough to learn something."""
-    if isinstance(policy, AutoLength) and policy.shared.n_tokens >= WORTH_KEEPING:
+    if isinstance(policy, AutoLength) and policy.n_tokens >= WORTH_KEEPING:
         store_prior(pair, policy.experience())
     if isinstance(pair, Pair):
         for level in pair.cascade:

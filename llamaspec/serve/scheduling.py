@@ -19,8 +19,8 @@ from llamaspec.chat.parse import AnswerParser
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.length.at_most import AtMost
-from llamaspec.length.auto_length import AutoLength
+from llamaspec.length.fixed import AtMost
+from llamaspec.length.policy import AutoLength
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE

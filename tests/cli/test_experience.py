@@ -9,8 +9,8 @@ import pytest
 
 from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.probe import Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
     WORTH_KEEPING,
@@ -89,10 +89,10 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
         pair = Pair(target, draft, 0.0)
         store_probe(pair, probe)
-        costs = auto_length(pair).shared.costs
+        costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
-        assert costs.draft_step_seconds() == pytest.approx(0.6)
-        assert auto_length(pair, frozenset({1, 4})).shared.costs.cheapest_width(2) == 4
+        assert costs.step_seconds == pytest.approx(0.6)
+        assert auto_length(pair, frozenset({1, 4})).costs.padded_width(2) == 4
         store_prior(pair, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
-        costs = auto_length(pair).shared.costs
+        costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])

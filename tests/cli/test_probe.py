@@ -10,7 +10,7 @@ import pytest
 from command import generate, invoke, naming, run
 from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import CostCurve
 from llamaspec.measure import store as curves
 from llamaspec.measure.probe import Effort, exact_widths, measure
 from llamaspec.measure.reasons import Dip, dips, knees, saturation_width, verdict

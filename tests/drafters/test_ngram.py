@@ -15,7 +15,7 @@ from llamaspec.drafters.ngram import (
     PastTexts,
     longest_match,
 )
-from llamaspec.length.fixed_length import FixedLength
+from llamaspec.length.fixed import FixedLength
 from llamaspec.protocols import Drafter, Preparing
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
 

@@ -185,7 +185,7 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     """Positions, steps and confidences are others every time; so is what first candidates are worth."""
     rng = np.random.default_rng(seed)
     acceptance, steps = TreeAcceptance(), np.cumsum(rng.uniform(0.002, 0.03, WIDEST + 1))
-    acceptance.first.level -= seed % 3
+    acceptance.first.log_odds = [each - seed % 3 for each in acceptance.first.log_odds]
     steps[0] = 0.0
     prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
     prices[0] = 0.0
@@ -213,7 +213,7 @@ def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
     prices, steps = np.array([0.0, *[0.9] * 16]), np.array([0.0, *[0.02] * WIDEST])
     rule = TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
     tree = CandidateTree()
-    tree.add(CONTEXT, [7, 5], [0.5, 0.2])
+    tree.add(CONTEXT, [7, 5], [0.45, 0.15])
     assert rule.keep(tree) == []
     assert rule.expand(tree) == [0, 1]
     tree.read += [0, 1]

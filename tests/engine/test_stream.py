@@ -11,9 +11,8 @@ from llamaspec.engine.events import StopReason
 from llamaspec.engine.generation import PREFILL_PART
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
-from llamaspec.length.auto_length import AutoLength
 from llamaspec.protocols import RowLength
-from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, Source, TokenArray
+from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
 
@@ -143,72 +142,6 @@ def test_a_long_prompt_is_read_in_parts_and_told() -> None:
     assert of.run().n_cached == 0
     assert told == [(PREFILL_PART, n), (n, n), (n, n)]
     assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
-
-
-class Curious(Length):
-    """Wants to see twice what four positions cost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trials: list[tuple[int, float]] = []
-
-    def trial_width(self) -> int:
-        return 4 if len(self.trials) < 2 else 0
-
-    def observe_trial(self, width: int, seconds: float) -> None:
-        self.trials.append((width, seconds))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "widths"),
-    [
-        ([0, 1, 2, 3, 4, 0, 1], [1, 4, 4, 6, 1]),
-        ([1, 2, 3, 4, 0, 1], [1, 4, 4, 5, 1]),
-        ([0, 1, 2, 3, 4], [4, 1]),
-        ([0], [1]),
-    ],
-)
-def test_a_width_is_tried_before_the_prompt_and_leaves_nothing_behind(
-    prompt: list[int], widths: list[int]
-) -> None:
-    """The prompt is read in one evaluation, as without: its numbers may depend on that."""
-    model, length = alphabet(context_size=60), Curious()
-    model.seconds = 0.25
-    models = {TARGET: model}
-    scheduler = Stepped(models, clock=model.clock)
-    done = stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()
-    assert [evaluated.width for evaluated in model.evaluated] == widths
-    assert length.trials == [(4, 0.25)] * (2 if len(widths) > 2 else 0)
-    assert (done.n_cached, done.prefill_seconds) == (0, 0.25 * (len(widths) - 1))
-    assert len(length.rounds) == 1
-
-
-def test_a_width_whose_evaluation_takes_no_time_is_not_tried_for_ever() -> None:
-    """Nothing is learnt of it. The clock stands still here."""
-
-    def end(n: int) -> None:
-        assert n < 20, "tried again and again"
-
-    model = alphabet(context_size=60)
-    model.before = end
-    length = AutoLength(sources={Source.NGRAM}).start_row(drops=True)
-    models, prompt = {TARGET: model}, [0, 1, 2, 3, 4, 0, 1]
-    scheduler = Stepped(models, clock=model.clock)
-    stream(scheduler, models, prompt, drafter=NoDrafter(), max_tokens=1, length=length).run()  # type: ignore[arg-type]
-
-
-def test_a_width_that_is_tried_beside_a_prompt_is_not_known() -> None:
-    model, length = alphabet(context_size=90, max_mixed=32), Curious()
-    models = {TARGET: model}
-    scheduler = Stepped(models)
-    reading = stream(scheduler, models, [i % 5 for i in range(60)], drafter=NoDrafter(), max_tokens=1)
-    trying = stream(scheduler, models, [1, 2, 3, 4, 0, 1], drafter=NoDrafter(), max_tokens=1, length=length)
-    assert reading.ready() == trying.ready() == []
-    while scheduler.step():
-        trying.ready()
-    assert [evaluated.width for evaluated in model.evaluated[:2]] == [32, 32]
-    assert length.trials == []
-    assert len(length.rounds) == 1
 
 
 def test_a_cached_prompt_is_told_and_not_evaluated() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamaspec import AutoLength, LlamaModel, ModelOptions, Pair
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import CostCurve
 from llamaspec.measure.audit import Audit, Fork
 from llamaspec.measure.compare import Arm, Comparison, Spread
 from llamaspec.measure.probe import Probe, Timing, WidthTiming

@@ -15,9 +15,8 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
-from llamaspec.length.auto_length import AutoLength
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.store import (
     Kept,
@@ -40,7 +39,7 @@ PROBE = Probe(
     catch_ups=(CatchUp(2, 0.002),),
     sampling_seconds=1e-4,
 )
-EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), (0.5, 0.1, 0.7))
+EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i in range(10)), 32)
 DEEP = "[" * 3000 + "]" * 3000
 
 

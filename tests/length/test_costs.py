@@ -1,0 +1,133 @@
+"""What evaluations are believed to cost, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaspec.length.costs import CostCurve, Costs
+
+STEPPED = {1: 10.0, 2: 16.0, 3: 22.0, 4: 12.0, 8: 20.0, 16: 60.0, 32: 50.0, 64: 90.0, 128: 100.0, 512: 400.0}
+
+
+def timed(times: dict[int, float], turns: int = 6, costs: Costs | None = None) -> Costs:
+    costs = costs or Costs()
+    for _ in range(turns):
+        for width, seconds in times.items():
+            costs.observe_verify(width, seconds)
+    return costs
+
+
+def test_a_curve_that_goes_up_and_down_is_known_at_every_width_that_was_timed() -> None:
+    costs = timed(STEPPED)
+    for width, seconds in STEPPED.items():
+        assert costs.seconds(width) == pytest.approx(seconds, rel=0.02)
+    assert costs.seconds(6) == pytest.approx(16.0, rel=0.02)  # between 4 and 8
+    assert costs.seconds(200) == pytest.approx(156.0, rel=0.02)
+    assert costs.widest == 512
+
+
+def test_an_evaluation_is_padded_to_a_cheaper_width() -> None:
+    costs = timed(STEPPED)
+    assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5, 12, 20)] == [1, 4, 4, 4, 5, 12, 32]
+    assert costs.padded_seconds(1, 4).tolist() == pytest.approx([10.0, 12.0, 12.0, 12.0], rel=0.02)
+    flat = timed({1: 10.0, 2: 10.2, 4: 10.0})
+    assert flat.padded_width(2) == 2, "it saves less than it is worth"
+    assert timed({1: 10.0, 2: 16.0, 4: 12.0}, turns=1).padded_width(2) == 2, "timed once, it is timed again"
+
+
+def test_only_allowed_widths_are_evaluated() -> None:
+    costs = timed({1: 10.0, 4: 12.0, 8: 20.0}, costs=Costs(allowed={1, 4, 8}))
+    assert [costs.padded_width(n) for n in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
+    assert costs.padded_seconds(8, 9).tolist() == [pytest.approx(20.0, rel=0.02), np.inf]
+
+
+def test_beyond_the_widest_an_evaluation_is_hoped_to_cost_as_much_as_that() -> None:
+    assert timed({1: 10.0, 2: 15.0}).seconds(64) == pytest.approx(15.0, rel=0.02)
+
+
+@pytest.mark.parametrize("hiccup", [3.0, 10.0])
+def test_one_evaluation_that_was_held_up_changes_little(hiccup: float) -> None:
+    costs = timed({1: 10.0, 4: 20.0})
+    costs.observe_verify(4, 20.0 * hiccup)
+    assert costs.seconds(4) == pytest.approx(20.0, rel=0.1)
+    assert costs.seconds(1) == pytest.approx(10.0, rel=0.05)
+    assert costs.is_surprised
+
+
+def test_a_first_timing_that_was_held_up_is_corrected_by_the_second_or_forgotten() -> None:
+    costs = timed({1: 10.0})
+    costs.observe_verify(4, 300.0)
+    assert costs.seconds(4) == pytest.approx(44.0, rel=0.02)  # no more than one by one
+    costs.observe_verify(4, 20.0)
+    assert costs.seconds(4) == pytest.approx(20.0, rel=0.02)
+    costs.observe_verify(8, 300.0)
+    costs.forget_hiccups()
+    assert costs.widest == 4
+    assert costs.seconds(4) == pytest.approx(20.0, rel=0.02)
+
+
+def test_a_machine_that_gets_slower_as_a_whole_is_followed_at_all_widths() -> None:
+    costs = timed({1: 10.0, 4: 20.0, 8: 40.0})
+    for width in (4, 1, 4, 1):
+        costs.observe_verify(width, {1: 30.0, 4: 60.0}[width])
+    assert costs.seconds(1) == pytest.approx(30.0, rel=0.15)
+    assert costs.seconds(8) == pytest.approx(120.0, rel=0.2)
+
+
+def test_a_width_that_was_never_what_a_prior_says_is_corrected_alone() -> None:
+    costs = Costs(CostCurve((1, 4, 8), (0.010, 0.012, 0.014), 0.001))
+    for _ in range(4):
+        costs.observe_verify(1, 0.010)
+        costs.observe_verify(4, 0.036)
+    assert costs.seconds(4) == pytest.approx(0.036, rel=0.1)
+    assert costs.seconds(8) == pytest.approx(0.014, rel=0.2)
+
+
+def test_a_prior_of_a_faster_machine_keeps_its_shape() -> None:
+    costs = Costs(CostCurve((1, 4), (0.010, 0.012), 0.001))
+    costs.observe_verify(1, 0.1)
+    assert [costs.seconds(4), costs.step_seconds] == pytest.approx([0.12, 0.01])
+
+
+def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> None:
+    costs = timed({1: 0.010})
+    assert not costs.knows_step
+    for _ in range(8):
+        costs.observe_draft(2, 10, 0.006)
+    assert costs.knows_step
+    assert costs.step_seconds == pytest.approx(0.002)
+    assert costs.drafting_seconds(1, 0) == pytest.approx(0.002)
+    costs.observe_draft(1, 0, 0.2)
+    assert costs.step_seconds < 0.0022
+
+
+def test_what_was_learned_is_what_the_next_run_begins_with() -> None:
+    costs = timed({1: 0.010, 4: 0.016, 32: 0.050})
+    costs.observe_draft(1, 0, 0.002)
+    curve = costs.learned()
+    assert curve.widths == (1, 4, 32)
+    assert curve.verify_seconds == pytest.approx((0.010, 0.016, 0.050), rel=0.05)
+    assert curve.draft_step_seconds == pytest.approx(0.002)
+    assert Costs(curve).learned().verify_seconds == pytest.approx(curve.verify_seconds)
+    assert Costs().learned().widths == (1,)
+    assert Costs().learned().draft_step_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("widths", "seconds", "step", "match"),
+    [
+        ((2, 3), (1.0, 1.0), 0.1, "from width 1"),
+        ((1, 2), (1.0,), 0.1, "one time for each"),
+        ((1, 3, 2), (1.0, 1.0, 1.0), 0.1, "ascend"),
+        ((1, 1 << 20), (1.0, 1.0), 0.1, "<= 65536"),
+        ((1,), (0.0,), 0.1, "positive"),
+        ((1,), (float("nan"),), 0.1, "positive"),
+        ((1,), (1.0,), -1.0, "positive"),
+    ],
+)
+def test_impossible_curves_are_refused(
+    widths: tuple[int, ...], seconds: tuple[float, ...], step: float, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        CostCurve(widths, seconds, step)
