@@ -226,7 +226,7 @@ class AutoRow:
             self._acceptance[round_.source].learn(outcome, confidence)
         if policy.trees is not None and round_.draft.parents is not None:
             policy.trees.learn(round_)
-        if n_steps and round_.n_draft_scored <= n_steps:
+        if n_steps and round_.draft.is_chain:
             policy.costs.observe_draft(n_steps, self.n_unread, round_.draft_seconds)
         policy.observe(round_)
         if self._checks:

@@ -254,12 +254,13 @@ def test_where_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(cu
 
 
 def test_an_unsure_draft_is_cut_before_verification() -> None:
-    policy = AutoLength()
-    play(policy, machine("slope"), mixed())
+    on = machine("slope", jitter=0.0, spikes=0.0)
+    policy = AutoLength(on.curve())
+    play(policy, on, mixed())
     row = policy.start_row(drops=True)
-    made = Draft(np.zeros(4, np.int32), (), (0.97, 0.97, 0.02, 0.97))
+    made = Draft(np.zeros(10, np.int32), (), (0.97, 0.97, *[0.02] * 8))
     assert row.wants_more(made.first(0))
-    assert row.n_verified(made) == 2
+    assert 2 <= row.n_verified(made) <= 4
 
 
 def test_only_allowed_widths_are_evaluated() -> None:
