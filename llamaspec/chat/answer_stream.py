@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaspec.chat.parse import AnswerParser, Delta, Reasoning
+from llamaspec.chat.families import Reasoning
+from llamaspec.chat.parse import AnswerParser, Delta
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream

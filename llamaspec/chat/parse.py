@@ -1,13 +1,14 @@
-"""A streamed answer taken apart: text, reasoning, calls of tools.
+"""Parses a streamed answer: text, reasoning, tool calls.
 
-Pieces of text go in, deltas come out. What reads is a generator that yields where it needs more text to
-decide, so how the text was split makes no difference. What does not follow the format of the model's family
-(`chat/families.py`) becomes content; nothing that a model writes raises an exception or is held back without
-bound. tests/chat/test_parse.py has recorded answers of each family, split everywhere.
+Pieces of text go in, deltas come out. Readers are generators that yield where they need more text to decide,
+so how the text was split makes no difference. Where an answer does not follow the format of its family
+(`chat/families.py`) it is content, and only a possible beginning of a mark or a call is held back.
+tests/chat/test_parse.py has recorded answers of each family, split everywhere.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
@@ -16,14 +17,18 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from llamaspec.chat.escaping import Json
+from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
 
-MAX_HELD = 1 << 16  # characters that may turn out to be no call after all
+MAX_HEADER = 512  # characters before the arguments of a call
 _MAX_SPACE = 64  # characters at the end of a text that may be dropped before what follows
+_HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
+_HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
 
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]  # yields where it needs more text
-Sink = Callable[[str], None]
+Sink = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call of a tool begins."""
+    """A tool call begins."""
 
     index: int  # of the call within the answer
     id: str
@@ -60,209 +65,98 @@ class ArgumentsDelta:
 Delta: TypeAlias = "ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta"
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """The marks between which a model thinks."""
-
-    opening: str
-    closing: str
-    empty_line: str = ""  # what stands between the closing mark and the answer
-
-    @property
-    def cut(self) -> str:
-        """What ends thinking that goes on too long."""
-        return f"\n{self.closing}{self.empty_line}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallFormat:
-    """How a family of models writes calls of tools.
-
-    A call is `before_call`, its arguments, `after_call`, where NAME stands for the tool's name, and
-    QUOTED_NAME for that as JSON.
-    """
-
-    name: str
-    read: Callable[[AnswerParser], Reading[None]]  # passes on content, calls and their arguments
-    template_marks: tuple[str, ...]  # regular expressions; a chat template of the family has all of them
-    marks: tuple[str, ...]  # that are control tokens where the vocabulary has them
-    before_call: tuple[str, ...]
-    after_call: str = ""
-    opening: tuple[str, ...] = ()  # before calls
-    closing: tuple[str, ...] = ()  # behind them
-    between: str | None = None  # two calls in one pair of marks, as Lark; None: there is only one
-    again: str | None = None  # two pairs of marks, as Lark; None: there is only one
-    has_channels: bool = False  # `read` reads reasoning, too, and answers without tools
-
-
-NAME = "{name}"
-QUOTED_NAME = '"{name}"'
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """What an answer consists of besides text; `None` is what the family does not have."""
-
-    calls: CallFormat | None = None
-    reasoning: Reasoning | None = None
-
-    def spelled(self, controls: Mapping[str, int]) -> dict[int, bytes]:
-        """Those of a vocabulary's control tokens whose text an answer needs: `Pair.stream(spelled=…)`."""
-        marks = self.calls.marks if self.calls is not None else ()
-        if self.reasoning is not None:
-            marks = (*marks, self.reasoning.opening.strip(), self.reasoning.closing)
-        # <|channel>thought is a token and a word.
-        known = [text for text in controls if len(text) > 1 and any(text in mark for mark in marks)]
-        return {controls[text]: text.encode() for text in known}
-
-    def begins_thinking(self, prompt: bytes) -> bool:
-        """Whether a rendered conversation ends with the mark that opens reasoning."""
-        opening = self.reasoning.opening.strip().encode() if self.reasoning is not None else None
-        return opening is not None and prompt.rstrip().endswith(opening)
-
-
-class MalformedError(Exception):
-    """What was begun does not go on as its format says; `excess` is taken and not used."""
-
-    def __init__(self, excess: str = "") -> None:
-        super().__init__()
-        self.excess = excess
-
-
-class Held:
-    """Text that is taken but not understood yet, up to a number of characters."""
-
-    def __init__(self, text: str = "", limit: int = MAX_HELD) -> None:
-        self.text = text
-        self._limit = limit
-
-    def __call__(self, text: str) -> None:
-        """Take more."""
-        room = max(0, self._limit - len(self.text))
-        self.text += text[:room]
-        if len(text) > room:
-            raise MalformedError(text[room:])
-
-
-def nowhere(_text: str) -> None:
-    """Receives what is of no interest."""
-
-
-class Incoming:
+class _Incoming:
     """The part of an answer that has come and is not read yet."""
 
     def __init__(self) -> None:
-        self._text = ""
-        self._at = 0  # what stands before is read
-        self._is_complete = False
+        self.text = ""
+        self.is_complete = False  # nothing follows
 
-    def add(self, text: str) -> None:
-        """More of the answer."""
-        self._text, self._at = self._text[self._at :] + text, 0
+    def take(self, n: int, sink: Sink | None = None) -> None:
+        """Pass the next characters on; without a sink drop them."""
+        taken, self.text = self.text[:n], self.text[n:]
+        if taken and sink is not None:
+            sink(taken)
 
-    def complete(self) -> None:
-        """Nothing follows."""
-        self._is_complete = True
-
-    def until(self, marks: Sequence[str], sink: Sink) -> Reading[str | None]:
+    def until(self, marks: Sequence[str], sink: Sink | None) -> Reading[str | None]:
         """Pass the text before the first mark on and take the mark; None where the answer ends without one.
 
         Among marks one may end with another, but not otherwise contain it.
         """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         while True:
-            found = pattern.search(self._text, self._at)
+            found = pattern.search(self.text)
             if found is not None:
-                self._take(found.start(), sink)
-                self._take(found.end(), nowhere)
+                self.take(found.start(), sink)
+                self.take(len(found[0]))
                 return found[0]
-            n_held = 0 if self._is_complete else self._possible_beginning(marks)
-            self._take(len(self._text) - n_held, sink)
-            if self._is_complete:
+            n_held = 0 if self.is_complete else self._possible_beginning(marks)
+            self.take(len(self.text) - n_held, sink)
+            if self.is_complete:
                 return None
             yield
 
-    def space(self, sink: Sink = nowhere) -> Reading[None]:
-        """Take whitespace."""
-        yield from self._up_to(r"\S", sink)
-
-    def takes(self, word: str, sink: Sink = nowhere) -> Reading[bool]:
-        """Take a word if it comes next."""
-        while not self._is_complete and len(self._text) - self._at < len(word):
-            if not word.startswith(self._text[self._at :]):
-                return False
-            yield
-        if not self._text.startswith(word, self._at):
-            return False
-        self._take(self._at + len(word), sink)
-        return True
-
-    def next_character(self) -> Reading[str]:
-        """The character that comes next, which stays; "" at the end."""
-        while self._at == len(self._text) and not self._is_complete:
-            yield
-        return self._text[self._at : self._at + 1]
-
-    def json_value(self, sink: Sink) -> Reading[bool]:
-        """Pass a value of JSON on, up to its end; whether it has one. Looks only at brackets and quotes."""
-        first = yield from self.next_character()
-        if not first or first in ",:}]":
-            return False
-        if first not in '{["':
-            return (yield from self._up_to(r"[\s,}\]]", sink))  # a number or a word
-        depth, in_string, is_escaped = 0, False, False
+    def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
+        """What a pattern matches here, which stays; the pattern's last character must be decisive."""
         while True:
-            at, is_escaped = self._at + is_escaped, False
-            while found := re.compile(r'["\\]' if in_string else r'["{}\[\]]').search(self._text, at):
-                at = found.end()
-                if found[0] == "\\":
-                    is_escaped = at == len(self._text)  # what comes next
-                    at += 1
-                elif found[0] == '"':
+            found = pattern.match(self.text, 0, MAX_HEADER)
+            if found is not None or self.is_complete or len(self.text) >= MAX_HEADER:
+                return found
+            yield
+
+    def begins(self, mark: str) -> Reading[bool]:
+        """Whether a mark comes next, perhaps after a little whitespace; both stay."""
+        while True:
+            rest = self.text.lstrip()
+            if len(self.text) - len(rest) > _MAX_SPACE:
+                return False
+            if self.is_complete or len(rest) >= len(mark) or not mark.startswith(rest):
+                return rest.startswith(mark)
+            yield
+
+    def drop(self, marks: Sequence[str]) -> Reading[str]:
+        """Drop whitespace and these marks; the last mark among them, or ""."""
+        last = ""
+        while True:
+            self.text = self.text.lstrip()
+            mark = next((mark for mark in marks if self.text.startswith(mark)), "")
+            is_open = not self.text or any(each.startswith(self.text) for each in marks)
+            if mark:
+                self.take(len(mark))
+                last = mark
+            elif is_open and not self.is_complete:
+                yield
+            else:
+                return last
+
+    def json_object(self, sink: Sink) -> Reading[None]:
+        """Pass an object of JSON on, up to its end or the answer's. Looks only at brackets and quotes."""
+        depth, in_string = 0, False
+        while True:
+            for found in re.finditer(r'\\.|["{}\[\]]', self.text, re.DOTALL):
+                if found[0] == '"':
                     in_string = not in_string
-                else:
+                elif found[0] in "{}[]" and not in_string:
                     depth += 1 if found[0] in "{[" else -1
-                if depth <= 0 and not in_string:
-                    self._take(at, sink)
-                    return True
-            self._take(len(self._text), sink)
-            if self._is_complete:
-                return False
+                if depth == 0:
+                    self.take(found.end(), sink)
+                    return
+            if self.is_complete:
+                self.take(len(self.text), sink)
+                return
+            n_backslashes = len(self.text) - len(self.text.rstrip("\\"))
+            self.take(len(self.text) - n_backslashes % 2, sink)  # the last one escapes what comes next
             yield
-
-    def _up_to(self, pattern: str, sink: Sink) -> Reading[bool]:
-        """Take all before a pattern; whether it came."""
-        while True:
-            found = re.compile(pattern).search(self._text, self._at)
-            self._take(found.start() if found is not None else len(self._text), sink)
-            if found is not None or self._is_complete:
-                return found is not None
-            yield
-
-    def _take(self, end: int, sink: Sink) -> None:
-        """Pass the text up to a place on."""
-        taken, self._at = self._text[self._at : end], end
-        try:
-            if taken:
-                sink(taken)
-        except MalformedError as error:
-            self._at -= len(error.excess)
-            raise
 
     def _possible_beginning(self, marks: Sequence[str]) -> int:
         """Length of the longest end of the text that begins a mark."""
         longest = max(map(len, marks), default=1) - 1
-        lengths = range(min(longest, len(self._text) - self._at), 0, -1)
-        return next((n for n in lengths if any(mark.startswith(self._text[-n:]) for mark in marks)), 0)
-
-
-def random_id() -> str:
-    """Nine letters and digits, for Mistral's templates refuse all else."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        lengths = range(min(longest, len(self.text)), 0, -1)
+        return next((n for n in lengths if any(mark.startswith(self.text[-n:]) for mark in marks)), 0)
 
 
 class AnswerParser:
-    """Takes an answer apart.
+    """Parses one answer.
 
     Parameters
     ----------
@@ -271,8 +165,6 @@ class AnswerParser:
         What may be called, in OpenAI's form. Without any, calls are text like other text.
     thinking : bool
         The prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
-    new_id : callable
-        Makes the id of a call.
 
     Examples
     --------
@@ -282,22 +174,16 @@ class AnswerParser:
     """
 
     def __init__(
-        self,
-        answer_format: AnswerFormat,
-        tools: Sequence[Mapping[str, Json]] = (),
-        *,
-        thinking: bool = False,
-        new_id: Callable[[], str] = random_id,
+        self, answer_format: AnswerFormat, tools: Sequence[Mapping[str, Json]] = (), *, thinking: bool = False
     ) -> None:
-        self.incoming = Incoming()
         functions = [tool.get("function", tool) for tool in tools]
-        self.schemas: dict[str, Mapping[str, Json]] = {
+        self._schemas: dict[str, Mapping[str, Json]] = {
             str(function["name"]): function.get("parameters") or {} for function in functions
         }
         self.is_thinking = thinking  # what comes now is reasoning
-        self.n_calls = 0  # that have begun
         self._format = answer_format
-        self._new_id = new_id
+        self._incoming = _Incoming()
+        self._n_calls = 0  # that have begun
         self._deltas: list[Delta] = []
         self._space = ""  # at the end of the text so far
         self._is_at_start = False  # of a text whose empty lines are not part of it
@@ -307,46 +193,30 @@ class AnswerParser:
         """What a piece of text makes certain."""
         if not text:
             return []
-        self.incoming.add(text)
+        self._incoming.text += text
         return self._advance()
 
     def finish(self) -> list[Delta]:
         """What was held back, when no text follows."""
-        self.incoming.complete()
+        self._incoming.is_complete = True
         deltas = self._advance()
-        if not self.n_calls and self._space:
+        if self._space and not self._n_calls:
             deltas.append(ContentDelta(self._space))
         self._space = ""
-        return joined(deltas)
+        return deltas
 
-    # For the readers of formats.
+    def _advance(self) -> list[Delta]:
+        next(self._reading, None)
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
-    def content(self, text: str) -> None:
-        """Text of the answer."""
+    # What readers pass on.
+
+    def _content(self, text: str) -> None:
         self._text(text, ContentDelta)
 
-    def reasoning(self, text: str) -> None:
-        """What the model thinks."""
+    def _reasoning(self, text: str) -> None:
         self._text(text, ReasoningDelta)
-
-    def begin_call(self, name: str) -> None:
-        """A call, whose arguments follow; empty lines around it are not part of the text."""
-        self._begin_text()
-        self._deltas.append(CallDelta(self.n_calls, self._new_id(), name))
-        self.n_calls += 1
-
-    def arguments(self, text: str) -> None:
-        """Of the call that was begun last."""
-        if text:
-            self._deltas.append(ArgumentsDelta(self.n_calls - 1, text))
-
-    def think(self, is_thinking: bool) -> None:
-        """From here on it is reasoning, or not any more."""
-        self.is_thinking = is_thinking
-        self._begin_text()
-
-    def _begin_text(self) -> None:
-        self._space, self._is_at_start = "", True
 
     def _text(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
         if self._is_at_start:
@@ -355,54 +225,160 @@ class AnswerParser:
             return
         self._is_at_start = False
         text = self._space + text
-        may_be_dropped = kind is ReasoningDelta or (self._format.calls is not None and self.schemas)
+        may_be_dropped = kind is ReasoningDelta or (self._format.calls is not None and self._schemas)
         end = max(len(text.rstrip()), len(text) - _MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
-        if text:
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, kind):
+            self._deltas[-1] = kind(last.text + text)
+        elif text:
             self._deltas.append(kind(text))
 
-    def _advance(self) -> list[Delta]:
-        next(self._reading, None)
-        deltas, self._deltas = joined(self._deltas), []
-        return deltas
+    def _begin_text(self) -> None:
+        """What came before is complete; empty lines around it are part of no text."""
+        self._space, self._is_at_start = "", True
+
+    def _think(self, is_thinking: bool) -> None:
+        self.is_thinking = is_thinking
+        self._begin_text()
+
+    def _begin_call(self, name: str) -> None:
+        self._begin_text()
+        call_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        self._deltas.append(CallDelta(self._n_calls, call_id, name))  # Mistral's templates want such an id
+        self._n_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, ArgumentsDelta):
+            self._deltas[-1] = replace(last, text=last.text + text)
+        else:
+            self._deltas.append(ArgumentsDelta(self._n_calls - 1, text))
+
+    # Readers.
 
     def _read(self) -> Reading[None]:
-        calls = self._format.calls
-        has_channels = calls is not None and calls.has_channels
-        if self._format.reasoning is not None and not has_channels:
-            yield from self._think(self._format.reasoning)
-        if calls is not None and (self.schemas or has_channels):
-            yield from calls.read(self)
-        yield from self.incoming.until((), self.content)
+        calls, reasoning = self._format.calls, self._format.reasoning
+        if calls is not None and calls.arguments == "channels":
+            yield from self._read_channels()
+        elif reasoning is not None:
+            yield from self._read_reasoning(reasoning)
+        if calls is not None and self._schemas:
+            yield from self._read_calls(calls)
+        yield from self._incoming.until((), self._content)
 
-    def _think(self, marks: Reasoning) -> Reading[None]:
+    def _read_reasoning(self, marks: Reasoning) -> Reading[None]:
         """Reasoning, where the answer begins with it."""
         if not self.is_thinking:
-            before = Held(limit=_MAX_SPACE)
-            try:
-                yield from self.incoming.space(before)
-                is_there = yield from self.incoming.takes(marks.opening)
-            except MalformedError:
-                is_there = False
-            if not is_there:
-                self.content(before.text)
+            if not (yield from self._incoming.begins(marks.opening)):
                 return
-        self.think(True)
-        yield from self.incoming.until((marks.closing,), self.reasoning)
-        self.think(False)
+            yield from self._incoming.until((marks.opening,), None)
+        self._think(True)
+        yield from self._incoming.until((marks.closing,), self._reasoning)
+        self._think(False)
 
+    def _read_calls(self, calls: CallFormat) -> Reading[None]:
+        """Content, and calls behind the marks at which they start."""
+        mark: str | None = ""
+        if calls.opening or not (yield from self._incoming.begins("{")):
+            mark = yield from self._incoming.until(calls.starts, self._content)
+        while mark is not None:
+            mark = yield from self._read_call(calls, mark)
+            if not mark:
+                mark = yield from self._incoming.until(calls.starts, self._content)
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same with neighbours of one kind joined."""
-    found: list[Delta] = []
-    for delta in deltas:
-        last = found[-1] if found else None
-        if last is None or isinstance(last, CallDelta) or type(last) is not type(delta):
-            found.append(delta)
+    def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
+        """A call behind a mark, or else the mark as content; the separator, if another call may follow."""
+        header = yield from self._incoming.match(re.compile(calls.header))
+        if header is None or (calls.known_only and header["name"] not in self._schemas):
+            self._content(mark)
+            return ""
+        self._incoming.take(len(header[0]))
+        self._begin_call(header["name"].strip())
+        if calls.arguments == "json":
+            yield from self._incoming.json_object(self._arguments)
+        elif calls.arguments == "xml":
+            yield from self._read_xml(self._schemas[header["name"]].get("properties"))
         else:
-            assert not isinstance(delta, CallDelta)
-            found[-1] = replace(last, text=last.text + delta.text)
-    return found
+            yield from self._read_gemma()
+        last = yield from self._incoming.drop(calls.behind)
+        return calls.separator if last == calls.separator else ""
+
+    def _read_xml(self, properties: Json) -> Reading[None]:
+        """<parameter=key>value</parameter></function>; texts are passed on as they come."""
+        opening = "{"
+        marks, ends = ("<parameter=", "</function>", "</tool_call>"), ("\n</parameter>", "</parameter>")
+        while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
+            key = yield from self._word((">",))
+            yield from self._incoming.match(re.compile(r"(?s:.)"))  # until there is a character
+            self._incoming.take(int(self._incoming.text.startswith("\n")))
+            self._arguments(f"{opening}{_quoted(key)}: ")
+            opening = ", "
+            types = _types(properties, key)
+            if types == {"string"}:
+                yield from self._read_string(ends)
+            else:
+                self._arguments(_as_json((yield from self._word(ends)), types))
+        if mark is not None:
+            self._arguments("{}" if opening == "{" else "}")
+
+    def _read_gemma(self) -> Reading[None]:
+        """Behind the first brace of {key:<|"|>text<|"|>,other:1}."""
+        self._arguments("{")
+        depth = 1
+        while depth:
+            word: list[str] = []
+            mark = yield from self._incoming.until(_GEMMA_MARKS, word.append)
+            text = "".join(word).strip()
+            if mark is None:
+                return
+            if mark == ":":
+                self._arguments(f"{_quoted(text)}: ")
+            elif mark == '<|"|>':
+                yield from self._read_string((mark,))
+            else:
+                self._arguments((_as_json(text) if text else "") + (", " if mark == "," else mark))
+                depth += {"{": 1, "[": 1, ",": 0}.get(mark, -1)
+
+    def _word(self, ends: Sequence[str]) -> Reading[str]:
+        word: list[str] = []
+        yield from self._incoming.until(ends, word.append)
+        return "".join(word)
+
+    def _read_string(self, ends: Sequence[str]) -> Reading[None]:
+        """A text up to its end, as a string of JSON."""
+        self._arguments('"')
+        end = yield from self._incoming.until(ends, lambda text: self._arguments(_quoted(text)[1:-1]))
+        if end is not None:
+            self._arguments('"')
+
+    def _read_channels(self) -> Reading[None]:
+        """Messages, each with a channel and a recipient. The prompt ends with <|start|>assistant.
+
+            <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+            <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>
+
+        The recipient may also stand before the channel. Source: github.com/openai/harmony, docs/format.md.
+        """
+        end: str | None = "<|start|>"
+        while end is not None:
+            found = yield from self._incoming.match(_HARMONY_HEADER)
+            header = "" if found is None else found[0]
+            self._incoming.take(len(header))
+            recipient = (re.findall(r"to=([^\s<]+)", header) or [""])[-1]
+            channel = (re.findall(r"<\|channel\|>\s*(\w+)", header) or [""])[-1]
+            sink = self._content
+            if self._schemas and re.match(r"functions\..", recipient):
+                self._begin_call(recipient.removeprefix("functions."))
+                sink = self._arguments
+            elif channel == "analysis" and recipient in ("", "assistant"):
+                self._think(True)
+                sink = self._reasoning
+            end = yield from self._incoming.until(_HARMONY_ENDS, sink)
+            if self.is_thinking:
+                self._think(False)
+            if end is not None and end != "<|start|>":
+                end = yield from self._incoming.until(("<|start|>",), self._content)
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
@@ -424,3 +400,29 @@ def message_of(deltas: Iterable[Delta]) -> Message:
         else:
             calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.text)
     return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning or None)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_json(text: str, types: Iterable[str] = ()) -> str:
+    """A value as JSON if it is that, else as a string; where strings are allowed numbers are strings."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    kind = "null" if value is None else "array" if isinstance(value, list) else "object"
+    is_scalar = isinstance(value, str | float | int)
+    return text.strip() if "string" not in types or (kind in types and not is_scalar) else _quoted(text)
+
+
+def _types(properties: Json, key: str) -> set[str]:
+    """The types that a schema allows a parameter; none where it does not say."""
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return set()
+    if "type" not in schema and isinstance(schema.get("enum"), list):
+        return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
+    types = schema.get("type")
+    return {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)}

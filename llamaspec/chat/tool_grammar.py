@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llamaspec.chat.escaping import Json
-from llamaspec.chat.families import GEMMA4, HARMONY, QWEN_XML
-from llamaspec.chat.parse import NAME, QUOTED_NAME, AnswerFormat
+from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
 from llamaspec.errors import PromptError
 
 ToolChoice = str | Mapping[str, Json]  # auto, none, required, or OpenAI's naming of one function

@@ -18,8 +18,7 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.escaping import texts_in
-from llamaspec.chat.families import HARMONY, recognize
-from llamaspec.chat.parse import AnswerFormat
+from llamaspec.chat.families import HARMONY, AnswerFormat, recognize
 from llamaspec.chat.template import RESERVED, ChatTemplate, Message, NoTemplateError, conversation
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.chat.transcript import Transcript

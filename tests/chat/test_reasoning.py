@@ -11,7 +11,8 @@ from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
 from command import invoke, naming
 from llamaspec import ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream, ReasoningLimit
-from llamaspec.chat.parse import AnswerFormat, AnswerParser, Reasoning, message_of
+from llamaspec.chat.families import AnswerFormat, Reasoning
+from llamaspec.chat.parse import AnswerParser, message_of
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.engine.stream import TextStream
 from llamaspec.values import TokenArray

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from llamaspec.chat import families
-from llamaspec.chat.parse import AnswerFormat, AnswerParser, Reasoning, message_of
+from llamaspec.chat.families import AnswerFormat, Reasoning
+from llamaspec.chat.parse import AnswerParser, message_of
 from llamaspec.chat.tool_grammar import answer_grammar, marked, tool_grammar
 from llamaspec.errors import PromptError
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from llamaspec import Pair
-from llamaspec.chat.parse import AnswerFormat, Reasoning
+from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.statistics import summarize
