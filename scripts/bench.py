@@ -44,7 +44,7 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
-from llamaspec.cli.terminal import SlowProgress
+from llamaspec.cli.output import SlowProgress
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
 from llamaspec.measure.store import auto_length, stored_prior, stored_probe

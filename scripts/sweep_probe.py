@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from llamaspec import LlamaspecError, ModelOptions, open_pair
-from llamaspec.cli.terminal import SlowProgress
+from llamaspec.cli.output import SlowProgress
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import FULL, QUICK, measure
 from llamaspec.measure.reasons import conclusions

@@ -18,7 +18,7 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamaspec import demo_target
-from llamaspec.cli.terminal import stderr_console
+from llamaspec.cli.output import stderr_console
 from widening.compare import compare
 from widening.plan import Plan, Widening
 from widening.quantize import FILE_TYPES, quantize

@@ -420,7 +420,7 @@ def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
 
 @pytest.mark.parametrize("kind", [*MEMORIES, "qwen35"])
 def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> None:
-    """Forks only where the choice was close; some memories read again what was drafted in vain."""
+    """Forks only where the choice was close; some memories read rejected draft tokens again."""
     target = Recipe()
     draft = "mtp" if kind == "qwen35" else store.path(kind, target.draft())
     with open_pair(store.path(kind, target), draft, target_options=CPU, draft_options=CPU) as pair:
@@ -463,7 +463,7 @@ def test_drafts_are_those_of_a_fresh_pair_whatever_was_drafted_in_vain(
             stream.close()
             np.testing.assert_allclose(used.made[i].confidences, fresh.made[0].confidences, atol=1e-3)
             n_right += int(used.made[i].tokens[0]) == found.tokens[ends[i]]
-        assert n_right > 3  # what was drafted in vain has become text
+        assert n_right > 3  # rejected draft tokens have become text
 
 
 def test_texts_beside_each_other_of_which_a_part_is_verified(store: ModelStore) -> None:

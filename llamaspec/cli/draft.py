@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from llamaspec.cli.fetching import fetched_model
-from llamaspec.cli.option_groups import Command, GroupedCommand, option_group, refusing_values
-from llamaspec.cli.terminal import SlowProgress, say
+from llamaspec.cli.model_options import fetched_model
+from llamaspec.cli.options import JSON_OPTION, Command, GroupedCommand, option_group, refusing_values
+from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.worth import TrialSettings, judge_draft
 from llamaspec.errors import LlamaspecError, PromptError, printable
@@ -121,7 +119,7 @@ Examples:
               help="Types of weights to try, the first one with all numbers of layers; copy = the target's "
                    "own. Default: those that make it smaller.")  # fmt: skip
 @_draft_options("Text of the kind that is to be written; several are allowed. Default: a short one.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+@JSON_OPTION
 def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptions, as_json: bool) -> None:
     """Make a draft from the target itself: with fewer layers and fewer bits.
 
@@ -159,7 +157,7 @@ Examples:
 @click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
 @click.option("--width", type=int, help="Of its hidden rows; default: as the target's size allows.")
 @_draft_options("Text of the kind that is to be written: the more, the better. Needed.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+@JSON_OPTION
 def distil(
     target: str, minutes: float, layers: int, width: int | None, options: DraftOptions, as_json: bool
 ) -> None:
@@ -211,11 +209,8 @@ def _read(path: Path) -> bytes:
 
 
 def _show(made: Made) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in ("layers", "type", "MB", "cost", "acceptance", "predicted"):
-        table.add_column(title, justify="left" if title == "type" else "right")
-    for found in made.found:
-        table.add_row(
+    rows = [
+        (
             str(found.n_layers),
             found.candidate.file_type,
             f"{found.n_bytes / 1e6:.0f}",
@@ -223,8 +218,10 @@ def _show(made: Made) -> None:
             f"{found.acceptance:.2f}",
             f"{found.speed_up:.2f}x",
         )
-    if made.found:
-        Console(highlight=False).print(table)
+        for found in made.found
+    ]
+    if rows:
+        print_table(("layers", "<type", "MB", "cost", "acceptance", "predicted"), rows)
 
 
 def _tell_written(path: Path, measured: Spread | None) -> None:

@@ -11,30 +11,40 @@ from typing import Any
 
 import click
 
-from llamaspec.cli.chat_options import ChatOptions, optional_chat_options
-from llamaspec.cli.constraint import make_constraint
-from llamaspec.cli.decoding_options import DecodingOptions, decoding_options, make_policy
-from llamaspec.cli.explain import explain as print_reasons
-from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
-from llamaspec.cli.opening import keep_texts, open_files
-from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group
-from llamaspec.cli.prompt import PromptSource, prompt_options
-from llamaspec.cli.report import (
-    Detail,
+from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
+from llamaspec.cli.options import (
+    ChatOptions,
+    DecodingOptions,
+    Decorator,
+    GroupedCommand,
+    PromptSource,
     chosen_detail,
+    decoding_options,
+    make_constraint,
+    option_group,
+    optional_chat_options,
+    prompt_options,
+    statistics_options,
+)  # fmt: skip
+from llamaspec.cli.output import (
+    Detail,
+    SlowProgress,
+    check_timeline,
     completion_json,
     full_statistics,
+    say,
     statistics_lines,
-    statistics_options,
-)
+    stderr_console,
+    write_text,
+    write_timeline,
+)  # fmt: skip
+from llamaspec.cli.output import explain as print_reasons
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.cli.terminal import SlowProgress, say, stderr_console, write_text
-from llamaspec.cli.timeline import check_timeline, write_timeline
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.policy import AutoLength
 from llamaspec.measure.reasons import explain
-from llamaspec.measure.store import keep_prior, learned_costs
+from llamaspec.measure.store import learned_costs
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
@@ -57,13 +67,7 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What only `generate` can be asked for.
-
-    Raises
-    ------
-    ValueError
-        A stop string is empty, or there is both a schema and a grammar.
-    """
+    """What only `generate` can be asked for; a ValueError for an empty stop string or two grammars."""
 
     special: bool
     stop: tuple[str, ...]
@@ -86,10 +90,6 @@ def _output(*, stats: Detail | None, no_stats: bool, **given: Any) -> GenerateOp
     return GenerateOptions(stats=chosen_detail(stats, no_stats, "short"), **given)
 
 
-def _generate_options(command: Command) -> Command:
-    return option_group("output", _output, _OPTIONS)(command)
-
-
 @click.command(
     cls=GroupedCommand,
     epilog="""\b
@@ -106,7 +106,7 @@ Examples:
 @optional_chat_options
 @model_or_plain_options
 @decoding_options
-@_generate_options
+@option_group("output", _output, _OPTIONS)
 def generate(
     source: PromptSource,
     conversation: ChatOptions,
@@ -119,8 +119,7 @@ def generate(
         check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
-    with open_files(find_files(models), models) as pair:
-        policy = make_policy(pair, decoding)
+    with learning(find_files(models), models, decoding) as (pair, policy):
         constraint = make_constraint(pair, output.json_schema, output.grammar)
         with SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(
@@ -136,8 +135,6 @@ def generate(
             )
             interrupted = _consume(stream, output, progress)
         _report(pair, stream, seed, decoding.rule, output)
-        keep_prior(pair, policy)
-        keep_texts(pair)
         if output.explain:
             _explain(policy, stream, decoding)
     if interrupted:

@@ -14,25 +14,28 @@ from typing import Any, NoReturn
 import click
 
 from llamaspec.cli.signals import EXIT_INTERRUPTED, interrupts_end_the_process
-from llamaspec.errors import LlamaspecError
+from llamaspec.errors import LlamaspecError, printable
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 _LATER_SECONDS = 0.01
 
-# Each is in the module of its name, and loaded when it is used; the lines are those of their own help.
+# The module of each, loaded when it is used, and the first line of its own help.
 _SUBCOMMANDS = {
-    "audit": "Check that the text with draft tokens is the text without.",
-    "chat": "Talk with a model.",
-    "compare": "Measure target alone, draft alone and both together on one prompt.",
-    "doctor": "Find out what will go wrong or be slow here, with remedies.",
-    "draft": "Make a draft for a target that has none.",
-    "generate": "Continue PROMPT.",
-    "models": "Models and pairs by name: fetched once, then used without a network.",
-    "probe": "Measure what evaluating several positions at once costs, and keep it for later runs.",
-    "serve": "Answer the clients of OpenAI and Anthropic.",
-    "worker": "Compute layers for a target on another machine, given there as --rpc HOST:PORT.",
+    "audit": ("measure", "Check that the text with draft tokens is the text without."),
+    "chat": ("chat", "Talk with a model."),
+    "compare": ("measure", "Measure target alone, draft alone and both together on one prompt."),
+    "doctor": ("measure", "Find out what will go wrong or be slow here, with remedies."),
+    "draft": ("draft", "Make a draft for a target that has none."),
+    "generate": ("generate", "Continue PROMPT."),
+    "models": ("models", "Models and pairs by name: fetched once, then used without a network."),
+    "probe": (
+        "measure",
+        "Measure what evaluating several positions at once costs, and keep it for later runs.",
+    ),
+    "serve": ("serve", "Answer the clients of OpenAI and Anthropic."),
+    "worker": ("serve", "Compute layers for a target on another machine, given there as --rpc HOST:PORT."),
 }
 
 
@@ -43,13 +46,13 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _SUBCOMMANDS and cmd_name not in self.commands:
             with interrupts_end_the_process():
-                module = import_module(f"llamaspec.cli.{cmd_name}")
+                module = import_module(f"llamaspec.cli.{_SUBCOMMANDS[cmd_name][0]}")
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_SUBCOMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in _SUBCOMMANDS.items()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
         sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
@@ -62,7 +65,7 @@ class _Commands(click.Group):
             )
             _fail(f"{message}; {command} -h shows what is possible", EXIT_USAGE)
         except LlamaspecError as error:
-            from llamaspec.cli.messages import message_of
+            from llamaspec.cli.output import message_of
 
             _fail(message_of(error))
         except OSError as error:  # a full disk, a terminal that went away; closed pipes are click's
@@ -96,9 +99,7 @@ def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
-    from llamaspec.cli.terminal import say
-
-    say(message)
+    click.echo(f"llamaspec: {printable(message)}", err=True)
     sys.exit(code)
 
 

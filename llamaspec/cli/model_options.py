@@ -1,8 +1,9 @@
-"""Options that say which models to load and how, and the files that they name."""
+"""The models of a command: the options that name them and say how to load them, files, and opening."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,43 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from llamaspec.cli.fetching import fetched_model, known_draft
-from llamaspec.cli.option_groups import Command, Decorator, option_group
-from llamaspec.cli.parameters import DEVICE_NAMES, SHARES, DraftName
+from llamaspec.catalog import RemoteFile
+from llamaspec.cli.options import (
+    DEVICE_NAMES,
+    SHARES,
+    Command,
+    DecodingOptions,
+    Decorator,
+    make_policy,
+    option_group,
+)  # fmt: skip
+from llamaspec.cli.output import SlowProgress, say
+from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import PairError
-from llamaspec.hub import AUTO, locate_model, may_have_heads
+from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.llama import runtime
 from llamaspec.llama.gguf_header import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
-from llamaspec.measure.store import ModelFile, PairFiles
-from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself
+from llamaspec.measure.store import ModelFile, PairFiles, keep_prior
+from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself, open_pair
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.suffix_store import SuffixStore
 from llamaspec.values import MTP
+
+_LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
+
+
+class DraftName(click.ParamType):  # type: ignore[type-arg]
+    """A draft; the environment names one alone, whose path may have spaces."""
+
+    name = "text"
+
+    def split_envvar_value(self, rv: str) -> tuple[str]:
+        """The one name."""
+        return (rv,)
+
 
 _CACHE = click.Choice(list(CACHE_TYPES))
 
@@ -81,40 +108,18 @@ _NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, to co
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The models that a command was asked for, as named on the command line.
+    """The models that a command was asked for, as named on the command line."""
 
-    Raises
-    ------
-    ValueError
-        An option is out of range.
-    """
-
-    target: str | None
+    target: str | None  # None = the embedded pair
     draft: str | None
-    pair: str | None
+    stages: tuple[str, ...]  # the draft's draft, and so on
     ngram: bool
     past_texts: bool
-    n_ctx: int | None
-    draft_ctx: int | None
-    gpu_layers: int | None
-    draft_gpu_layers: int | None
-    threads: int | None
-    draft_threads: int | None
-    flash_attn: str | None
-    cache_type_k: str
-    cache_type_v: str
-    draft_cache_type_k: str
-    draft_cache_type_v: str
+    no_draft: bool
     verbose: bool
-    device: tuple[str, ...] | None
-    draft_device: tuple[str, ...] | None
-    tensor_split: tuple[float, ...]
-    rpc: tuple[str, ...]
-    no_draft: bool = False
-    stages: tuple[str, ...] = ()  # the draft's draft, and so on
-
-    def __post_init__(self) -> None:
-        _ = self.target_options, self.draft_options  # what is out of range is refused here
+    draft_ctx: int | None
+    target_options: ModelOptions
+    draft_options: ModelOptions
 
     @property
     def is_embedded(self) -> bool:
@@ -122,51 +127,54 @@ class ModelChoice:
         return self.target is None
 
     @property
-    def looks_up(self) -> bool:
-        """Whether draft tokens are looked up in earlier text."""
-        return not self.no_draft and (self.ngram or self.draft == NGRAM)
+    def n_ctx(self) -> int | None:
+        """Tokens of the target's context."""
+        return self.target_options.n_ctx
 
-    @property
-    def target_options(self) -> ModelOptions:
-        """How to load the target."""
-        return ModelOptions(
-            n_ctx=self.n_ctx,
-            gpu_layers=self.gpu_layers,
-            devices=self.device,
-            tensor_split=self.tensor_split,
-            workers=self.rpc,
-            threads=self.threads,
-            flash_attention=self.flash_attn,
-            cache_type_k=self.cache_type_k,
-            cache_type_v=self.cache_type_v,
-        )
-
-    @property
-    def draft_options(self) -> ModelOptions:
-        """How to load the draft: one draft token at a time is all that it is asked for."""
-        return ModelOptions(
-            n_ctx=self.n_ctx if self.draft_ctx is None else self.draft_ctx,
-            gpu_layers=self.draft_gpu_layers,
-            devices=self.draft_device,
-            threads=self.threads if self.draft_threads is None else self.draft_threads,
-            flash_attention=self.flash_attn,
-            cache_type_k=self.draft_cache_type_k,
-            cache_type_v=self.draft_cache_type_v,
-            max_scored=DRAFT_SCORED,
-        )
+    def with_context(self, n_ctx: int) -> ModelChoice:
+        """The same with another size of the contexts; a ValueError where it is impossible."""
+        draft = replace(self.draft_options, n_ctx=n_ctx if self.draft_ctx is None else self.draft_ctx)
+        return replace(self, target_options=replace(self.target_options, n_ctx=n_ctx), draft_options=draft)
 
 
-def _choice(**given: Any) -> ModelChoice:
+def _choice(
+    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool, past_texts: bool,
+    verbose: bool, no_draft: bool = False, **given: Any,
+) -> ModelChoice:  # fmt: skip
     """From the command line, where a pair in the environment gives way to names that are nearer."""
-    draft, *stages = given.pop("draft") or (None,)
-    addresses = tuple(address for named in given.pop("rpc") for address in named.split(","))
-    choice = ModelChoice(draft=draft, stages=tuple(stages), rpc=addresses, **given)
-    if choice.pair is None:
-        return choice
-    for name in ("target", "draft"):
-        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--pair names both models; drop --{name}", click.get_current_context())
-    return replace(choice, target=choice.pair, draft=AUTO)
+    if pair is not None:
+        context = click.get_current_context()
+        for name in ("target", "draft"):
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise ValueError(f"--pair names both models; drop --{name}")
+        target, draft = pair, (AUTO, *draft[1:])
+    first, *stages = draft or (None,)
+    n_ctx, draft_ctx, threads = given["n_ctx"], given["draft_ctx"], given["threads"]
+    target_options = ModelOptions(
+        n_ctx=n_ctx,
+        gpu_layers=given["gpu_layers"],
+        devices=given["device"],
+        tensor_split=given["tensor_split"],
+        workers=tuple(address for named in given["rpc"] for address in named.split(",")),
+        threads=threads,
+        flash_attention=given["flash_attn"],
+        cache_type_k=given["cache_type_k"],
+        cache_type_v=given["cache_type_v"],
+    )
+    draft_options = ModelOptions(
+        n_ctx=n_ctx if draft_ctx is None else draft_ctx,
+        gpu_layers=given["draft_gpu_layers"],
+        devices=given["draft_device"],
+        threads=threads if given["draft_threads"] is None else given["draft_threads"],
+        flash_attention=given["flash_attn"],
+        cache_type_k=given["draft_cache_type_k"],
+        cache_type_v=given["draft_cache_type_v"],
+        max_scored=DRAFT_SCORED,
+    )
+    return ModelChoice(
+        target, first, tuple(stages), ngram, past_texts, no_draft, verbose, draft_ctx,
+        target_options, draft_options,
+    )  # fmt: skip
 
 
 def model_options(command: Command) -> Command:
@@ -180,22 +188,30 @@ def model_or_plain_options(command: Command) -> Command:
 
 
 def chat_model_options(command: Command) -> Command:
-    """The same without -c, which `file_options` reads."""
+    """The same without -c, which `chat` reads itself."""
     return option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))(command)
 
 
-def find_files(
-    choice: ModelChoice,
-    *,
-    shaped: Callable[[PairFiles], PairFiles] = lambda files: files,
-) -> PairFiles:
-    """The files of the models; fetched first if they lie on the hub and not here.
+def fetched_model(name: str) -> Path:
+    """The file of a model; a ModelFileError where there is none, or where it cannot be fetched."""
+    return resolve_model(name, say_fetching)
 
-    Parameters
-    ----------
-    choice : ModelChoice
-    shaped : callable
-        What else is to be known of them first, such as the size of their contexts.
+
+def known_draft(target: str) -> str:
+    """The name of the draft for a target; a PairError where none is known says what else can be asked for."""
+    try:
+        return find_draft(target)
+    except PairError as error:
+        raise PairError(f"{error}, or look it up with --draft ngram") from error
+
+
+def say_fetching(file: RemoteFile, n_missing: int) -> None:
+    """Tell what is fetched; the bar is huggingface-hub's."""
+    say(f"fetching {file}, {n_missing / 1e9:.1f} GB")
+
+
+def find_files(choice: ModelChoice) -> PairFiles:
+    """The files of the models; fetched first if they are on the hub and not here.
 
     Raises
     ------
@@ -204,19 +220,11 @@ def find_files(
     ModelFileError
         There is no such model, or it cannot be fetched.
     """
-    return shaped(_find(choice, fetched_model))
+    return _find(choice, fetched_model)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:
-    """The files of the models, which must all be on this machine; nothing is fetched.
-
-    Raises
-    ------
-    PairError
-        The known draft was asked for, and none is known.
-    ModelFileError
-        There is no such model, it is not here, or a file is no model.
-    """
+    """The files of the models; a ModelFileError where one is not on this machine: nothing is fetched."""
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
@@ -250,6 +258,74 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
         ModelFile(target, choice.target_options),
         ModelFile(draft, choice.draft_options) if draft is not None else None,
         tuple(ModelFile(find(name), choice.draft_options) for name in stages),
-        ngram=choice.looks_up,
+        ngram=not choice.no_draft and (choice.ngram or named == NGRAM),
         heads=heads,
     )
+
+
+def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
+    """Load the models with a progress bar, and warn on stderr of what will surprise."""
+    runtime.set_verbose(choice.verbose)
+    if choice.is_embedded:
+        say("no --target given, using the small embedded pair")
+    elif not files.drafts and not choice.no_draft:
+        target = str(choice.target)
+        remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
+        say(f"no --draft given, decoding plainly; try --draft {remedy}")
+    named = [model.path for model in files.draft_models]
+    with SlowProgress("loading") as progress:
+        pair = open_pair(
+            files.target.path,
+            MTP if files.heads else named,
+            ngram=files.ngram,
+            past=_past(files) if files.ngram and choice.past_texts else None,
+            target_options=files.target.options,
+            draft_options=files.draft.options if files.draft is not None else None,
+            on_load=progress,
+        )
+    _warn(pair)
+    return pair
+
+
+@contextmanager
+def learning(
+    files: PairFiles, choice: ModelChoice, decoding: DecodingOptions
+) -> Iterator[tuple[Pair, LengthPolicy]]:
+    """An open pair and its policy; at the end what was learnt is kept, and texts if asked for."""
+    with open_files(files, choice) as pair:
+        policy = make_policy(pair, decoding)
+        try:
+            yield pair, policy
+        finally:
+            keep_prior(pair, policy)
+            if pair.past is not None:
+                with suppress(OSError):  # the text is what people came for
+                    SuffixStore.of(pair.target.path).add(pair.past.added)
+
+
+def _past(files: PairFiles) -> PastTexts:
+    past, fault = SuffixStore.of(files.target.path).read()
+    if fault is not None:
+        say(fault)
+    return past
+
+
+def _warn(pair: Pair) -> None:
+    if not runtime.repacking_is_safe():
+        say(
+            "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
+            "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
+        )
+    for name, model in (("target", pair.target), ("draft", pair.draft)):
+        if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
+            say(
+                f"warning: the {name} was trained on {model.trained_context_size} tokens, "
+                f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that"
+            )
+    if pair.common is not None:
+        share = f"{pair.common.of_text:.0%} of an ordinary text's tokens"
+        say(f"the draft has another vocabulary, with {share}; it drafts with these")
+    if pair.draft is not None:
+        types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
+        if types & set(_LOSSY_CACHES):
+            say("warning: a KV cache of the draft below q8_0 makes its draft tokens worse")

@@ -28,7 +28,9 @@ from llamaspec.catalog import (
     read_catalog,
     remove_own,
 )  # fmt: skip
-from llamaspec.cli.fetching import say_fetching
+from llamaspec.cli.model_options import say_fetching
+from llamaspec.cli.options import JSON_OPTION
+from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
 from llamaspec.llama.gguf_header import check_gguf
@@ -51,33 +53,27 @@ Examples:
   llamaspec models list --json | jq -r '.[] | select(.memory_gb == 16) | .name'
 """,
 )
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+@JSON_OPTION
 def list_models(as_json: bool) -> None:
     """Show all names. Those with a draft can be given to --pair."""
     catalog = read_catalog()
     entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
     for entry in entries:
         if entry.draft is not None and not _is_known(catalog, entry.draft):
-            names = f"{printable(entry.name)} has the draft {printable(entry.draft)}"
-            click.echo(f"llamaspec: {names}, which is in no list", err=True)
+            say(f"{entry.name} has the draft {entry.draft}, which is in no list")
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in entries]))
         return
     console = Console(highlight=False)
-    if console.width < _TABLE_WIDTH:
-        for entry in entries:
-            name, *others = _columns(entry)
-            console.print(_cell(name))
-            told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
-            console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
+    rows = [_columns(entry) for entry in entries]
+    if console.width >= _TABLE_WIDTH:
+        columns = ("<name", "for memory", "size", "<draft", "<licence", "<here")
+        print_table(columns, [[_cell(text) for text in row] for row in rows], console)
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "for memory", "size", "draft", "licence", "here"):
-        is_number = title in ("for memory", "size")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "licence")
-    for entry in entries:
-        table.add_row(*map(_cell, _columns(entry)))
-    console.print(table)
+    for name, *others in rows:
+        console.print(_cell(name))
+        told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
+        console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
 
 
 @models.command(
@@ -87,7 +83,7 @@ Examples:
 """
 )
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+@JSON_OPTION
 def show(name: str, as_json: bool) -> None:
     """Show what is known of a model."""
     entry = read_catalog().find(name)
@@ -123,7 +119,7 @@ def pull(called: tuple[str, ...], no_draft: bool) -> None:
     for name in dict.fromkeys(wanted):
         remote = find_remote(name)
         if remote is None:
-            click.echo(f"llamaspec: {printable(name)} lies on this machine already", err=True)
+            say(f"{name} is on this machine already")
             continue
         _echo_path(find_here(remote) or fetch(remote, say_fetching))
 
@@ -159,7 +155,7 @@ def remove_model(called: str) -> None:
             f"nothing of {printable(called)} is on this machine; `llamaspec models list` shows what is"
         )
     done = ([f"freed {freed / 1e9:.2f} GB"] if freed else []) + (["dropped your entry"] if dropped else [])
-    click.echo(f"llamaspec: {' and '.join(done)}", err=True)
+    say(" and ".join(done))
 
 
 @models.command(
@@ -185,7 +181,7 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
     if draft is not None:
         catalog.find(draft)
     written = add_own(replace(_own_entry(name, called), draft=draft, notes=notes))
-    click.echo(f"llamaspec: wrote {written}", err=True)
+    say(f"wrote {written}")
 
 
 def _own_entry(name: str, called: str) -> Entry:

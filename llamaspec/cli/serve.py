@@ -1,4 +1,4 @@
-"""`llamaspec serve`: the models behind the APIs of OpenAI and Anthropic, for several clients at once."""
+"""`llamaspec serve`: the APIs of OpenAI and Anthropic; `llamaspec worker`: layers for other machines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from typing import Any
 import click
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
-from llamaspec.cli.chat_options import ChatOptions
-from llamaspec.cli.decoding_options import TREES, DecodingOptions, DraftLength, make_policy
-from llamaspec.cli.model_options import ModelChoice, find_files, model_or_plain_options
-from llamaspec.cli.opening import keep_texts, open_files
-from llamaspec.cli.option_groups import Command, Decorator, GroupedCommand, option_group, refusing_values
-from llamaspec.cli.terminal import say
+from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
+from llamaspec.cli.options import (
+    DEVICE_NAMES,
+    DRAFTING,
+    ChatOptions,
+    DecodingOptions,
+    Decorator,
+    GroupedCommand,
+    option_group,
+    refusing_values,
+)  # fmt: skip
+from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import LlamaspecError
-from llamaspec.files import read_file
+from llamaspec.errors import LlamaspecError, WorkerError
+from llamaspec.files import cache_folder, read_file
+from llamaspec.llama.devices import find_devices
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_file import PrefixFolder
-from llamaspec.measure.store import ModelFile, PairFiles, keep_prior
+from llamaspec.llama.rpc import PORT, serve_worker
+from llamaspec.measure.store import ModelFile, PairFiles
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
@@ -56,11 +64,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--alias", help="The model's name in answers; default: that of the file."),
     click.option("--chat-template", metavar="FILE",
                  help="A Jinja template instead of the one in the target's file."),
-    click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
-                 help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
-    click.option("--exact", is_flag=True,
-                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
-    TREES,
+    *DRAFTING,
     click.option("--cache-dir", metavar="DIR",
                  help="Save what the KV caches hold there when the server stops, and begin with it the next "
                       "time: prompts are not read again."),
@@ -129,10 +133,6 @@ def _keys_of(name: str | None) -> Sequence[str]:
     return keys
 
 
-def _serve_options(command: Command) -> Command:
-    return option_group("options", _options, _OPTIONS)(command)
-
-
 @click.command(
     cls=GroupedCommand,
     epilog="""\b
@@ -142,7 +142,7 @@ Examples:
   LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
 """,
 )
-@_serve_options
+@option_group("options", _options, _OPTIONS)
 @model_or_plain_options
 def serve(options: ServeOptions, models: ModelChoice) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
@@ -150,21 +150,13 @@ def serve(options: ServeOptions, models: ModelChoice) -> None:
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
-        files = find_files(
-            models,
-            shaped=lambda found: _with_room(found, models, options),
-        )
+        files = _with_room(find_files(models), models, options)
     folder, opened = options.prefix_folder(), open_socket(options.settings)
-    with opened, open_files(files, models) as pair, _prefixes(folder, pair):
+    with opened, learning(files, models, options.decoding) as (pair, policy), _prefixes(folder, pair):
         template = _template(pair, options.chat_template)
-        policy = make_policy(pair, options.decoding)
-        try:
-            with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
-                told = f"{service.model_name} is served at {url_of(opened)}"
-                Server(app, service, lambda: say(told)).run(sockets=[opened])
-        finally:
-            keep_prior(pair, policy)
-            keep_texts(pair)
+        with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
+            told = f"{service.model_name} is served at {url_of(opened)}"
+            Server(app, service, lambda: say(told)).run(sockets=[opened])
     say("stopped")
 
 
@@ -224,3 +216,53 @@ def _line(options: ServeOptions) -> Any:
     if options.settings.log_format == "text":
         return say
     return lambda line: click.echo(line, err=True)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  llamaspec worker --host 10.0.0.7                       on the machine that computes
+  llamaspec generate --target big.gguf --draft small.gguf --rpc 10.0.0.7:50052 "Once"
+""",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=PORT, show_default=True, help="Port.")
+@click.option("--threads", type=click.IntRange(1, 512), help="Threads of a CPU; default: its physical cores.")
+@click.option(
+    "--device",
+    type=DEVICE_NAMES,
+    help="What to compute on, names with commas between them; default: all GPUs, else the CPU.",
+)
+@click.option(
+    "--cache", is_flag=True, help="Keep weights in the cache folder, so that a client sends them once."
+)
+def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | None, *, cache: bool) -> None:
+    """Compute layers for a target on another machine, given there as --rpc HOST:PORT.
+
+    There is no password and no encryption: whoever reaches the port can use this machine and read what is
+    computed. Listen on private networks only. One client at a time.
+    """
+    found = find_devices()
+    if device is None:
+        device = tuple(each.name for each in found if each.is_gpu) or ("CPU",)
+    unknown = [name for name in device if name not in {each.name for each in found}]
+    if unknown or not device:
+        known = ", ".join(each.name for each in found)
+        raise click.UsageError(f"no device {', '.join(unknown) or 'given'}; there is {known}")
+    folder = _folder() if cache else None
+    told = (
+        f"a worker on {host}:{port}, computing on {', '.join(device)}; whoever reaches it can use it: "
+        f"private networks only; Ctrl-C ends it"
+    )
+    serve_worker(
+        host, port, threads, [each for each in found if each.name in device], folder, lambda: say(told)
+    )
+
+
+def _folder() -> Path:
+    folder = cache_folder() / "worker"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkerError(f"cannot make {folder}: {error.strerror}; set LLAMASPEC_CACHE elsewhere") from error
+    return folder

@@ -12,7 +12,7 @@ import pytest
 
 from chat_models import TEMPLATE, with_template
 from command import ENTRY, Answer, environment, generate, invoke, naming, run
-from llamaspec.cli.terminal import write_text
+from llamaspec.cli.output import write_text
 from llamaspec.engine.detokenize import Span
 from llamaspec.engine.events import Piece
 from llamaspec.engine.stream import TextStream
@@ -44,7 +44,7 @@ def test_a_pipe_gets_the_text_unchanged(models: list[Path], more: list[str]) -> 
 
 ON_A_TERMINAL = """
 import sys
-from llamaspec.cli.terminal import write_text
+from llamaspec.cli.output import write_text
 write_text({text!r}, colour={colour!r})
 """
 

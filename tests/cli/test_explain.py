@@ -10,7 +10,7 @@ import pytest
 
 from command import generate
 from llamaspec import AutoLength, FixedLength, Sampling, open_pair
-from llamaspec.cli.decoding_options import DecodingOptions, make_policy
+from llamaspec.cli.options import DecodingOptions, make_policy
 
 
 def timeline_data(page: Path) -> dict[str, object]:

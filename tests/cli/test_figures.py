@@ -15,11 +15,17 @@ from rich.console import Console
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel
-from llamaspec.cli import report
-from llamaspec.cli.explain import explain, verdict
-from llamaspec.cli.plot import draw_probe
-from llamaspec.cli.report import completion_json, full_statistics, statistics_lines
-from llamaspec.cli.timeline import conclusion, write_timeline
+from llamaspec.cli import output as report
+from llamaspec.cli.measure import draw_probe
+from llamaspec.cli.output import (
+    completion_json,
+    conclusion,
+    explain,
+    full_statistics,
+    statistics_lines,
+    verdict,
+    write_timeline,
+)  # fmt: skip
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
@@ -138,7 +144,7 @@ def test_the_gain_is_told_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert statistics_lines(text, 7, "short") == [
         "5 tokens in 6.00 s, 0.8 tokens/s: 1.7 times as fast as without a draft",
-        "2 of them came from drafts, 2 more were drafted in vain; the prompt took 0.12 s; "
+        "2 of them came from drafts, 2 draft tokens rejected; the prompt took 0.12 s; "
         "stopped by limit, seed 7",
     ]
     assert statistics_lines(text, 7, "full") == full_statistics(text, 7)
@@ -178,9 +184,9 @@ def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = a_text(TWO_ROUNDS)
     text = replace(text, summary=replace(text.summary, n_drafted=9))
-    assert "2 of 4 draft tokens accepted (50%), 5 dropped before" in full_statistics(text, 7)[1]
+    assert "2 of 4 draft tokens accepted (50%), 5 not verified" in full_statistics(text, 7)[1]
     text = replace(text, summary=replace(text.summary, n_verified=0))
-    assert full_statistics(text, 7)[1] == "no draft tokens verified, 9 dropped before verification"
+    assert full_statistics(text, 7)[1] == "no draft tokens verified, 9 not verified"
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
@@ -316,7 +322,7 @@ PROBE = Probe(
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier probe found PROBE."""
-    monkeypatch.setattr("llamaspec.cli.probe.curves.stored_probe", lambda files: Kept(PROBE, None))
+    monkeypatch.setattr("llamaspec.cli.measure.curves.stored_probe", lambda files: Kept(PROBE, None))
 
 
 @pytest.mark.usefixtures("probed")
@@ -397,7 +403,7 @@ def compared(*, drafts: bool = True, same_file: bool = False) -> Comparison:
 
 
 def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path], *options: str) -> Answer:
-    monkeypatch.setattr("llamaspec.cli.compare.run_compare", lambda *_: found)
+    monkeypatch.setattr("llamaspec.cli.measure.run_compare", lambda *_: found)
     return invoke("compare", *naming(models), "-n", "4", "--seed", "3", *options)
 
 

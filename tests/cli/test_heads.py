@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from command import PROMPT, invoke, said
 from llamaspec import opening
-from llamaspec.cli import model_options
+from llamaspec.cli import measure, model_options
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.measure.store import PairFiles
 from model_store import ModelStore
@@ -48,7 +47,8 @@ def test_auto_is_the_heads_in_every_command(
         taken.append(files.heads)
         raise PairError("enough")
 
-    monkeypatch.setattr(import_module(f"llamaspec.cli.{command}"), "open_files", open_files)
+    for module in (model_options, measure):
+        monkeypatch.setattr(module, "open_files", open_files)
     assert invoke(command, *options(target, "auto"), *(["x"] if command == "generate" else [])).code
     assert taken == [True]
 

@@ -88,7 +88,7 @@ def test_ctrl_c_while_the_prompt_is_read(models: list[Path]) -> None:
 def test_ctrl_c_while_loading(models: list[Path]) -> None:
     code = """
 import signal
-from llamaspec.cli import terminal
+from llamaspec.cli import output as terminal
 terminal.SlowProgress.__call__ = lambda self, fraction: signal.raise_signal(signal.SIGINT)
 from llamaspec.cli.main import main
 main()

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
-from llamaspec.cli import terminal
+from llamaspec.cli import output as terminal
 from llamaspec.cli.generate import generate as command
-from llamaspec.cli.terminal import Thoughts
+from llamaspec.cli.output import Thoughts
 from model_store import ModelStore
 from patience import PATIENCE, until
 from tiny_models import Recipe

@@ -1,0 +1,516 @@
+"""Commands that measure and look: `llamaspec probe`, `compare`, `audit` and `doctor`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.bar import Bar
+from rich.console import Console
+from rich.text import Text
+
+from llamaspec import suffix_store
+from llamaspec.cli.model_options import (
+    ModelChoice,
+    find_files,
+    find_files_here,
+    learning,
+    model_options,
+    open_files,
+)
+from llamaspec.cli.options import (
+    JSON_OPTION,
+    DecodingOptions,
+    Decorator,
+    GroupedCommand,
+    PromptSource,
+    decoding_options,
+    make_policy,
+    option_group,
+    prompt_options,
+)  # fmt: skip
+from llamaspec.cli.output import SlowProgress, options_of, print_table, say, stderr_console
+from llamaspec.errors import LlamaspecError, PairError, printable
+from llamaspec.llama import runtime
+from llamaspec.measure import store as curves
+from llamaspec.measure.audit import WIDEST, Audit, run_audit
+from llamaspec.measure.compare import Arm, Comparison, Spread, Task, run_compare
+from llamaspec.measure.doctor import examine
+from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
+from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
+from llamaspec.measure.reasons import (
+    ACCEPTANCES,
+    best_length,
+    break_even_seconds,
+    conclusions,
+    dips,
+    knees,
+    round_seconds,
+    saturation_width,
+    verdict,
+)  # fmt: skip
+from llamaspec.measure.store import PairFiles
+from llamaspec.pair import Pair
+
+AUDIT_PROMPT = "def read_lines(path):\n"
+PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
+
+
+def _pair_with_draft(models: ModelChoice, command: str) -> PairFiles:
+    files = find_files(models)
+    if not files.drafts:
+        raise PairError(f"{command} needs a draft; name it with --draft, or look it up with --draft ngram")
+    return files
+
+
+def _task(pair: Pair, text: bytes, decoding: DecodingOptions, seed: int) -> Task:
+    prompt = pair.target.vocabulary.tokenize(text)
+    return Task(prompt, decoding.sampling, seed, decoding.max_tokens, decoding.rule)
+
+
+# probe
+
+
+_PROBE_OUTPUT: tuple[Decorator, ...] = (
+    click.option("--quick", is_flag=True, help="Fewer widths and turns: seconds instead of a minute or two."),
+    click.option("--show", is_flag=True, help="Show what an earlier probe found; measure nothing."),
+    click.option("--forget", is_flag=True, help="Drop what an earlier probe found."),
+    click.option("--plot", metavar="FILE", help="Draw the curve as .png or .svg (needs matplotlib)."),
+    click.option("--csv", "as_csv", is_flag=True, help="One row for each width on stdout."),
+    JSON_OPTION,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOptions:
+    """What only `probe` can be asked for; a ValueError where two outputs want stdout."""
+
+    quick: bool
+    show: bool
+    forget: bool
+    plot: str | None
+    as_csv: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        if self.as_csv and self.as_json:
+            raise ValueError("--json and --csv both write to stdout; choose one")
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec probe --target big.gguf --draft small.gguf
+  llamaspec probe --target big.gguf --draft small.gguf --quick --json | jq .break_even_acceptance
+  llamaspec probe --target big.gguf --draft small.gguf --plot curve.png
+""",
+)
+@model_options
+@option_group("output", ProbeOptions, _PROBE_OUTPUT)
+def probe(models: ModelChoice, output: ProbeOptions) -> None:
+    """Measure what evaluating several positions at once costs, and keep it for later runs."""
+    if output.plot is not None:
+        check_plot(Path(output.plot))
+    if output.forget:
+        dropped = curves.forget(find_files_here(models))
+        click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
+        return
+    if output.show:
+        files = find_files_here(models)
+        kept = curves.stored_probe(files)
+        if kept.value is None:
+            reason = kept.fault or "nothing is known of this pair yet"
+            raise LlamaspecError(f"{reason}; run the probe without --show")
+        found = kept.value
+    else:
+        files = find_files(models)
+        with open_files(files, models) as pair, SlowProgress("probing") as progress:
+            found = measure(pair, QUICK if output.quick else FULL, progress)
+            try:
+                curves.store_probe(pair, found)
+            except LlamaspecError as error:  # what took minutes is shown even where it cannot be kept
+                say(f"warning: {error}")
+    if output.plot is not None:
+        draw_probe(found, Path(output.plot), printable(files.target.path.stem))
+    if output.as_json:
+        click.echo(json.dumps(conclusions(found)))
+    elif output.as_csv:
+        click.echo(_csv(found), nl=False)
+    else:
+        _show_probe(found)
+
+
+def _csv(found: Probe) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["width", "depth", "median_seconds", "low_seconds", "high_seconds", "logit_difference"])
+    for row in found.widths:
+        for depth, timing in zip(found.depths, row.timings, strict=True):
+            writer.writerow([row.width, depth, timing.median, timing.low, timing.high, row.logit_difference])
+    return out.getvalue()
+
+
+def _show_probe(found: Probe) -> None:
+    console, curve = Console(highlight=False), found.curve
+    slowest = max(curve.verify_seconds)
+    rows = []
+    for row in found.widths:
+        first = row.timings[0]
+        rows.append(
+            (
+                str(row.width),
+                *(_milliseconds(timing) for timing in row.timings),
+                f"{first.median / curve.verify_seconds[0]:.2f}",
+                f"{1e3 * first.median / row.width:.2f}",
+                "yes" if row.logit_difference == 0 else f"± {row.logit_difference:.2g}",
+                Bar(slowest, 0, first.median, width=16),
+            )
+        )
+    depths = (f"ms, {depth} deep" for depth in found.depths)
+    print_table(("positions", *depths, "relative", "ms each", "same", "<"), rows, console)
+    _show_conclusions(found, console)
+
+
+def _milliseconds(timing: Timing) -> str:
+    """How far it varied, too, where there was time to measure more than once."""
+    varied = f" ±{timing.spread:.0%}" if timing.low < timing.high else ""
+    return f"{1e3 * timing.median:.2f}{varied}"
+
+
+def _show_conclusions(found: Probe, console: Console) -> None:
+    curve = found.curve
+    if found.draft_step is not None:
+        console.print(f"a draft token: {1e3 * found.draft_step.median:.2f} ms")
+        behind = ", ".join(f"{c.n_tokens} in {1e3 * c.seconds:.2f} ms" for c in found.catch_ups)
+        console.print(f"tokens that the draft prefills at once: {behind}")
+    console.print(f"sampling: {1e6 * found.sampling_seconds:.0f} µs for each position")
+    console.print(
+        f"a position more costs less than half of a single one up to {saturation_width(curve)} at once"
+    )
+    if found_knees := knees(curve):
+        console.print(f"the cost rises sharply after {', '.join(map(str, found_knees))} positions")
+    for depth in found.left_out_depths:
+        console.print(f"a context of {depth} tokens takes too long to prefill here; it was left out")
+    if found.identical_widths == {1}:
+        console.print(
+            "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v "
+            "bf16 avoids the kernel that differs in long contexts"
+        )
+    for dip in dips(curve):
+        console.print(f"{dip.width} positions cost more than {dip.cheaper_width}: they are padded")
+    if found.draft_step is None:
+        return
+    best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
+    rows = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
+    print_table(("<acceptance", "best draft length", "predicted speed-up"), rows, console)
+    console.print(verdict(curve))
+
+
+def check_plot(path: Path) -> None:
+    """Refuse, with a LlamaspecError and before anything is measured, what cannot be drawn."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
+    if find_spec("matplotlib") is None:
+        raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
+
+
+def draw_probe(found: Probe, path: Path, title: str) -> None:
+    """Draw seconds against width, one line for each depth, and what drafting may cost at most.
+
+    Below the break-even line a batch with draft tokens is faster than single tokens if all are accepted.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # an extra, which most people do without
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    widths = [row.width for row in found.widths]
+    for i, depth in enumerate(found.depths):
+        timings = [row.timings[i] for row in found.widths]
+        axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
+        axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
+    curve = found.curve
+    if found.draft_step is not None:
+        break_even = "break-even: the same as single tokens, if every draft token is accepted"
+        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
+        figure.supxlabel(verdict(curve), fontsize="medium")
+    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
+    slowest = max(timing.high for row in found.widths for timing in row.timings)
+    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error
+
+
+# compare
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec compare
+  llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
+  llamaspec compare --target big.gguf --draft ngram -f report.txt
+  llamaspec compare --target big.gguf --draft big.gguf       sanity check: every draft token is accepted
+""",
+)
+@prompt_options("The prompt; default: a very predictable text.")
+@click.option("--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True,
+              help="Runs of each arm.")  # fmt: skip
+@model_options
+@decoding_options
+@JSON_OPTION
+def compare(
+    source: PromptSource,
+    models: ModelChoice,
+    decoding: DecodingOptions,
+    num_runs: int,
+    as_json: bool,
+) -> None:
+    """Measure target alone, draft alone and both together on one prompt."""
+    text, files = source.read(PREDICTABLE_PROMPT), _pair_with_draft(models, "compare")
+    with learning(files, models, decoding) as (pair, policy), SlowProgress("comparing") as progress:
+        task = _task(pair, text, decoding, decoding.seed_or_random())
+        comparison = run_compare(pair, task, num_runs, policy, progress)
+    if as_json:
+        click.echo(json.dumps(_comparison_json(comparison, task)))
+    else:
+        _show_comparison(comparison, task)
+
+
+def _show_comparison(comparison: Comparison, task: Task) -> None:
+    rows = []
+    for arm in comparison.arms:
+        seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
+        told = "" if speed_up is None else f"{speed_up.median:.2f}x ± {speed_up.half:.2f}"
+        rows.append(
+            (
+                arm.name,
+                str(len(arm.runs)),
+                f"{seconds.median:.3f} ± {seconds.half:.3f}",
+                f"{arm.tokens_per_second:.1f}",
+                "1.00x" if arm is comparison.target else told,
+            )
+        )
+    print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
+    notes = stderr_console()
+    notes.print("medians ± half of the distance between the quartiles; speed-ups are run against run")
+    rate = comparison.speculative.acceptance_rate
+    if comparison.speculative.n_drafted == 0:
+        click.echo("no draft tokens were made: the difference is noise")
+    elif rate is None:
+        click.echo("no draft tokens were verified")
+    else:
+        click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
+    if comparison.same_file:
+        notes.print("target and draft are the same file: this is the sanity check, none should be rejected")
+    if comparison.same_text:
+        notes.print("the text is the target's own in every run")
+    elif task.repeats:
+        notes.print(
+            "in some run the text differs from the target's own: here a wider batch rounds differently"
+        )
+
+
+def _comparison_json(comparison: Comparison, task: Task) -> dict[str, Any]:
+    return {
+        "seed": task.seed,
+        "rule": task.rule,
+        "same_file": comparison.same_file,
+        "same_text": comparison.same_text,
+        "acceptance_rate": comparison.speculative.acceptance_rate,
+        "drafted": comparison.speculative.n_drafted,
+        "arms": [_arm_json(comparison, arm) for arm in comparison.arms],
+    }
+
+
+def _arm_json(comparison: Comparison, arm: Arm) -> dict[str, Any]:
+    seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
+    return {
+        "method": arm.name,
+        "tokens_per_second": arm.tokens_per_second,
+        "speed_up": speed_up.median if speed_up is not None else None,
+        "speed_up_quartiles": [speed_up.low, speed_up.high] if speed_up is not None else None,
+        "median_seconds": seconds.median,
+        "seconds_quartiles": [seconds.low, seconds.high],
+        "mean_seconds": statistics.mean(arm.seconds),
+        "std_seconds": statistics.stdev(arm.seconds) if len(arm.seconds) > 1 else 0.0,
+        "runs": [
+            {
+                "tokens": run.summary.n_tokens,
+                "seconds": run.summary.decode_seconds,
+                "prefill_seconds": run.prefill_seconds,
+                "acceptance_rate": run.summary.acceptance_rate,
+            }
+            for run in arm.runs
+        ],
+    }
+
+
+# audit
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec audit --target big.gguf --draft small.gguf
+  llamaspec audit --target big.gguf --draft small.gguf -t 0 -n 1000 -f prompt.txt --json
+""",
+)
+@prompt_options("The prompt; default: the beginning of a function.")
+@model_options
+@decoding_options
+@JSON_OPTION
+def audit(source: PromptSource, models: ModelChoice, decoding: DecodingOptions, as_json: bool) -> None:
+    """Check that the text with draft tokens is the text without. Exit code 1 where it is not.
+
+    Other rules than coupled draw another text; there every token is checked to be possible.
+    """
+    text, files = source.read(AUDIT_PROMPT), _pair_with_draft(models, "audit")
+    seed = decoding.seed or 0
+    with open_files(files, models) as pair, SlowProgress("auditing") as progress:
+        task = _task(pair, text, decoding, seed)
+        found = run_audit(pair, task, make_policy(pair, decoding), progress)
+    if as_json:
+        told = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
+        click.echo(json.dumps(told))
+    else:
+        _show_audit(found, task)
+    if not found.is_lossless:
+        sys.exit(1)
+
+
+def _show_audit(found: Audit, task: Task) -> None:
+    if not found.compares_texts:
+        click.echo(
+            f"the {task.rule} rule draws another text than plain decoding, by the same law: not compared"
+        )
+    elif found.first_difference is None:
+        click.echo(f"same seed, same text: all {found.n_tokens} tokens are those of plain decoding")
+    else:
+        click.echo(f"the texts differ from token {found.first_difference} on")
+    click.echo(f"replayed one token at a time: {len(found.forks)} forks in {found.n_tokens} tokens")
+    for fork in found.forks:
+        click.echo(
+            f"  token {fork.index}, batch of {fork.width}: {fork.said!r} with draft tokens, {fork.alone!r} "
+            f"alone; the two best logits lie {fork.logit_gap:.4f} apart"
+        )
+    widths = ", ".join(str(width) for width in found.identical_widths) or "none"
+    click.echo(f"widths up to {WIDEST} that are bit-identical with width 1 here: {widths}")
+    if found.forks:
+        click.echo("a batch of several positions is rounded differently on this machine; --exact avoids that")
+
+
+# doctor
+
+STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
+_SETTINGS = {  # by the settings that findings name
+    "target.n_ctx": "--n-ctx",
+    "draft.n_ctx": "--draft-ctx",
+    "target.gpu_layers": "--gpu-layers",
+    "target.threads": "--threads",
+    "draft.threads": "--draft-threads",
+    "target.flash_attention": "--flash-attn",
+    "draft.flash_attention": "--flash-attn",
+    "target.cache_type_k": "--cache-type-k",
+    "target.cache_type_v": "--cache-type-v",
+    "draft.cache_type_k": "--draft-cache-type-k",
+    "draft.cache_type_v": "--draft-cache-type-v",
+    "draft_length": "--draft-length 0",
+    "draft": "--draft FILE",
+    "heads": "--draft mtp",
+    "ngram": "--draft ngram",
+    "past_texts": "--forget-texts",
+}
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec doctor                                            this machine, with the embedded pair
+  llamaspec doctor --target big.gguf --draft small.gguf
+  llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
+  llamaspec doctor --forget-texts                             delete what --ngram keeps of earlier texts
+""",
+)
+@model_options
+@JSON_OPTION
+@click.option(
+    "--forget-texts",
+    is_flag=True,
+    help="Delete the texts that are kept for --ngram, of all models, and do nothing else.",
+)
+def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
+    """Find out what will go wrong or be slow here, with remedies. Exit code 1 where there is a problem."""
+    if forget_texts:
+        _forget_texts()
+        return
+    runtime.set_verbose(models.verbose)
+    if models.is_embedded:
+        say("no --target given, using the small embedded pair")
+    found = list(examine(find_files(models), lambda role: SlowProgress(f"loading the {role}")))
+    counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
+    if as_json:
+        listed = [_finding_json(finding) for finding in found]
+        click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
+    else:
+        _show_findings(found)
+    if counts[PROBLEM]:
+        sys.exit(1)
+
+
+def _forget_texts() -> None:
+    try:
+        dropped = suffix_store.forget_texts()
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot delete {error.filename}: {error.strerror}; delete it by hand"
+        ) from error
+    size = f"{dropped.n_bytes / 1e6:.1f} MB forgotten" if dropped.n_models else "no texts were kept"
+    click.echo(size, err=True)
+
+
+def _finding_json(finding: Finding) -> dict[str, str | None]:
+    text, remedy = _told(finding)
+    return {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
+
+
+def _told(finding: Finding) -> tuple[str, str | None]:
+    """Text and remedy, the last of them with the options that it takes."""
+    options = [_SETTINGS[setting] for setting in finding.settings]
+    if finding.error is not None:
+        options += options_of(finding.error)
+    added = f" ({', '.join(options)})" if options else ""
+    if finding.remedy is None:
+        return finding.text + added, None
+    return finding.text, finding.remedy + added
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    """One line for each finding; colour only on a terminal, NO_COLOR honoured."""
+    console = Console(highlight=False, soft_wrap=True)
+    n_topic = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        text, remedy = _told(finding)
+        line = Text(f"{finding.level:<7}  ", style=STYLES[finding.level])
+        line.append(f"{finding.topic:<{n_topic}}  ", style="default")
+        line.append(printable(text), style="default")
+        if remedy is not None:
+            line.append(f"; {printable(remedy)}", style="default")
+        console.print(line)

@@ -1,0 +1,455 @@
+"""Options that several commands share: prompts, how tokens are drawn and drafted, chats, statistics.
+
+A group of options reaches a command as one typed value instead of as many arguments. The models are
+`model_options.py`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+
+from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.transcript import Transcript
+from llamaspec.cli.output import Detail, say
+from llamaspec.errors import ConstraintError, PromptError
+from llamaspec.length.fixed import FixedLength
+from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.measure.store import auto_length, known_exact_widths
+from llamaspec.pair import Pair
+from llamaspec.protocols import Constraint, LengthPolicy
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.constraint import MAX_TEXT
+from llamaspec.sampling.filters import Sampling
+from llamaspec.values import TokenArray
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
+
+UNLIMITED = 1 << 31  # tokens; every context ends sooner
+_TITLES = {"source": "Prompt", "thinking": "Reasoning", "options": "Server"}
+_SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
+
+
+# Groups
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options in the groups in which they were given to it."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each group, and one for what is in none."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(_SECTIONS.get(parameter, "Other"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section("Options" if len(sections) == 1 else title):
+                formatter.write_dl(records)
+
+
+def option_group(
+    name: str, make: Callable[..., Any], options: Sequence[Decorator]
+) -> Callable[[Command], Command]:
+    """Add options to a command, and hand it what `make` makes of them as the argument `name`.
+
+    A ValueError of `make` is the user's fault, and is shown as one.
+    """
+
+    def decorate(command: Command) -> Command:
+        before = len(getattr(command, "__click_params__", ()))
+
+        @functools.wraps(command)
+        def grouped(**values: Any) -> Any:
+            own = {option: values.pop(option) for option in names}
+            with refusing_values():
+                values[name] = make(**own)
+            return command(**values)
+
+        for option in reversed(options):
+            grouped = option(grouped)
+        parameters = cast(Any, grouped).__click_params__[before:]
+        names = [parameter.name for parameter in parameters]
+        _SECTIONS.update(dict.fromkeys(parameters, _TITLES.get(name, name.capitalize())))
+        return cast(Command, grouped)
+
+    return decorate
+
+
+@contextmanager
+def refusing_values() -> Iterator[None]:
+    """Show a ValueError as a fault of the command line: only where options are turned into values."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from error
+
+
+class Separated(click.ParamType):  # type: ignore[type-arg]
+    """Values with commas between them; a ValueError of `read` is told as a wrong value."""
+
+    def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
+        self.name, self._read = name, read
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """The values."""
+        try:
+            return value if isinstance(value, tuple) else self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Numbers; slashes do as well, as llama.cpp reads them."""
+    try:
+        return tuple(float(share) for share in text.replace("/", ",").split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} are no numbers with commas between them, such as 3,1") from None
+
+
+DEVICE_NAMES = Separated(
+    "devices", lambda text: () if text == "none" else tuple(name.strip() for name in text.split(","))
+)
+SHARES = Separated("shares", _shares)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+
+
+# The prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """What the command line says about the prompt."""
+
+    option: str | None
+    file: str | None
+    argument: str | None = None
+
+    def read(self, default: str | None = None) -> bytes:
+        """The prompt as bytes, taken as they are; where none is named the default, a pipe or the person's.
+
+        Raises
+        ------
+        PromptError
+            It is empty, or the file cannot be read.
+        """
+        text = self.argument if self.argument is not None else self.option
+        if text is None and self.file is None and default is not None:
+            return default.encode()
+        prompt = self._read(text)
+        if not prompt:
+            raise PromptError("the prompt is empty; give some text to continue")
+        return prompt
+
+    def _read(self, text: str | None) -> bytes:
+        if self.file is not None and self.file != "-":
+            return read_input(Path(self.file), "prompt file")
+        if text is not None and text != "-":
+            return text.encode("utf-8", errors="surrogateescape")
+        if self.file is None and text is None and sys.stdin is not None and sys.stdin.isatty():
+            answer: str = click.prompt("Prompt", err=True)
+            return answer.encode("utf-8", errors="surrogateescape")
+        return sys.stdin.buffer.read() if sys.stdin is not None else b""
+
+
+def read_input(path: Path, kind: str) -> bytes:
+    """A file of the user's; a PromptError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PromptError(
+            f"cannot read the {kind} {path}: {error.strerror or error}; name a readable file"
+        ) from error
+
+
+def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[Command], Command]:
+    """Options that name the prompt; the command gets a PromptSource as `source`."""
+    options = [
+        click.option("--prompt", "-p", "option", metavar="TEXT", help=help_text),
+        click.option("--file", "-f", metavar="PATH",
+                     help="Read the prompt from a file, byte for byte; - is stdin."),
+    ]  # fmt: skip
+    if with_argument:
+        options.insert(0, click.argument("argument", metavar="[PROMPT]...", nargs=-1))
+    return option_group("source", _source, options)
+
+
+def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] = ()) -> PromptSource:
+    """From the command line, where several words are one prompt."""
+    if len([source for source in (argument or None, option, file) if source is not None]) > 1:
+        raise ValueError("give the prompt once: as an argument, with --prompt or with --file")
+    return PromptSource(option, file, " ".join(argument) if argument else None)
+
+
+# How tokens are drawn and drafted
+
+
+class DraftLength(click.ParamType):  # type: ignore[type-arg]
+    """A number of draft tokens, or "auto", which becomes None."""
+
+    name = f"auto|0-{MAX_DRAFT}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """From the command line."""
+        if value == "auto":
+            return None
+        try:
+            length = int(value)
+        except ValueError:
+            length = -1
+        if not 0 <= length <= MAX_DRAFT:
+            self.fail(f"{value} is neither auto nor a number from 0 to {MAX_DRAFT}", param, ctx)
+        return length
+
+
+_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
+                      help="Stop after this many tokens.")  # fmt: skip
+_ANSWER_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=UNLIMITED,
+                             show_default="what the context has room for",
+                             help="Stop an answer after this many tokens.")  # fmt: skip
+DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
+    click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
+                 help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
+    click.option("--trees", is_flag=True,
+                 help="Let draft tokens branch where that is expected to be faster: where wide batches "
+                      "cost little, with the coupled rule."),
+    click.option("--exact", is_flag=True,
+                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
+)  # fmt: skip
+_DECODING: tuple[Decorator, ...] = (
+    click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
+                 help="0 = always the best token."),
+    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k best tokens; 0 = all."),
+    click.option("--top-p", type=float, default=0.95, show_default=True,
+                 help="Keep the best tokens with this much probability together; 1 = all."),
+    click.option("--min-p", type=float, default=0.05, show_default=True,
+                 help="Keep tokens at least this probable relative to the best; 0 = all."),
+    click.option("--repeat-penalty", type=float, help="Divide the scores of tokens seen lately; 1 = off."),
+    click.option("--presence-penalty", type=float, help="Lower the scores of tokens seen lately."),
+    click.option("--frequency-penalty", type=float, help="The same, for each time they came."),
+    click.option("--seed", type=int, help="For the same text again; default: drawn at random and reported."),
+    click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
+                 help="How draft tokens are accepted; only coupled gives the same text for a seed without a "
+                      "draft."),
+    *DRAFTING,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingOptions:
+    """How a command was asked to generate; a ValueError for --exact with a number of draft tokens."""
+
+    sampling: Sampling
+    max_tokens: int
+    seed: int | None  # None = draw one
+    rule: str
+    draft_length: int | None  # None = as many as pay
+    exact: bool
+    trees: bool = False  # draft tokens may branch
+
+    def __post_init__(self) -> None:
+        if self.exact and self.draft_length:
+            raise ValueError("--exact chooses the number of draft tokens by itself; drop --draft-length")
+
+    def seed_or_random(self) -> int:
+        """The seed, or one drawn now."""
+        return secrets.randbits(32) if self.seed is None else self.seed
+
+
+def _decoding(
+    *, max_tokens: int, seed: int | None, rule: str, draft_length: int | None, exact: bool, trees: bool,
+    **chain: Any,
+) -> DecodingOptions:  # fmt: skip
+    """From the command line, where "off" has a value: 1 or 0."""
+    off = {"top_p": 1, "repeat_penalty": 1}
+    kept: dict[str, Any] = {
+        name: None if name != "temperature" and value == off.get(name, 0) else value
+        for name, value in chain.items()
+    }
+    return DecodingOptions(Sampling(**kept), max_tokens, seed, rule, draft_length, exact, trees)
+
+
+def decoding_options(command: Command) -> Command:
+    """Options for decoding; the command gets DecodingOptions as `decoding`."""
+    return option_group("decoding", _decoding, (_LIMIT, *_DECODING))(command)
+
+
+def answer_decoding_options(command: Command) -> Command:
+    """The same for answers, which end by themselves."""
+    return option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))(command)
+
+
+def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
+    """The same options but for one, which is given as on the command line.
+
+    Raises
+    ------
+    PromptError
+        It is none that can be set, or cannot have this value.
+    """
+    values = settings_of(decoding)
+    field = name.lstrip("-").replace("-", "_")
+    if field not in values:
+        names = ", ".join(values).replace("_", "-")
+        raise PromptError(f"there is no setting {name}; choose one of {names}")
+
+    @answer_decoding_options
+    def settable() -> None: ...
+
+    parameters: list[click.Parameter] = settable.__click_params__  # type: ignore[attr-defined]
+    option = next(option for option in parameters if option.name == field)
+    values |= {name: getattr(decoding, name) for name in ("rule", "draft_length", "exact", "trees")}
+    try:
+        values[field] = option.type.convert(value, option, None)
+        return _decoding(**values)
+    except (click.BadParameter, ValueError) as error:
+        reason = error.message.rstrip(".") if isinstance(error, click.BadParameter) else str(error)
+        raise PromptError(f"{name} cannot be {value}: {reason}; /set shows them") from error
+
+
+def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
+    """What can be set between two answers, with its value; None = off, or drawn at random."""
+    penalties = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", *penalties)
+    chain = {name: getattr(decoding.sampling, name) for name in names}
+    return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
+
+
+def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
+    """A fresh policy for one text, with what runs and a probe have found for this pair, if anything."""
+    if decoding.draft_length is not None:
+        return FixedLength(decoding.draft_length)
+    if not decoding.exact:
+        return auto_length(pair, tell=say, trees=decoding.trees)
+    widths = known_exact_widths(pair)
+    if widths == {1}:
+        say(
+            "--exact: no wider batch is sure to be bit-identical here, decoding plainly; on a CPU "
+            "--cache-type-v bf16 may help, after llamaspec probe"
+        )
+    return auto_length(pair, widths, say, trees=decoding.trees)
+
+
+def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
+    """A JSON schema or a grammar, each a file or the text itself.
+
+    Raises
+    ------
+    ConstraintError
+        The file cannot be read, or what it says cannot be used.
+    """
+    if json_schema is not None:
+        is_text = json_schema.lstrip().startswith("{")
+        return pair.json_schema(_constraint_text(json_schema, is_text, "JSON schema"))
+    if grammar is not None:
+        is_text = any(mark in grammar for mark in ("\n", "::=", ": "))
+        return pair.grammar(_constraint_text(grammar, is_text, "grammar"))
+    return None
+
+
+def _constraint_text(value: str, is_text: bool, kind: str) -> str:
+    if is_text:
+        return value
+    try:
+        with Path(value).open(encoding="utf-8") as file:
+            return file.read(MAX_TEXT + 1)  # more is refused
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+        raise ConstraintError(
+            f"cannot read the {kind} {value}: {reason}; name a readable file, or give the text itself"
+        ) from error
+
+
+# Conversations
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a text; a ValueError where there is none, or no UTF-8."""
+
+    system: str | None
+    chat_template: str | None
+    chat: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.chat and (self.system or self.chat_template):
+            raise ValueError(
+                "--system and --chat-template need --chat; without it the text is just continued"
+            )
+        try:
+            (self.system or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the system prompt is not UTF-8; convert it first") from error
+
+    def read_template(self, pair: Pair) -> ChatTemplate:
+        """The template that was asked for; a NoTemplateError where the target has none."""
+        if self.chat_template is None:
+            return ChatTemplate.of(pair.target)
+        path = Path(self.chat_template)
+        try:
+            return ChatTemplate.of(pair.target, read_input(path, "chat template").decode())
+        except UnicodeDecodeError as error:
+            raise PromptError(f"the chat template {path} is not UTF-8; convert it first") from error
+
+    def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
+        """Tokens of a conversation that begins with a prompt as the user's message."""
+        try:
+            message = Message("user", prompt.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.start} is 0x{prompt[error.start]:02x}"
+            raise PromptError(f"the prompt is not UTF-8: {byte}; convert it first") from error
+        messages = [Message("system", self.system), message] if self.system else [message]
+        rendered = self.read_template(pair).render(messages, parse_special=parse_special)
+        return Transcript(pair.target.vocabulary).read(rendered)
+
+
+_CHAT: tuple[Decorator, ...] = (
+    click.option("--system", metavar="TEXT", help="The system prompt: how the model should behave."),
+    click.option("--chat-template", metavar="FILE",
+                 help="A Jinja template instead of the one in the target's file."),
+)  # fmt: skip
+
+
+def chat_options(command: Command) -> Command:
+    """Options of conversations; the command gets ChatOptions as `conversation`."""
+    return option_group("conversation", ChatOptions, _CHAT)(command)
+
+
+def optional_chat_options(command: Command) -> Command:
+    """The same with --chat, without which there is no conversation."""
+    help_text = "Take the prompt as a message, and answer by the chat template."
+    chat = click.option("--chat", is_flag=True, help=help_text)
+    return option_group("conversation", ChatOptions, (chat, *_CHAT))(command)
+
+
+# Statistics
+
+
+def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorator, ...]:
+    """--stats and --no-stats, as `stats` and `no_stats`; see `chosen_detail`."""
+    shown = "none" if default is None else default
+    return (
+        click.option(
+            "--stats", type=click.Choice(["short", "full"]), is_flag=False, flag_value="short",
+            metavar="[short|full]", help=f"{help_text}; alone: short. Default: {shown}."
+        ),
+        click.option("--no-stats", is_flag=True, help="No statistics."),
+    )  # fmt: skip
+
+
+def chosen_detail(stats: Detail | None, no_stats: bool, default: Detail | None) -> Detail | None:
+    """How much a person wants to read; None = nothing. A ValueError where both options are given."""
+    if stats is not None and no_stats:
+        raise ValueError("--stats and --no-stats contradict each other; drop one")
+    return None if no_stats else stats or default

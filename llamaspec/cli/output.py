@@ -1,0 +1,413 @@
+"""What reaches people and scripts: text, messages, tables and bars, statistics, JSON, the timeline page.
+
+Text of models, files and hubs reaches a terminal with its control characters escaped: it could set the title
+and the clipboard, move the cursor, or forge a line. To a pipe or a file text goes unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
+from llamaspec.engine.events import Completion
+from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
+from llamaspec.measure.reasons import Reasons
+from llamaspec.pair import Pair
+from llamaspec.protocols import Vocabulary
+from llamaspec.values import MTP, Round, Source
+
+Detail = Literal["short", "full"]
+PATIENCE_SECONDS = 2.0  # faster work needs no bar
+TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
+
+# The options that belong to the remedy of an error; the first class that fits counts.
+_REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
+    (NoTemplateError, ("--target", "--chat-template")),
+    (SystemPromptError, ("--system",)),
+    (TemplateError, ("--chat-template",)),
+    (ContextFullError, ("--n-ctx",)),
+    (MemoryFullError, ("--n-ctx", "--gpu-layers")),
+    (PairError, ("--draft",)),
+)
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever the message contains."""
+    click.echo(f"llamaspec: {printable(message)}", err=True)
+
+
+def message_of(error: LlamaspecError) -> str:
+    """An error in one line, with the options of its remedy."""
+    options = options_of(error)
+    return f"{error} ({', '.join(options)})" if options else str(error)
+
+
+def options_of(error: LlamaspecError) -> tuple[str, ...]:
+    """The options of the remedy; none where the message names one itself."""
+    options = next((options for kind, options in _REMEDIES if isinstance(error, kind)), ())
+    return () if any(option in str(error) for option in options) else options
+
+
+def write_text(text: str, colour: str | None = None) -> None:
+    """Generated text on stdout, at once: as it is, or on a terminal escaped and in a colour."""
+    if sys.stdout.isatty():
+        shown = printable(text, keep="\n\t")
+        click.echo(click.style(shown, fg=colour) if colour is not None else shown, nl=False)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode(sys.stdout.encoding, errors="replace"))
+    sys.stdout.buffer.flush()
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
+) -> None:
+    """A table without lines, on stdout or a console; columns are right-justified but for those with "<"."""
+    table = Table(box=None, pad_edge=False)
+    for title in columns:
+        is_left = title.startswith("<")
+        table.add_column(title.lstrip("<"), justify="left" if is_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    (console or Console(highlight=False)).print(table)
+
+
+def stderr_console() -> Console:
+    """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Thoughts:
+    """What a model thinks, on stderr: dim, and apart from its answer.
+
+    Parameters
+    ----------
+    is_shown : bool
+        Else only that it thinks is shown, and only on a terminal.
+    """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._is_open = False
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        is_terminal = sys.stderr.isatty()
+        if not self._is_shown:
+            if self._is_open or not is_terminal:
+                return
+            text = "thinking …"
+        self._is_open = True
+        shown = printable(text, keep="\n\t")
+        click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
+
+    def end(self) -> None:
+        """The answer begins, or ends."""
+        if self._is_open:
+            click.echo(err=True)
+        self._is_open = False
+
+
+class SlowProgress:
+    """A progress bar on a terminal, which appears when the work takes longer than two seconds.
+
+    Use as a context manager; call it with the finished fraction, 0 to 1: at 1 the bar goes away.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._fraction = 0.0
+        self._bar: Progress | None = None
+        self._lock = threading.Lock()  # a timer shows the bar of work that tells nothing for a while
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
+
+    def __call__(self, fraction: float) -> None:
+        """Show how much is done."""
+        self._fraction = fraction
+        if fraction >= 1:
+            self._end()
+        elif self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=fraction)
+
+    def part(self, done: int, total: int) -> None:
+        """The same, told as parts done of a total."""
+        self(done / total)
+
+    def __enter__(self) -> SlowProgress:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fraction = 1.0
+        self._end()
+
+    def _show(self) -> None:
+        console = stderr_console()
+        with self._lock:
+            if self._fraction < 1 and console.is_terminal:
+                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+                bar = Progress(*columns, console=console, transient=True)
+                bar.update(bar.add_task(self._label, total=1.0), completed=self._fraction)
+                bar.start()
+                self._bar = bar
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+
+
+# Statistics
+
+
+def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
+    """What `generate --json` prints; the names are a contract with scripts."""
+    summary = completion.summary
+    draft: str | None = None
+    if pair.heads is not None:
+        draft = MTP if pair.heads.path == pair.target.path else str(pair.heads.path)
+    elif pair.draft is not None:
+        draft = str(pair.draft.path)
+    return {
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "prompt_tokens": completion.n_prompt_tokens,
+        "stop_reason": completion.stop_reason.value,
+        "seed": seed,
+        "rule": rule,
+        "target": str(pair.target.path),
+        "draft": draft,
+        "draft_models": [str(model.path) for model in pair.draft_models],
+        "statistics": {
+            "rounds": summary.n_rounds,
+            "rounds_without_guesses": summary.n_rounds_without_draft,
+            "drafted": summary.n_drafted,
+            "verified": summary.n_verified,
+            "accepted": summary.n_accepted,
+            "acceptance_rate": summary.acceptance_rate,
+            "accepted_histogram": list(summary.accepted_histogram),
+            "mean_tokens_per_round": summary.mean_tokens_per_round,
+            "tokens_per_second": summary.tokens_per_second,
+            "seconds": {
+                "load": pair.load_seconds,
+                "prefill": completion.prefill_seconds,
+                "draft": summary.draft_seconds,
+                "verify": summary.verify_seconds,
+                "rest": summary.overhead_seconds,
+                "decode": summary.decode_seconds,
+                "mask": completion.mask_seconds,
+            },
+        },
+    }
+
+
+def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
+    """The few lines after a text."""
+    return full_statistics(completion, seed) if detail == "full" else _short_statistics(completion, seed)
+
+
+def _short_statistics(completion: Completion, seed: int) -> list[str]:
+    """What drafts gained and where tokens came from, without the field's terms."""
+    summary = completion.summary
+    speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
+    if summary.tokens_per_second:
+        speed += f", {summary.tokens_per_second:.1f} tokens/s"
+    if summary.speed_up is not None and summary.n_tokens >= TELLING:
+        digits = 1 if summary.speed_up >= 1 else 2
+        speed += f": {summary.speed_up:.{digits}f} times as fast as without a draft"
+    source = "nothing was drafted"
+    if summary.n_drafted:
+        source = f"{summary.n_accepted} of them came from drafts, {_rejected(summary)}"
+    prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
+    return [speed, f"{source}; {prompt}; stopped by {completion.stop_reason.value}, seed {seed}"]
+
+
+def _rejected(summary: Any) -> str:
+    n_rejected, n_dropped = summary.n_verified - summary.n_accepted, summary.n_drafted - summary.n_verified
+    told = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
+    return told + (f", {n_dropped} not verified" if n_dropped else "")
+
+
+def full_statistics(completion: Completion, seed: int) -> list[str]:
+    """The same in the field's terms, with where the time went."""
+    summary = completion.summary
+    lines = [
+        f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
+        + (f", {summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "")
+        + f" (prompt: {completion.n_prompt_tokens} tokens"
+        + (f", {completion.n_cached} of them cached," if completion.n_cached else "")
+        + f" in {completion.prefill_seconds:.2f} s)"
+        + f", stopped by {completion.stop_reason.value}, seed {seed}"
+    ]
+    if summary.speed_up is not None and summary.plain_seconds and summary.n_tokens >= TELLING:
+        lines.append(
+            f"{summary.speed_up:.2f} times as fast as without a draft: "
+            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
+        )
+    n_dropped = summary.n_drafted - summary.n_verified
+    dropped = f", {n_dropped} not verified" if n_dropped else ""
+    if summary.acceptance_rate is not None:
+        lines.append(
+            f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted "
+            f"({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
+        )
+    else:
+        lines.append(f"no draft tokens verified{dropped}")
+    if summary.decode_seconds > 0:
+        parts = [
+            ("draft", summary.draft_seconds),
+            ("verify", summary.verify_seconds),
+            ("overhead", summary.overhead_seconds),
+        ]
+        if completion.mask_seconds:
+            parts.append(("of these, for the constraint", completion.mask_seconds))
+        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts)
+        lines.append("time: " + ", ".join(shares))
+    return lines
+
+
+# Why tokens were drafted
+
+
+def verdict(reasons: Reasons) -> str:
+    """One sentence: did drafting pay, and what decides it?"""
+    if reasons.break_even_acceptance is not None:
+        needed = f"at these costs it needs an acceptance of {reasons.break_even_acceptance:.2f}"
+    elif reasons.is_conclusive:
+        needed = "at these costs it never does, at any acceptance"
+    else:
+        needed = "which acceptance it needs is not known yet: too little was timed; llamaspec probe tells"
+    if not reasons.n_judged and not reasons.n_copies_judged:
+        return f"no draft token was verified, so drafting gained nothing in this text; {needed}"
+    if reasons.gained_seconds is None:
+        return f"whether drafting paid in this text is not known: there was no plain round; {needed}"
+    paid = "paid" if reasons.gained_seconds > 0 else "did not pay"
+    if reasons.acceptance is None:
+        return f"looking draft tokens up in earlier text {paid} in this text"
+    return f"drafting {paid} in this text: {needed}, verified draft tokens had {reasons.acceptance:.2f}"
+
+
+def explain(reasons: Reasons, console: Console) -> None:
+    """Print the lengths, the costs, the acceptance, what was gained and the verdict."""
+    n_rounds = sum(count.n_rounds for count in reasons.lengths) or 1
+    lengths = (f"{count.n_draft} in {count.n_rounds / n_rounds:.0%}" for count in reasons.lengths)
+    console.print(f"verified draft tokens per round: {', '.join(lengths)}")
+    costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
+    print_table(("positions at once", "ms", "rounds timed"), costs, console)
+    console.print(f"overhead of a round: {1e3 * reasons.overhead_seconds:.2f} ms")
+    if reasons.draft_step_seconds:
+        console.print(f"a draft token costs {1e3 * reasons.draft_step_seconds:.2f} ms")
+    if reasons.n_judged:
+        groups = [
+            (
+                f"{group.low:.1f}-{group.high:.1f}",
+                str(group.n_judged),
+                f"{group.n_accepted / group.n_judged:.0%}" if group.n_judged else "",
+            )
+            for group in reasons.bins
+        ]
+        print_table(("confidence", "verified", "accepted"), groups, console)
+    if reasons.n_copies_judged:
+        share = reasons.n_copies_accepted / reasons.n_copies_judged
+        console.print(
+            f"looked up in earlier text: {reasons.n_copies_accepted} of {reasons.n_copies_judged} verified "
+            f"draft tokens accepted ({share:.0%})"
+        )
+    gained = reasons.gained_seconds
+    if gained is not None:
+        console.print(f"against plain decoding: {abs(gained):.2f} s {'saved' if gained >= 0 else 'lost'}")
+    if reasons.n_unverified:
+        console.print(
+            f"{reasons.n_unverified} drafts were not worth verifying: {reasons.unverified_seconds:.2f} s"
+        )
+    console.print(verdict(reasons))
+
+
+# The page that shows every round of a text
+
+
+def check_timeline(path: Path) -> None:
+    """Refuse, with a LlamaspecError and before anything is loaded, a file that cannot be written."""
+    if not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        reason = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "writing there is not allowed"
+    else:
+        return
+    raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file")
+
+
+def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:
+    """Write the page: timeline.html, with the data as JSON in it, so that no text can break the page."""
+    data = {
+        "summary": summary,
+        "conclusion": conclusion(completion),
+        "prompt": {"n_tokens": completion.n_prompt_tokens, "seconds": completion.prefill_seconds},
+        "n_tokens": completion.summary.n_tokens,
+        "plain": completion.summary.plain_seconds,
+        "rounds": [_round_json(round_, vocabulary) for round_ in completion.rounds],
+    }
+    template = (files("llamaspec") / "cli" / "timeline.html").read_text(encoding="utf-8")
+    page = template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LlamaspecError(
+            f"cannot write the timeline {path}: {error.strerror or error}; name a writable file"
+        ) from error
+
+
+def conclusion(completion: Completion) -> str:
+    """What the drafts were worth in this text, in one sentence."""
+    summary = completion.summary
+    if not summary.n_drafted:
+        return "Nothing was drafted: this is plain decoding."
+    if summary.speed_up is None:
+        return "Every round had a draft, so this run does not tell what plain decoding takes."
+    share = 1 / summary.speed_up
+    if share <= 1:
+        return f"With the drafts this text took {share:.0%} of the time that plain decoding takes."
+    return f"The drafts did not pay: this text took {share:.2f} times as long as plain decoding."
+
+
+def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
+    def text(token: int) -> str:
+        return printable(vocabulary.piece(token).decode("utf-8", errors="replace"), keep="\n\t")
+
+    draft = zip(round_.draft.tokens.tolist(), round_.confidences, range(len(round_.draft)), strict=True)
+    drafted = [
+        {
+            "text": text(token),
+            "confidence": confidence,
+            "parent": round_.draft.parent(i),
+            "kept": i in round_.path,
+        }
+        for token, confidence, i in draft
+    ]
+    return {
+        "draft": round_.draft_seconds,
+        "verify": round_.verify_seconds,
+        "rest": round_.overhead_seconds,
+        "accepted": round_.n_accepted,
+        "verified": round_.n_verified,
+        "copied": round_.source in (Source.NGRAM, Source.STORE),
+        "drafted": drafted,
+        "next": text(round_.next_token),
+    }
