@@ -197,10 +197,10 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
     """Prefixes are loaded before, and saved afterwards."""
     models = [model for model in (pair.target, pair.draft) if model is not None]
     if folder is not None:
-        folder.load(models, say)
+        pair.call(lambda: folder.load(models, say))
     yield
     if folder is not None:
-        folder.save(models, say)
+        pair.call(lambda: folder.save(models, say))
 
 
 def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
