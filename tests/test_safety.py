@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -260,7 +261,7 @@ def test_ctrl_c_ends_a_long_prefill_within_a_batch(store: ModelStore) -> None:
 
 def test_another_signal_costs_an_evaluation_and_no_text(tiny: Pair) -> None:
     """A handler that returns, as that of a window's size: the scheduler evaluates again."""
-    prompt, received = text(400, 3), list[int]()
+    prompt, received, sent = text(400, 3), list[int](), list[int]()
     expected = tiny.stream(prompt, seed=1, max_tokens=10, policy=FixedLength(2)).run().tokens
     tiny.forget()
     decode = lib.llama_decode
@@ -268,8 +269,9 @@ def test_another_signal_costs_an_evaluation_and_no_text(tiny: Pair) -> None:
     try:
 
         def disturbed(*arguments: object) -> object:
-            if not received:
-                signal.raise_signal(signal.SIGUSR1)
+            if not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGUSR1)
             return decode(*arguments)
 
         lib.llama_decode = disturbed

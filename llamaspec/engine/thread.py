@@ -164,7 +164,7 @@ def _work(scheduler: Scheduler, inbox: Inbox) -> None:
         if task is None:
             break
         _attempt(scheduler, task)
-        is_busy = True
+        task, is_busy = None, True  # a task refers to the object whose end ends this thread
     scheduler.end_all()
     while not inbox.empty():  # what nobody will do
         task = inbox.get()

@@ -31,6 +31,7 @@ class SlowModel:
     first: float = 0.016
     more: float = 0.005
     context_size: int = 4096
+    n_cells: int | None = None
     rounds_deep_batches: bool = False
     now: float = 0.0
     description: str = "slow"
@@ -41,7 +42,6 @@ class SlowModel:
     batch_size: int = 64
     max_scored: int = 65
     max_mixed: int = 0
-    n_cells: int | None = None
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
     known: int = 0
 

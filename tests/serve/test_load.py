@@ -217,7 +217,7 @@ def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
     step, faults = Scheduler.step, [RuntimeError("broken on purpose")]
 
     def broken(scheduler: Scheduler) -> bool:
-        if faults:
+        if faults and scheduler._sequences:
             raise faults.pop()
         return step(scheduler)
 
