@@ -54,7 +54,7 @@ class TextStream:
 
     def __next__(self) -> Piece:
         while not self._pieces and not self._is_over:
-            self._take_in(self._next_event())
+            self._take_event()
         if self._is_closed or not self._pieces:
             raise StopIteration
         piece = self._pieces.popleft()
@@ -114,7 +114,7 @@ class TextStream:
                 return next(self)
             if self._is_over or sequence.events.empty():
                 break
-            self._take_in(self._next_event())
+            self._take_event()
         return None
 
     @property
@@ -177,10 +177,11 @@ class TextStream:
             )
         return self._sequence
 
-    def _next_event(self) -> TextEvent | None:
+    def _take_event(self) -> None:
+        """Wait for the next event and note what it says."""
         sequence = self._begun()
         try:
-            return self._thread.next_event(sequence)
+            self._take_in(self._thread.next_event(sequence))
         except BaseException as error:
             self._is_over = True
             self._thread.cancel(sequence)

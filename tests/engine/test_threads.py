@@ -134,6 +134,7 @@ def test_control_c_ends_the_evaluation_of_who_waits_and_no_other_text() -> None:
 
     def press() -> None:
         assert gate.reached.wait(PATIENCE)
+        time.sleep(0.2)  # until the reader has taken all that there is, and waits
         os.kill(os.getpid(), signal.SIGINT)
 
     helpers = [threading.Thread(target=press), gate.open_when_aborted(models[TARGET])]
