@@ -32,8 +32,7 @@ from llamaspec.catalog import (
 )  # fmt: skip
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.files import cache_folder, read_beginning, read_file
-from llamaspec.llama.gguf_header import check_gguf
-from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.gguf_file import check_gguf, read_gguf
 
 AUTO = "auto"  # in place of a draft: the one that is known for the target
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity of its target
@@ -205,7 +204,7 @@ def made_drafts(target: Path) -> list[Path]:
     try:
         found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
         wanted = identity(target) if found else ""
-        fitting = [path for path in found if read_tensors(path).texts.get(DRAFT_FOR) == wanted]
+        fitting = [path for path in found if read_gguf(path).texts.get(DRAFT_FOR) == wanted]
         return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     except (OSError, ValueError):  # ValueError: no path has such a name
         return []

@@ -13,10 +13,9 @@ from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
-from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import check_heads, heads_in_file
+from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.llama.vocabulary import check_pair, difference
 from llamaspec.llama.weights import LoadProgress

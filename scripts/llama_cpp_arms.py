@@ -26,7 +26,7 @@ from typing import NamedTuple
 import click
 
 from llamaspec import Pair
-from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.gguf_file import read_gguf
 
 DRAFT_LENGTHS = range(1, 9)  # llama.cpp's default is 3
 SAMPLING = ("--top-k", "40", "--top-p", "0.95", "--min-p", "0.05")  # llamaspec's defaults
@@ -105,7 +105,7 @@ class LlamaCpp:
             return ["--spec-type", "draft-mtp"]
         draft = self._pair.heads or self._pair.draft
         assert draft is not None
-        architecture = read_tensors(draft.path).texts.get("general.architecture", "")
+        architecture = read_gguf(draft.path).architecture
         return ["-md", str(draft.path), "--spec-type", TYPES.get(architecture, "draft-simple")]
 
 

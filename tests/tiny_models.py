@@ -286,35 +286,6 @@ def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
     return _write(path, "gemma4-assistant", weights, _attention_keys(big) | _gemma4_keys(big) | keys)
 
 
-def write_eagle3(path: Path, recipe: Recipe | None = None, *, bare: bool = False) -> Path:
-    """An EAGLE-3 for the Llama of this recipe, half as wide: random, so seldom right.
-
-    Parameters
-    ----------
-    bare : bool
-        As wide as the Llama, whose embedding and output it uses; else it has its own, of all tokens but 16.
-    """
-    big = recipe or Recipe()
-    recipe = replace(big, width=big.width if bare else big.width // 2, n_layers=1)
-    weights, width = _Weights(recipe), recipe.width
-    if not bare:
-        _ends(weights)
-        tokens = np.arange(16, len(recipe.vocabulary))
-        weights.tensors["output.weight"] = weights.tensors["output.weight"][tokens]
-        weights.tensors["d2t"] = tokens  # type: ignore[assignment]
-    weights.constant("output_norm.weight", width)
-    weights.matrix("fc", width, 3 * big.width)
-    _feed_forward(weights, 0)
-    for name in ("attn_q", "attn_k", "attn_v"):
-        weights.matrix(f"blk.0.{name}", width, 2 * width, 1.6)
-    weights.into_residual("blk.0.attn_output", width, 1.2)
-    for norm in ("attn_norm", "attn_norm_2"):
-        weights.constant(f"blk.0.{norm}.weight", width)
-    keys: Keys = {"target_layers": [0, 1, 1], "target_hidden_size": big.width}
-    same_heads = {"attention.head_count_kv": recipe.n_heads}
-    return _write(path, "eagle3", weights, _attention_keys(recipe) | keys | same_heads)
-
-
 def _gemma4_keys(recipe: Recipe) -> Keys:
     return {
         "attention.sliding_window": WINDOW,
@@ -385,8 +356,6 @@ HEAD_WRITERS: dict[str, Callable[..., Path]] = {
     "step35-one": partial(write_step35, n_predictors=1),
     "gemma4": write_gemma4,
     "gemma4-assistant": write_gemma4_assistant,
-    "eagle3": write_eagle3,
-    "eagle3-bare": partial(write_eagle3, bare=True),
     "step35-blind": partial(write_step35, n_predictors=1, hidden_share=0.0),
 }
 WRITERS: dict[str, Callable[..., Path]] = {

@@ -17,7 +17,7 @@ from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.worth import TrialSettings, judge_draft
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.hub import made_path
-from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES

@@ -26,7 +26,7 @@ from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import PairError
 from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
 from llamaspec.llama import runtime
-from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.store import ModelFile, PairFiles, keep_prior

@@ -33,7 +33,7 @@ from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
-from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
 
 _TABLE_WIDTH = 70  # columns; on narrower terminals every model has lines of its own

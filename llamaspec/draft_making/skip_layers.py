@@ -26,10 +26,9 @@ from llamaspec.draft_making.worth import (
 )
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.hub import DRAFT_FOR, identity, made_path
-from llamaspec.llama.gguf_tensors import read_tensors
-from llamaspec.llama.layer_influence import layer_influence
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.quantize import COPY, Copy, write_copy
+from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
 from llamaspec.measure.compare import Spread
 
 FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first copies leave out
@@ -252,8 +251,8 @@ class _Bench:
 
     def _copy(self, candidate: Candidate) -> Copy:
         """Without prediction heads, and with the numbers that count layers set right."""
-        header = read_tensors(self.target.path)
-        numbers, name = {}, header.texts.get("general.architecture", "")
+        header = read_gguf(self.target.path)
+        numbers, name = {}, header.architecture
         pruned, known = list(candidate.pruned), header.numbers
         n_heads = known.get(f"{name}.nextn_predict_layers", 0)
         if n_heads:

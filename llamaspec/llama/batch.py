@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 class Batch:
     """Room for `size` positions: tokens, hidden rows of `width` numbers (0 = none), or both."""
 
-    def __init__(self, size: int, width: int = 0, *, with_tokens: bool = True) -> None:
+    def __init__(self, size: int, width: int = 0) -> None:
         self._hidden = np.zeros((size, width), dtype=np.float32) if width else None
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
@@ -52,7 +52,7 @@ class Batch:
         self._owners: npt.NDArray[np.int32] | None = None  # of positions in several sequences
         self._batch = lib.llama_batch(
             n_tokens=0,
-            token=_pointer(self._token, lib.llama_token) if with_tokens else None,
+            token=_pointer(self._token, lib.llama_token),
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._position, lib.llama_pos),
             n_seq_id=_pointer(self._n_sequences, ctypes.c_int32),

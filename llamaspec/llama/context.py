@@ -26,11 +26,7 @@ from llamaspec.errors import (
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
 from llamaspec.llama.cells import Cells, Rows
-from llamaspec.llama.context_size import default_context_size
-from llamaspec.llama.devices import device_of, find_devices
-from llamaspec.llama.handles import Handle
 from llamaspec.llama.kv_cache import BLOCK, GARBAGE, KVCache, Prepared
-from llamaspec.llama.layer_rows import layer_rows, show_layer
 from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
@@ -39,13 +35,16 @@ from llamaspec.llama.options import (
     N_BRANCHES,
     N_SEQUENCES,
     ModelOptions,
+    default_context_size,
+    device_of,
+    find_devices,
 )
 from llamaspec.llama.recurrent import RecurrentCache
+from llamaspec.llama.runtime import Handle
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 
-EAGLE_BATCH = 64  # it computes logits of every position
 STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
 
@@ -79,7 +78,6 @@ class Context:
         self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
-        self._layers: tuple[int, ...] = ()  # whose inputs are kept, in place of what leaves the last one
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         n_cells = -(-max(self.context_size, options.n_cells or 0) // BLOCK) * BLOCK
         self.max_scored = options.max_scored
@@ -93,7 +91,7 @@ class Context:
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, runtime.AbortFlag.ASK, self._abort.address)
         self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
-        if head is not None and weights.architecture != nextn.EAGLE:
+        if head is not None:
             nextn.choose_head(pointer, head)
         if options.heads:
             scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
@@ -171,11 +169,6 @@ class Context:
         self._abort.clear()
         self._check(lib.llama_decode(pointer, batch))
 
-    def encode(self, batch: lib.llama_batch) -> None:
-        """Let llama.cpp's encoder evaluate hidden rows; `hidden_rows` are then what it made of them."""
-        self._abort.clear()
-        self._check(lib.llama_encode(self.pointer, batch))
-
     def logits(self, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.
 
@@ -193,12 +186,6 @@ class Context:
     def hidden_rows(self, n: int) -> Rows:
         """The same for hidden rows, of all positions or the scored ones: [n, E]."""
         return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
-
-    def keep_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep from now on, as hidden rows, what goes into some layers, side by side."""
-        for layer in layers:
-            show_layer(self.pointer, layer)
-        self._layers, self._keeps_hidden = layers, True
 
     def release(self, row: int) -> None:
         """The row has ended."""
@@ -233,7 +220,7 @@ class Context:
     def _keep_hidden(self, evaluated: Sequence[tuple[int, TokenArray]]) -> None:
         """Note the hidden rows of what has just been committed."""
         n, end = sum(len(tokens) for _, tokens in evaluated), 0
-        rows = self._layer_rows(n) if self._layers else self.hidden_rows(n)
+        rows = self.hidden_rows(n)
         for row, tokens in evaluated:
             start, end = end, end + len(tokens)
             sequence = self.cache.sequence(row)
@@ -260,11 +247,6 @@ class Context:
             answers.append(logits[start:end])
         return answers
 
-    def _layer_rows(self, n: int) -> Rows:
-        """What went into the layers that are kept: [n, layers * E]."""
-        views = [self._view(layer_rows(self.pointer, i), n, self._hidden_size) for i in self._layers]
-        return np.concatenate(views, axis=1)
-
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
@@ -284,9 +266,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
     keeps_states = weights.keeps_states and not is_head
-    if is_head and weights.architecture == nextn.EAGLE:
-        parameters.n_batch = parameters.n_ubatch = EAGLE_BATCH
-    elif is_head:
+    if is_head:
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
     if other is not None:
         parameters.ctx_other = other

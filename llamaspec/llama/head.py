@@ -1,25 +1,30 @@
 """One prediction head: a context that reads tokens together with hidden rows, and what it has read.
 
-Its KV cache tells text, whose hidden rows are the target's, from draft tokens, whose hidden rows are a
-head's own: text counts as it is, draft tokens as their complement (`~token`). So a draft token that has
-become text is read again, with the right row, and the cache finds out by itself. Tokens whose hidden rows
-nobody knows any more, because the target had cached them, are left out: a gap. tests/llama/test_heads.py.
+A `Head` has a KV cache. It tells text, whose hidden rows are the target's, from draft tokens, whose hidden
+rows are a head's own: text counts as it is, draft tokens as their complement (`~token`). So a draft token
+that has become text is read again, with the right row. Tokens whose hidden rows nobody knows any more,
+because the target had cached them, are left out: a gap.
+
+A `SharedHead`, Gemma 4's assistant, has none and reads the target's: one token at a time, the last of the
+text with the target's hidden row, then its own draft tokens with its own rows, all at the position behind
+what the target has evaluated. So rejected draft tokens must be out of the target's cache before.
+tests/llama/test_heads.py, tests/llama/test_shared_head.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, PairError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import HiddenRows, Rows, shared
 from llamaspec.llama.context import Context
-from llamaspec.values import MTP, NO_TOKENS, ForwardRequest, Logits, TokenArray
-
-Encoder = Callable[[Rows], Rows]  # [n, any width] to [n, E]
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.weights import Weights
+from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, TokenArray
 
 _OWN = -(1 << 30)  # keys from here down belong to one row: no other text may share what follows
 
@@ -45,13 +50,12 @@ class Reading:
             own_first >= own_end or self.own_first <= own_first < own_end <= self.own_first + len(self.own)
         )
 
-    def rows(self, start: int, encoder: Encoder | None = None) -> Rows:
-        """These hidden rows, the target's encoded: [n - start, E]; zeros for the first token of a text."""
+    def rows(self, start: int) -> Rows:
+        """These hidden rows: [n - start, E]; zeros for the first token of a text."""
         rows = np.zeros((len(self.tokens) - start, self.hidden_size), dtype=np.float32)
         first, end = max(start, 1), min(self.n_text, len(self.tokens))
         if first < end:
-            hidden = self.hidden.rows(first - 1, end - 1)
-            rows[first - start : end - start] = hidden if encoder is None else encoder(hidden)
+            rows[first - start : end - start] = self.hidden.rows(first - 1, end - 1)
         for position in range(max(start, self.n_text), len(self.tokens)):
             rows[position - start] = self.own[position - 1 - self.own_first]
         return rows
@@ -82,14 +86,10 @@ class Head:
         For heads, with a KV cache.
     scored_only : bool
         It has hidden rows only of scored positions.
-    encoder : callable, optional
-        Makes what it reads of the target's hidden rows. Such a head (EAGLE-3) never reads the first token of
-        a text, and gives scores of all positions of an evaluation, or of none.
     """
 
-    def __init__(self, context: Context, *, scored_only: bool, encoder: Encoder | None = None) -> None:
+    def __init__(self, context: Context, *, scored_only: bool) -> None:
         self.context = context
-        self._encoder = encoder
         self._scored_only = scored_only
         self._gaps: dict[int, _Gap] = {}  # by row
 
@@ -104,8 +104,7 @@ class Head:
 
     def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
         """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
-        scores_all = self._encoder is not None and any(reading.n_scored for reading in batch)
-        segments = [self._segment(reading, scores_all=scores_all) for reading in batch]
+        segments = [self._segment(reading) for reading in batch]
         keys = [(r.row, self._keys(r)[self.context.cache.sequence(r.row).n :]) for r in batch]
         self.context.decode(segments)
         self.context.cache.commit(keys)
@@ -134,8 +133,6 @@ class Head:
         """Where reading goes on; None where it must be asked again, because a gap has been opened."""
         if isinstance(prepared, ContextFullError):
             return prepared
-        if self._encoder is not None and len(reading.tokens) == 1:
-            return ContextFullError("there is nothing before the first token of a text")
         gap, resume = self._gap(reading), reading.hidden.first + 1
         if prepared < len(gap.keys):  # what was read before the gap has been given up
             del self._gaps[reading.row]
@@ -162,14 +159,10 @@ class Head:
             keys[len(gap.keys)] = _OWN - reading.row % -_OWN
         return keys
 
-    def _segment(self, reading: Reading, *, scores_all: bool) -> Segment:
+    def _segment(self, reading: Reading) -> Segment:
         held = self.context.cache.sequence(reading.row)
         start = held.n + self._gap(reading).n_left_out
-        n_passed = int(self._encoder is not None and start == 0)
-        new = reading.tokens[start + n_passed :]
-        rows = reading.rows(start + n_passed, self._encoder)
-        n_scored = len(new) if scores_all else reading.n_scored
-        return Segment(held.number, held.n + n_passed, new, n_scored, rows)
+        return Segment(held.number, held.n, reading.tokens[start:], reading.n_scored, reading.rows(start))
 
     def _answers(self, batch: Sequence[Reading], segments: Sequence[Segment]) -> list[tuple[Logits, Rows]]:
         n_scored = sum(segment.n_scored for segment in segments)
@@ -182,3 +175,76 @@ class Head:
             n = reading.n_scored
             answers.append((logits[scored - n : scored], rows[last - n : last]))
         return answers
+
+
+class SharedHead:
+    """The head over its own weights and the target's KV cache.
+
+    Parameters
+    ----------
+    context : Context
+        Of the head, over the target's.
+    target : LlamaModel
+    """
+
+    def __init__(self, context: Context, target: LlamaModel) -> None:
+        self.context = context
+        self._target = target
+
+    @classmethod
+    def over(cls, weights: Weights, target: LlamaModel) -> SharedHead:
+        """Open the head for a target.
+
+        Raises
+        ------
+        PairError
+            It was made for another target.
+        """
+        if weights.hidden_size != target.weights.hidden_size or target.weights.architecture != "gemma4":
+            raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
+        return cls(target.context_beside(weights), target)
+
+    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
+        """Take rejected draft tokens out of the target's cache; all tokens but the last count as read."""
+        return [self._prepared(reading) if reading.n_scored else len(reading.tokens) for reading in batch]
+
+    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
+        """Logits [1, V] and the hidden row [1, E] behind the last token of each."""
+        self.context.decode([self._segment(reading) for reading in batch])
+        logits, rows = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
+        return [(logits[i : i + 1], rows[i : i + 1]) for i in range(len(batch))]
+
+    def is_ready(self, reading: Reading) -> bool:
+        """Whether what was prepared can still be read: not if the target has forgotten it since."""
+        cached = self._target.cached(reading.row)
+        return (
+            cached is not None
+            and cached.n == reading.n_text - 1
+            and reading.can_start(len(reading.tokens) - 1)
+        )
+
+    def lacks(self, reading: Reading) -> bool:
+        """Whether there is something to read."""
+        return bool(reading.n_scored)
+
+    def release(self, row: int) -> None:
+        """Nothing is kept of a row."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def _prepared(self, reading: Reading) -> int | ContextFullError:
+        n_read, n_evaluated = len(reading.tokens) - 1, reading.n_text - 1
+        if not n_evaluated or not reading.can_start(n_read):
+            return ContextFullError("the hidden rows of this text are not known")
+        request = ForwardRequest(TARGET, reading.tokens[: reading.n_text])
+        (n_cached,) = self._target.prepare([(reading.row, request, 0)])
+        if n_cached != n_evaluated:
+            return ContextFullError("the target has not cached this text")
+        return n_read
+
+    def _segment(self, reading: Reading) -> Segment:
+        cached = self._target.cached(reading.row)
+        assert cached is not None  # prepared
+        rows = reading.rows(len(reading.tokens) - 1)
+        return Segment(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows)

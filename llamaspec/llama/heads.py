@@ -19,13 +19,11 @@ import numpy as np
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.llama.cells import HiddenRows, Rows
 from llamaspec.llama.context import Context
-from llamaspec.llama.eagle import open_eagle
-from llamaspec.llama.head import Head, Reading
+from llamaspec.llama.head import Head, Reading, SharedHead
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import EAGLE, SCORED_ROWS_ONLY, check_heads
+from llamaspec.llama.nextn import SCORED_ROWS_ONLY, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.llama.shared_head import SharedHead
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
@@ -61,7 +59,7 @@ class PredictionHeads:
     options : ModelOptions, optional
         Threads, and types of the KV cache; default as the target's.
     path : Path, optional
-        A head in a file of its own: an EAGLE-3, or one that reads the target's KV cache.
+        A head in a file of its own: one that reads the target's KV cache.
     on_load : callable, optional
         Told the fraction of it that is loaded.
 
@@ -102,11 +100,7 @@ class PredictionHeads:
                 at_home = replace(self.options, workers=(), devices=None, tensor_split=())
                 self._weights = Weights(path, at_home, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
-                if self._weights.architecture == EAGLE:
-                    self._heads.append(open_eagle(self._weights, target, self.options))
-                    self._hidden_size = self._weights.hidden_size
-                else:
-                    self._heads.append(SharedHead.over(self._weights, target))
+                self._heads.append(SharedHead.over(self._weights, target))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
                 context = Context(target.weights, self.options, head=i)

@@ -8,25 +8,50 @@ tests/llama/test_model.py: over random calls, cached answers equal those of a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError, ModelFileError
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
-from llamaspec.llama.facts import MemoryFacts, ModelFacts, try_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.tree_cells import n_leaves
-from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
+from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
+
+N_READ, N_DRAFTED = 16, 4  # tokens of a trial of the memory
+N_REJECTED = 2  # the last draft tokens, which the trial rejects
+_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What the KV cache needs, and what is left of it when the last draft tokens are rejected."""
+
+    bytes_per_token: float
+    fixed_bytes: int  # of states, whatever the length of the text
+    n_right: int  # tokens of the trial that stayed right
+    n_kept: int  # of them, those that the memory still held
+    snapshot_bytes: int = 0  # of a copy of the states; 0 where none are taken
+    snapshot_seconds: float = 0.0  # to copy the states once and to put them back
+
+    @property
+    def n_reread(self) -> int:
+        """Tokens that had to be read again."""
+        return self.n_right - self.n_kept
+
+    def size(self, n_ctx: int) -> int:
+        """Bytes for a whole context."""
+        return self.fixed_bytes + round(self.bytes_per_token * n_ctx)
 
 
 class LlamaModel:
@@ -77,7 +102,6 @@ class LlamaModel:
                 self.weights.close()
             raise
         self._contexts = [context]
-        self._layers: tuple[int, ...] = ()
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
@@ -194,19 +218,13 @@ class LlamaModel:
         options = replace(options or self._chosen, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
 
-    def keep_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep, as hidden rows, what goes into some layers."""
-        self._layers = layers
-        for context in self._contexts:
-            context.keep_layers(layers)
-
     def facts(self) -> ModelFacts:
         """What the weights are."""
         return self.weights.facts()
 
     def try_memory(self) -> MemoryFacts:
         """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
-        return try_memory(self, self._contexts[0])
+        return _try_memory(self, self._contexts[0])
 
     def check(self, request: ForwardRequest) -> None:
         """Raise ValueError where llama.cpp would abort the process."""
@@ -246,8 +264,6 @@ class LlamaModel:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
                 free = [Context(self.weights, replace(self._chosen, n_ctx=self.context_size))]
-                if self._layers:
-                    free[0].keep_layers(self._layers)
                 self._contexts += free
             n_shared = [_recurrent(context).shared(request.tokens) for context in free]
             self._of_row[row] = free[n_shared.index(max(n_shared))]
@@ -273,3 +289,41 @@ def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int
     if not is_tiled or leaves_main_memory(weights, options):
         return context.batch_size
     return min(context.batch_size, TILE - 1)
+
+
+def _try_memory(model: LlamaModel, context: Context) -> MemoryFacts:
+    """Try the KV cache of a model with no rows, which is emptied before and afterwards."""
+    tokens = np.ones(N_READ + N_DRAFTED, dtype=np.int32)
+    try:
+        first = _held_bytes(model, context, tokens[:1])
+        all_read = _held_bytes(model, context, tokens[:N_READ])
+        per_token = (all_read - first) / (N_READ - 1)
+        if model.max_scored > N_DRAFTED:  # draft tokens are verified at once
+            model.forward(ForwardRequest(TARGET, tokens, N_DRAFTED + 1), _ROW)
+        else:  # they are drafted one by one
+            for n in range(N_READ + 1, len(tokens) + 1):
+                model.forward(ForwardRequest(TARGET, tokens[:n]), _ROW)
+        turned = tokens.copy()
+        turned[-N_REJECTED:] = 0
+        (n_kept,) = model.prepare([(_ROW, ForwardRequest(TARGET, turned), 0)])
+        cache = context.cache
+        snapshot_bytes, snapshot_seconds = (
+            cache.time_checkpoint() if isinstance(cache, RecurrentCache) else (0, 0.0)
+        )
+        return MemoryFacts(
+            bytes_per_token=per_token,
+            fixed_bytes=max(0, round(first - per_token)),
+            n_right=len(tokens) - N_REJECTED,
+            n_kept=n_kept if isinstance(n_kept, int) else 0,
+            snapshot_bytes=snapshot_bytes,
+            snapshot_seconds=snapshot_seconds,
+        )
+    finally:
+        model.forget()
+        model.release(_ROW)
+
+
+def _held_bytes(model: LlamaModel, context: Context, tokens: TokenArray) -> int:
+    model.forget()
+    model.forward(ForwardRequest(TARGET, tokens), _ROW)
+    return int(lib.llama_state_seq_get_size(context.pointer, context.cache.sequence(_ROW).number))

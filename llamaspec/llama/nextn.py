@@ -14,8 +14,7 @@ from typing import Any
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.llama.gguf_header import check_gguf
-from llamaspec.llama.gguf_tensors import file_parts, read_tensors
+from llamaspec.llama.gguf_file import check_gguf, file_parts, read_gguf
 
 # Architectures whose graph runs one head, which feeds itself.
 ONE_HEAD = frozenset({
@@ -23,7 +22,6 @@ ONE_HEAD = frozenset({
     "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
 })  # fmt: skip
 SEVERAL_HEADS = frozenset({"hy_v3", "mimo2", "step35"})  # and those that run any number, one for each token
-EAGLE = "eagle3"  # a draft in a file of its own that is asked as heads are
 # Where the graph has a hidden row only for the positions that are scored; elsewhere for all of them.
 SCORED_ROWS_ONLY = frozenset({"deepseek4", "gemma4-assistant", "mimo2", "qwen3next", "step35"})
 try:
@@ -67,13 +65,13 @@ def heads_in_file(path: Path) -> HeadsInFile:
     """
     check_gguf(path)
     try:
-        found = read_tensors(path)
+        found = read_gguf(path)
         architecture = found.texts.get("general.architecture", "unknown")
         n_heads, n_layers = (
             found.numbers.get(f"{architecture}.{key}", 0) for key in ("nextn_predict_layers", "block_count")
         )
         tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # heads may have been left out
-        others = (read_tensors(part).names for part in file_parts(path)[1:])
+        others = (read_gguf(part).names for part in file_parts(path)[1:])
         if n_heads and tensor not in found.names and not any(tensor in names for names in others):
             n_heads = 0
     except OSError as error:
@@ -111,3 +109,32 @@ def choose_head(context: Any, head: int) -> None:
 def hidden_rows(context: Any) -> Any:
     """Pointer to the hidden rows of the last evaluation."""
     return _ext.llama_get_embeddings_nextn(context)
+
+
+SHARED = "gemma4-assistant"  # a head in a file of its own
+NEEDS_MORE = {"dflash": "DFlash", "eagle3": "EAGLE-3"}  # of the target than llama.cpp's interface hands out
+
+
+def what_it_reads(path: Path) -> str | None:
+    """What a prediction head in a file of its own reads of its target; None for other files.
+
+    Raises
+    ------
+    PairError
+        It is one that cannot be used.
+    """
+    try:
+        architecture = read_gguf(path).architecture
+    except OSError:
+        return None  # what is wrong is said by whoever loads the file
+    if architecture in NEEDS_MORE:
+        raise PairError(
+            f"{path} drafts by {NEEDS_MORE[architecture]}, which llamaspec does not have; name a draft model"
+        )
+    if architecture != SHARED:
+        return None
+    if not can_compute_heads():
+        raise PairError(
+            f"{path} is a prediction head, which this build of llama.cpp cannot compute; update it"
+        )
+    return "the target's KV cache"

@@ -1,23 +1,37 @@
-"""Smaller copies of a model, by llama.cpp's own quantiser: fewer layers, fewer bits.
+"""Smaller copies of a model by llama.cpp's quantiser (fewer layers, fewer bits); which layers matter least.
 
-It cannot be interrupted, and it ends the process on what it does not expect. So it runs in a process of its
-own (`llama/quantize_child.py`), which Ctrl-C ends; what it writes has its name only once it is complete.
+The quantiser cannot be interrupted, and it ends the process on what it does not expect. So it runs in a
+process of its own (`main`), which Ctrl-C ends; what it writes has its name only once it is complete. How much
+a layer changes is seen in the graph of one evaluation, whose tensors llama.cpp shows to a callback; that
+works for every architecture that names the outputs of its layers as llama.cpp's own do.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
+from llama_cpp._ggml import libggml
 
-from llamaspec.errors import LlamaspecError, ModelFileError, printable
+from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError, printable
+from llamaspec.llama import runtime
+from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.weights import Weights
+from llamaspec.values import TokenArray
 
 COPY = "copy"  # in place of a type: the tensors stay as they are
 FILE_TYPES = {
@@ -33,8 +47,7 @@ FILE_TYPES = {
 MOST_CHARACTERS = 127  # of an entry that is added
 _POLL_SECONDS = 0.1
 _CHILD = (
-    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
-    "from llamaspec.llama.quantize_child import main; main()"
+    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); from llamaspec.llama.quantize import main; main()"
 )
 
 OnWrite = Callable[[int], None]  # told how many bytes are written
@@ -124,3 +137,186 @@ def _wait(child: subprocess.Popen[bytes], unfinished: Path, on_write: OnWrite | 
             return child.stdout.read().decode("utf-8", errors="replace")
         if on_write is not None:
             on_write(unfinished.stat().st_size if unfinished.exists() else 0)
+
+
+def main() -> None:
+    """Copy, say what went wrong, and end."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    print(_copy(json.loads(sys.argv[1])), end="", flush=True)  # noqa: T201
+    os._exit(0)
+
+
+def _copy(task: dict[str, Any]) -> str:
+    """Why it failed; nothing where it did not."""
+    parameters = lib.llama_model_quantize_default_params()
+    parameters.nthread = task["threads"]
+    parameters.allow_requantize = True
+    if task["file_type"] == COPY:
+        parameters.only_copy = True
+    else:
+        parameters.ftype = FILE_TYPES[task["file_type"]]
+    pruned = (ctypes.c_int32 * (len(task["pruned"]) + 1))(*task["pruned"], -1)
+    if task["pruned"]:
+        parameters.prune_layers = ctypes.cast(pruned, ctypes.POINTER(ctypes.c_int32))
+    entries = _overrides(task["texts"].items(), task["numbers"].items())
+    parameters.kv_overrides = ctypes.cast(entries, ctypes.POINTER(lib.llama_model_kv_override))
+    runtime.start()
+    paths = [os.fsencode(task[name]) for name in ("source", "destination")]
+    if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
+        return runtime.failure_reason()
+    if task["pruned"]:
+        try:
+            n_layers = read_gguf(Path(task["source"])).number("block_count")
+            _shorten_arrays(Path(task["destination"]), task["pruned"], n_layers)
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
+    """Take layers out of the metadata that lists every layer: llama.cpp's quantiser leaves it as it was."""
+    found = read_gguf(path)
+    prefix = f"{found.architecture}."
+    long = {key for key, n in found.lengths.items() if n == n_layers and key.startswith(prefix)}
+    if not long:
+        return
+    import gguf  # a third of a second, which few need
+
+    renewed = path.with_suffix(".renewed")
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(renewed, found.architecture)
+    for entry in reader.fields.values():
+        if entry.name.startswith("GGUF.") or entry.name == gguf.Keys.General.ARCHITECTURE:
+            continue  # the writer's own
+        value, kind = entry.contents(), entry.types[0]
+        if entry.name in long:
+            value = [each for layer, each in enumerate(value) if layer not in pruned]
+        part = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(entry.name, value, kind, sub_type=part)
+    for tensor in reader.tensors:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
+    renewed.replace(path)
+
+
+def _overrides(texts: Any, numbers: Any) -> ctypes.Array[lib.llama_model_kv_override]:
+    """The entries that are added or replaced; an empty key ends them."""
+    given: Sequence[tuple[str, str | int]] = [*texts, *numbers]
+    entries = (lib.llama_model_kv_override * (len(given) + 1))()
+    for entry, (key, value) in zip(entries, given, strict=False):
+        entry.key = key.encode()
+        if isinstance(value, str):
+            entry.tag = lib.LLAMA_KV_OVERRIDE_TYPE_STR
+            entry.value.val_str = value.encode()
+        else:
+            entry.tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
+            entry.value.val_i64 = value
+    return entries
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+MOST_POSITIONS = 128  # that are looked at together
+_OUTPUT = re.compile(rb"l_out-(\d+)$")
+_INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # what the first layer reads; a scale does not count
+
+Hidden = npt.NDArray[np.float32]  # [n, E]
+
+_name = libggml.ggml_get_name
+_name.argtypes, _name.restype = [ctypes.c_void_p], ctypes.c_char_p
+_n_elements = libggml.ggml_nelements
+_n_elements.argtypes, _n_elements.restype = [ctypes.c_void_p], ctypes.c_int64
+_get = libggml.ggml_backend_tensor_get
+_get.argtypes, _get.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t], None
+
+
+def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray) -> list[float]:
+    """What each layer adds: [n_layers] 1 - the cosine of its input and output, averaged over positions.
+
+    0 = the layer changes nothing; 1 where it is not known. Men et al., "ShortGPT", arXiv 2403.03853.
+
+    Parameters
+    ----------
+    weights : Weights
+    options : ModelOptions
+        `threads` and `flash_attention` count.
+    tokens : [n] int32
+        An ordinary text; at most the first 128 tokens are read.
+
+    Raises
+    ------
+    MemoryFullError, EvaluationError
+        llama.cpp has no room for the text, or cannot evaluate it.
+    """
+    tokens = np.ascontiguousarray(tokens[:MOST_POSITIONS], dtype=np.int32)
+    look = _Look(len(tokens), weights.hidden_size)
+    parameters = lib.llama_context_default_params()
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MOST_POSITIONS
+    parameters.n_outputs_max = MOST_POSITIONS  # the last layer computes scored positions only
+    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+    parameters.flash_attn_type = FLASH_ATTENTION[weights.flash_attention(options)]
+    parameters.cb_eval = look.callback
+    runtime.clear_errors()
+    context = lib.llama_init_from_model(weights.pointer, parameters)
+    if not context:
+        raise MemoryFullError(f"no room to look at the layers of {weights.path}: {runtime.failure_reason()}")
+    batch = lib.llama_batch_init(len(tokens), 0, 1)
+    try:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens.tolist()):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+            batch.seq_id[i][0] = 0
+        with runtime.raising_callbacks():
+            status = lib.llama_decode(context, batch)
+    finally:
+        lib.llama_batch_free(batch)
+        lib.llama_free(context)
+    if status:
+        raise EvaluationError(
+            f"{weights.path} cannot be evaluated (code {status}): {runtime.failure_reason()}"
+        )
+    return [look.influence.get(layer, 1.0) for layer in range(lib.llama_model_n_layer(weights.pointer))]
+
+
+class _Look:
+    """Receives the tensors of a graph, and compares each layer's output with the one before."""
+
+    def __init__(self, n_positions: int, width: int) -> None:
+        self.influence: dict[int, float] = {}
+        self._n = n_positions
+        self._width = width
+        self._before: tuple[int, Hidden] | None = None  # a layer, -1 = none yet, and what it handed on
+        self.callback = lib.ggml_backend_sched_eval_callback(self._receive)
+
+    def _receive(self, tensor: Any, ask: bool, _user_data: object) -> bool:
+        layer = self._layer(_name(tensor))
+        if ask or layer is None:
+            return layer is not None if ask else True
+        if _n_elements(tensor) != self._n * self._width:
+            return True
+        hidden = np.empty((self._n, self._width), dtype=np.float32)
+        _get(tensor, hidden.ctypes.data, 0, hidden.nbytes)
+        if self._before is not None and self._before[0] == layer - 1:
+            self.influence[layer] = _turn(self._before[1], hidden)
+        self._before = layer, hidden
+        return True
+
+    @staticmethod
+    def _layer(name: bytes) -> int | None:
+        found = _OUTPUT.match(name)
+        return int(found[1]) if found else -1 if name in _INPUTS else None
+
+
+def _turn(before: Hidden, after: Hidden) -> float:
+    """1 - the mean cosine of two sets of rows."""
+    sizes = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
+    cosines = np.einsum("ij,ij->i", before, after) / np.maximum(sizes, 1e-30)
+    return float(max(0.0, 1.0 - np.nan_to_num(cosines, nan=0.0).mean()))

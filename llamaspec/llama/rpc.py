@@ -21,7 +21,7 @@ from typing import Any
 
 from llamaspec.errors import WorkerError, printable
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import Device, device_handles, device_of
+from llamaspec.llama.options import Device, device_handles, device_of
 from llamaspec.llama.runtime import ggml_function
 
 PORT = 50052  # as llama.cpp's own worker

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import psutil
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
-from llamaspec.errors import printable
+from llamaspec.errors import ClosedError, printable
 
 _LONGEST_REASON = 500  # characters; files may name things at any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
@@ -322,3 +323,32 @@ class ThreadChooser:
 def thread_chooser() -> ThreadChooser:
     """The one of this process: all models meet the same machine."""
     return ThreadChooser(default_threads(), n_hardware_threads())
+
+
+class Handle:
+    """Owns one pointer.
+
+    Parameters
+    ----------
+    pointer : pointer
+    free : callable
+        Frees it.
+    needs : sequence of object
+        What must live as long as the pointer.
+    """
+
+    def __init__(self, pointer: Any, free: Callable[[Any], object], *needs: object) -> None:
+        self.pointer = pointer
+        self._process = os.getpid()
+        weakref.finalize(self, _free, pointer, free, self._process, needs)
+
+    def check(self) -> None:
+        """Raise ClosedError in a forked process."""
+        if os.getpid() != self._process:
+            raise ClosedError("this model was opened before a fork; open it in the child process")
+
+
+def _free(pointer: Any, free: Callable[[Any], object], process: int, needs: tuple[object, ...]) -> None:
+    if os.getpid() == process:
+        free(pointer)
+    del needs  # it had to live until here

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, read_beginning, write_file
-from llamaspec.llama.gguf_metadata import check_metadata
+from llamaspec.llama.gguf_file import check_metadata
 from llamaspec.llama.options import DEFAULT_CONTEXT
 
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial

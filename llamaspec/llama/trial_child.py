@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
-from llamaspec.llama.eagle import try_eagle
-from llamaspec.llama.gguf_tensors import read_tensors
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import PARTS, LlamaModel
-from llamaspec.llama.nextn import EAGLE, heads_in_file
+from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.runtime import available_bytes
 from llamaspec.llama.weights import Weights
@@ -70,15 +69,13 @@ def limit(seconds: int, n_bytes: int) -> None:
 
 def use(path: Path, n_ctx: int) -> None:
     """Open the file, use all of its vocabulary, and evaluate."""
-    found = read_tensors(path)
-    architecture = found.texts.get("general.architecture")
+    found = read_gguf(path)
+    architecture = found.architecture
     trained = found.numbers.get(f"{architecture}.context_length", DEFAULT_CONTEXT)
     n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, trained))
     options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
     if architecture in PARTS:
-        weights = Weights(path, options)  # nearly all that can be done without the other model
-        if architecture == EAGLE:
-            try_eagle(weights, options)
+        Weights(path, options)  # all that can be done without the other model
         return
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the vocabulary inside a model file."""
+"""Text to tokens and back, with the vocabulary inside a model file; whether two models have the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, PairError, PromptError
-from llamaspec.llama.handles import Handle
+from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
 MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama.cpp allows them

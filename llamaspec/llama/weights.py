@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,38 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import device_handles, find_devices, gpus_among
-from llamaspec.llama.facts import ModelFacts, model_facts
-from llamaspec.llama.gguf_header import check_gguf
-from llamaspec.llama.handles import Handle
-from llamaspec.llama.nextn import EAGLE
-from llamaspec.llama.options import ModelOptions, flash_attention_for
+from llamaspec.llama.gguf_file import check_gguf
+from llamaspec.llama.options import (
+    ModelOptions,
+    device_handles,
+    find_devices,
+    flash_attention_for,
+    gpus_among,
+)
 from llamaspec.llama.rpc import connect
+from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the weights are."""
+
+    architecture: str
+    n_parameters: int
+    n_active_parameters: int | None  # used for one token, roughly; None where all of them are
+    weights_bytes: int
+    window: int | None  # positions that some layers look back; None = all layers see everything
+    keeps_states: bool  # some layers keep a state
+    keeps_positions: bool  # some layers keep keys and values
+
+    @property
+    def n_computing(self) -> int:
+        """Parameters that one token costs."""
+        return self.n_active_parameters or self.n_parameters
 
 
 class Weights:
@@ -109,7 +131,16 @@ class Weights:
 
     def facts(self) -> ModelFacts:
         """What the weights are."""
-        return model_facts(self.pointer, self.metadata)
+        n_parameters = int(lib.llama_model_n_params(self.pointer))
+        return ModelFacts(
+            architecture=self.architecture,
+            n_parameters=n_parameters,
+            n_active_parameters=active_parameters(self.metadata, n_parameters),
+            weights_bytes=int(lib.llama_model_size(self.pointer)),
+            window=self.window,
+            keeps_states=self.keeps_states,
+            keeps_positions=not self.is_recurrent,
+        )
 
     def flash_attention(self, options: ModelOptions) -> str:
         """How a context over these weights computes attention: on, off, or auto."""
@@ -142,7 +173,7 @@ class Weights:
 
     def _check_kind(self) -> None:
         remedy = "give a decoder-only text model"
-        if lib.llama_model_has_encoder(self.pointer) and self.architecture != EAGLE:
+        if lib.llama_model_has_encoder(self.pointer):
             raise ModelFileError(f"{self.path} has an encoder; {remedy}")
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
@@ -178,6 +209,28 @@ class Weights:
                 f"no room for {self.path}: {reason}; close programs or put fewer layers on the GPU"
             )
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
+
+
+def active_parameters(metadata: Callable[[str], str | None], n_parameters: int) -> int | None:
+    """Parameters of a mixture of experts that one token uses; None for other models.
+
+    All but the matrices (gate, up, down) of the experts that are not chosen, by the sizes in the metadata.
+    """
+
+    def number(key: str) -> int | None:
+        text = metadata(f"{metadata('general.architecture')}.{key}")
+        return int(text) if text is not None and text.isdigit() else None
+
+    n_experts, n_used = number("expert_count"), number("expert_used_count")
+    width, n_layers = number("embedding_length"), number("block_count")
+    inner = number("expert_feed_forward_length") or number("feed_forward_length")
+    if not (n_experts and n_used and width and n_layers and inner):
+        return None
+    n_mixed = (n_layers - (number("leading_dense_block_count") or 0)) // (
+        number("interleave_moe_layer_step") or 1
+    )
+    active = n_parameters - 3 * width * inner * (n_experts - n_used) * n_mixed
+    return active if 0 < active < n_parameters else None
 
 
 def _devices(options: ModelOptions) -> list[int] | None:

@@ -18,10 +18,9 @@ from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import find_devices
-from llamaspec.llama.head_files import what_it_reads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import heads_in_file
+from llamaspec.llama.nextn import heads_in_file, what_it_reads
+from llamaspec.llama.options import find_devices
 from llamaspec.llama.vocabulary import difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (

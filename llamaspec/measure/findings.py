@@ -13,10 +13,10 @@ from rich.filesize import decimal
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
-from llamaspec.llama.devices import Device, as_size
-from llamaspec.llama.facts import MemoryFacts, ModelFacts
-from llamaspec.llama.options import CACHE_BYTES, ModelOptions
+from llamaspec.llama.model import MemoryFacts
+from llamaspec.llama.options import CACHE_BYTES, Device, ModelOptions, as_size
 from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.weights import ModelFacts
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least so many times cheaper than its target

@@ -16,8 +16,9 @@ from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import EvaluationError
-from llamaspec.llama.devices import Device, as_size, find_devices
-from llamaspec.llama.facts import MemoryFacts, ModelFacts, active_parameters
+from llamaspec.llama.model import MemoryFacts
+from llamaspec.llama.options import Device, as_size, find_devices
+from llamaspec.llama.weights import ModelFacts, active_parameters
 from llamaspec.measure.doctor import N_DRAFT, acceptance_finding, foreign_findings, step_seconds
 from llamaspec.measure.findings import (
     Examined,

@@ -18,9 +18,8 @@ from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draf
 from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.hub import DRAFT_FOR, identity, made_drafts, made_path
-from llamaspec.llama.gguf_tensors import read_tensors
-from llamaspec.llama.layer_influence import layer_influence
-from llamaspec.llama.quantize import COPY, Copy, write_copy
+from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
 from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import sample_tokens
 from plain_llama import PlainLlama
@@ -82,7 +81,7 @@ def test_the_known_best_draft_is_found(widened: Path) -> None:
     assert found.path == path
     assert set(widened.parent.iterdir()) - before == {path}, "nothing else is left behind"
     assert made_drafts(widened) == [path]
-    assert read_tensors(path).numbers["llama.block_count"] == 2
+    assert read_gguf(path).numbers["llama.block_count"] == 2
     with open_pair(widened, path, target_options=OPTIONS, draft_options=OPTIONS) as pair:
         summary = pair.stream("def f(", seed=3, max_tokens=24, policy=FixedLength(3)).run().summary
     assert summary.n_accepted == summary.n_verified > 0

@@ -18,7 +18,7 @@ import pytest
 
 from forward_requests import request
 from llamaspec import LlamaModel, LlamaspecError, MemoryFullError, ModelFileError, ModelOptions
-from llamaspec.llama.gguf_header import check_gguf
+from llamaspec.llama.gguf_file import check_gguf
 from model_store import ModelStore, OpenModel
 from patience import PATIENCE
 from tiny_models import Recipe, truncated, write_bert, write_llama, write_vocabulary_only

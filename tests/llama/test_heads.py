@@ -29,8 +29,8 @@ from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, Token
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe
 
-KINDS = ("qwen35", "step35-one", "step35", "eagle3")
-LONGEST = {"qwen35": 4, "step35-one": 4, "step35": 3, "eagle3": 4}  # draft tokens
+KINDS = ("qwen35", "step35-one", "step35")
+LONGEST = {"qwen35": 4, "step35-one": 4, "step35": 3}  # draft tokens
 TOLERANCE = 2e-3  # the head's scores react to the last bits of a hidden row; another row shifts them by 0.5
 LONG = 2048
 RECIPE = Recipe(n_context=LONG)
@@ -42,20 +42,13 @@ def opened_pair(store: ModelStore, kind: str, **options: object) -> Iterator[Pai
         yield pair
 
 
-def files_of(store: ModelStore, kind: str) -> tuple[Path, Path | str]:
+def files_of(store: ModelStore, kind: str) -> tuple[Path, str]:
     """Target and draft."""
-    return store.path(target_of(kind), RECIPE), store.path(kind, RECIPE) if kind == "eagle3" else "mtp"
-
-
-def target_of(kind: str) -> str:
-    return "llama" if kind == "eagle3" else kind
+    return store.path(kind, RECIPE), "mtp"
 
 
 def distance(one: Logits, other: Logits) -> float:
-    """The largest between scores; an EAGLE-3 has none of some tokens."""
-    finite = np.isfinite(one)
-    assert (finite == np.isfinite(other)).all()
-    return float(np.abs(one[finite] - other[finite]).max())
+    return float(np.abs(one - other).max())
 
 
 def assert_fresh(other: Pair, read: TokenArray, draft: TokenArray, answers: Sequence[Logits]) -> None:
@@ -117,7 +110,7 @@ def test_a_text_that_goes_on_from_another_is_read_from_there(
     store: ModelStore, evaluated: Count, kind: str
 ) -> None:
     """As the next turn of a conversation does: the rows of the last round are still known."""
-    n_heads = {"step35": 3, "eagle3": 2}.get(kind, 1)  # EAGLE-3's encoder reads as much as its layer
+    n_heads = {"step35": 3}.get(kind, 1)
 
     def accepting() -> Asking:
         answers = yield from reading(text(60), tokens(5))
@@ -246,7 +239,7 @@ def test_each_head_computes_its_own_layer(store: ModelStore, opened: OpenModel) 
 def test_the_targets_logits_are_the_same_bits_without_heads(
     store: ModelStore, opened: OpenModel, kind: str
 ) -> None:
-    without = opened(target_of(kind), RECIPE)
+    without = opened(kind, RECIPE)
     with open_pair(*files_of(store, kind), target_options=ModelOptions(threads=1)) as pair:
         for width in (1, 2, 5, 9):
             for model in (pair.target, without):

@@ -39,7 +39,7 @@ from llamaspec import (
 )
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
 from llamaspec.llama import runtime
-from llamaspec.llama.context_size import default_context_size
+from llamaspec.llama.options import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from llamaspec import ModelOptions
-from llamaspec.llama.devices import Device, computing_devices, gpus_among
-from llamaspec.llama.options import flash_attention_for
+from llamaspec.llama.options import Device, computing_devices, flash_attention_for, gpus_among
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 CARDS = tuple(Device(name, "a card", "GPU", 2**30, 2**31) for name in ("CUDA0", "CUDA1"))

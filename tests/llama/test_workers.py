@@ -11,8 +11,8 @@ import pytest
 from llamaspec import FixedLength, ModelOptions, Sampling, open_pair
 from llamaspec.errors import DeviceError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.options import device_of, find_devices
 from llamaspec.pair import Pair
 from local_worker import Worker
 from rpc_workers import needs_rpc, running_worker

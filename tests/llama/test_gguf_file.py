@@ -1,15 +1,18 @@
-"""The metadata of a file, written byte by byte: what no sound file says, and what cannot be read."""
+"""A GGUF file as Python reads it, sound or damaged; metadata byte by byte: what no sound file says."""
 
 from __future__ import annotations
 
 import math
+import random
 import struct
 from pathlib import Path
 
+import gguf
 import pytest
 
 from llamaspec.errors import ModelFileError
-from llamaspec.llama.gguf_metadata import check_metadata
+from llamaspec.llama.gguf_file import check_metadata, read_gguf
+from model_store import ModelStore
 
 UINT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, FLOAT64 = 0, 4, 5, 6, 7, 8, 9, 12
 LONG = struct.pack("<Q", 1 << 40)
@@ -100,3 +103,26 @@ def test_what_sound_files_may_say(tmp_path: Path, sound: list[bytes]) -> None:
 )
 def test_what_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broken: bytes) -> None:
     check(tmp_path, whole("general.alignment", 3), broken)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen35", "gemma4-assistant"])
+def test_it_finds_what_the_gguf_package_finds(store: ModelStore, kind: str) -> None:
+    path = store.path(kind)
+    found, reader = read_gguf(path), gguf.GGUFReader(path)
+    assert found.names == {tensor.name for tensor in reader.tensors}
+    architecture = found.texts["general.architecture"]
+    assert architecture == kind
+    key = f"{architecture}.block_count"
+    assert found.numbers[key] == reader.fields[key].contents()
+
+
+def test_damaged_files_are_read_as_far_as_they_go(store: ModelStore, tmp_path: Path) -> None:
+    """Any bytes and any length: no error, and nothing that takes long."""
+    sound, chance = store.path("qwen35").read_bytes()[:20_000], random.Random(0)
+    path = tmp_path / "damaged.gguf"
+    for _ in range(300):
+        content = bytearray(sound[: chance.randrange(len(sound))])
+        for _ in range(chance.randrange(4) if content else 0):
+            content[chance.randrange(len(content))] = chance.choice((0, 1, 127, 255))
+        path.write_bytes(content)
+        assert len(read_gguf(path).names) <= 100
