@@ -27,8 +27,7 @@ from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder, read_file
-from llamaspec.llama.options import find_devices
-from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
 from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.llama.rpc import PORT, serve_worker
 from llamaspec.measure.store import ModelFile, PairFiles
