@@ -312,7 +312,7 @@ class AnswerParser:
             key = yield from self._word((">",))
             yield from self._incoming.match(re.compile(r"(?s:.)"))  # until there is a character
             self._incoming.take(int(self._incoming.text.startswith("\n")))
-            self._arguments(f"{opening}{_quoted(key)}: ")
+            self._arguments(f"{opening}{quoted(key)}: ")
             opening = ", "
             types = _types(properties, key)
             if types == {"string"}:
@@ -333,7 +333,7 @@ class AnswerParser:
             if mark is None:
                 return
             if mark == ":":
-                self._arguments(f"{_quoted(text)}: ")
+                self._arguments(f"{quoted(text)}: ")
             elif mark == '<|"|>':
                 yield from self._read_string((mark,))
             else:
@@ -348,7 +348,7 @@ class AnswerParser:
     def _read_string(self, ends: Sequence[str]) -> Reading[None]:
         """A text up to its end, as a string of JSON."""
         self._arguments('"')
-        end = yield from self._incoming.until(ends, lambda text: self._arguments(_quoted(text)[1:-1]))
+        end = yield from self._incoming.until(ends, lambda text: self._arguments(quoted(text)[1:-1]))
         if end is not None:
             self._arguments('"')
 
@@ -402,7 +402,8 @@ def message_of(deltas: Iterable[Delta]) -> Message:
     return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning or None)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A string of JSON, which is one of Lark, too."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -411,10 +412,10 @@ def _as_json(text: str, types: Iterable[str] = ()) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return _quoted(text)
+        return quoted(text)
     kind = "null" if value is None else "array" if isinstance(value, list) else "object"
     is_scalar = isinstance(value, str | float | int)
-    return text.strip() if "string" not in types or (kind in types and not is_scalar) else _quoted(text)
+    return text.strip() if "string" not in types or (kind in types and not is_scalar) else quoted(text)
 
 
 def _types(properties: Json, key: str) -> set[str]:

@@ -347,7 +347,7 @@ class RequestBuilder:
         schema = json.loads(wanted.text)
         schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
         thinking, controls = parameters.starts_in_reasoning, self.vocabulary.controls
-        grammar = answer_grammar(answer_format, schema, thinking=thinking, controls=controls)
+        grammar = answer_grammar(answer_format, schema, controls, thinking=thinking)
         constraint = await self.compile(ResponseFormat("grammar", grammar, wanted.field))
         return replace(parameters, constraint=constraint, constraint_after_cut=alone)
 
@@ -367,12 +367,15 @@ class RequestBuilder:
     async def _tool_constraint(
         self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
     ) -> Constraint | None:
-        choice = {"name": use.choice} if use.is_named else use.choice
-        controls = self.vocabulary.controls
+        callable_tools = [t for t in use.tools if not use.is_named or t["function"]["name"] == use.choice]
         try:
-            tools = [_schema_only(tool, is_strict=use.is_strict) for tool in use.tools]
             grammar = tool_grammar(
-                answer_format, tools, choice, use.is_parallel, thinking=thinking, controls=controls
+                answer_format,
+                [_schema_only(tool, is_strict=use.is_strict) for tool in callable_tools],
+                self.vocabulary.controls,
+                is_forced=use.is_forced,
+                is_parallel=use.is_parallel,
+                thinking=thinking,
             )
             if grammar is not None:
                 return await self.compile(ResponseFormat("grammar", grammar, "tools"))
