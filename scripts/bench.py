@@ -1,5 +1,6 @@
 """Measure plain decoding, fixed lengths, a simple policy and automatic length on the same prompts, in turns.
 
+\b
     python scripts/bench.py                                   # the embedded pair
     python scripts/bench.py --target big.gguf --draft small.gguf --llama-cpp path/to/build/bin
     python scripts/bench.py --target mtp.gguf --draft auto --llama-cpp path/to/build/bin    # its own heads
@@ -27,12 +28,11 @@ from pathlib import Path
 import click
 import yaml
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from checkout_arms import BEFORE, NOW, Checkouts
+from bench_peers import BEFORE, NOW, Checkouts, LlamaCpp
 from foresight import bound_seconds
-from help_text import help_text
-from llama_cpp_arms import LlamaCpp
 from llamaspec import (
     Completion,
     FixedLength,
@@ -44,10 +44,9 @@ from llamaspec import (
     demo_target,
     open_pair,
 )
-from llamaspec.cli.output import SlowProgress
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION
-from llamaspec.measure.store import auto_length, stored_prior, stored_probe
+from llamaspec.measure.store import auto_length, stored_prior
 from llamaspec.protocols import LengthPolicy
 from simple_length import SimpleLength
 
@@ -88,7 +87,7 @@ class Score:
     per_prompt: dict[int, float] = field(default_factory=dict)
 
 
-@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=Path, default=demo_target(), show_default="the embedded pair")
 @click.option(
     "--draft",
@@ -156,23 +155,21 @@ def main(
             texts = [_deep(pair, texts, i, depth) for i in range(len(texts))]
         peers: list[LlamaCpp | Checkouts] = [LlamaCpp(llama_cpp, pair, threads)] if llama_cpp else []
         if against is not None:
-            probe = stored_probe(pair).value
-            peers.append(stack.enter_context(Checkouts(against, pair, probe.curve if probe else None)))
+            peers.append(stack.enter_context(Checkouts(against, pair)))
         arms = _arms(pair, lengths)
         cases = list(itertools.product(temperatures, range(len(texts)), range(turns)))
-        with SlowProgress("measuring") as progress:
-            _run(pair, arms["plain"], texts[0], 0.0, 0, 16)  # warm-up
-            for done, (temperature, prompt, turn) in enumerate(cases):
-                runs += _turn(pair, arms, texts[prompt], (temperature, prompt, turn), max_tokens)
-                for peer in peers:
-                    for run in peer.turn(texts[prompt], temperature, turn, max_tokens):
-                        case = (prompt, temperature, turn)
-                        runs.append(
-                            Run(
-                                run.arm, *case, run.n_tokens, run.tokens_per_second, None, run.acceptance_rate
-                            )
-                        )
-                progress.part(done + 1, len(cases))
+        _run(pair, FixedLength(0), texts[0], 0.0, 0, 16)  # warm-up
+        console = Console(file=sys.stderr)
+        for case in track(
+            cases, "measuring", console=console, transient=True, disable=not console.is_terminal
+        ):
+            temperature, prompt, turn = case
+            runs += _turn(pair, arms, texts[prompt], case, max_tokens)
+            for peer in peers:
+                runs += [
+                    Run(run.arm, prompt, temperature, turn, *run[1:3], None, run.acceptance_rate)
+                    for run in peer.turn(texts[prompt], temperature, turn, max_tokens)
+                ]
         attention = f"flash attention {pair.target.flash_attention}, {cache_type_k}, {cache_type_v}"
         description = f"{pair.target.description}, {depth} deep" if depth else pair.target.description
     scores = list(_scores(runs))
@@ -223,8 +220,7 @@ def _turn(
     done: dict[str, tuple[Completion, LengthPolicy]] = {}
     for name in order:
         policy = arms[name]()
-        completion = _run(pair, lambda: policy, text, temperature, turn, max_tokens)  # noqa: B023
-        done[name] = completion, policy
+        done[name] = _run(pair, policy, text, temperature, turn, max_tokens), policy
     plain = done["plain"][0]
     for name, (completion, _) in done.items():
         summary = completion.summary
@@ -245,16 +241,8 @@ def _turn(
         yield Run(BOUND, prompt, temperature, turn, len(plain.tokens), len(plain.tokens) / seconds, None)
 
 
-def _run(
-    pair: Pair,
-    make_policy: Callable[[], LengthPolicy],
-    text: str,
-    temperature: float,
-    seed: int,
-    n: int,
-) -> Completion:
+def _run(pair: Pair, policy: LengthPolicy, text: str, temperature: float, seed: int, n: int) -> Completion:
     pair.forget()
-    policy = make_policy()
     drafter = NoDrafter() if isinstance(policy, FixedLength) and policy.n_draft == 0 else None
     sampling = Sampling(temperature=temperature)
     stream = pair.stream(text, sampling=sampling, seed=seed, max_tokens=n, policy=policy, drafter=drafter)

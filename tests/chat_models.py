@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from label_demo_pair import relabel
+from demo_pair.chat_template import relabel
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.chat.session import Session, Settings
 from llamaspec.chat.template import ChatTemplate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any
 
 from click.testing import CliRunner
 
-import local_worker
 from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.cli.main import main
 from patience import PATIENCE
 
-ENTRY = local_worker.ENTRY
+ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
 PROMPT = "def f(self):\n    return "
 FIXED = {"LLAMASPEC_TRUST_FILES": "1", "LLAMASPEC_FLASH_ATTN": "auto"}
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")

@@ -1,22 +1,83 @@
-"""Workers of tests, which answer as a fresh installation would."""
+"""`llamaspec worker` on this machine, in a process of its own."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
 
 import pytest
 
-import local_worker
-from command import environment
+from command import ENTRY, environment
 from llamaspec.llama.rpc import has_rpc
-from local_worker import Worker
+
+LONGEST_START = 300.0  # seconds
 
 needs_rpc = pytest.mark.skipif(
     not os.environ.get("CI") and not has_rpc(), reason="this build of llama.cpp has no RPC; .ci/run's has"
 )
 
 
-def running_worker() -> AbstractContextManager[Worker]:
-    """A worker that listens."""
-    return local_worker.running_worker(env=environment())
+@dataclass(frozen=True)
+class Worker:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def address(self) -> str:
+        """As --rpc takes it."""
+        return f"127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """End it as a power cut would, and wait until it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def running_worker() -> Iterator[Worker]:
+    """A worker that listens; another port is tried where somebody else was faster."""
+    while True:
+        port = free_port()
+        command = [*ENTRY, "worker", "--port", str(port), "--threads", "1"]
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            try:
+                end = time.monotonic() + LONGEST_START
+                while process.poll() is None and time.monotonic() < end:
+                    if "a worker on" in _said(log) and _listens(port):
+                        yield Worker(process, port)
+                        return
+                    time.sleep(0.01)
+            finally:
+                process.kill()
+                process.wait()
+            said = _said(log)
+        if "cannot listen" not in said:
+            raise ChildProcessError(f"the worker did not start: {said}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _said(log: IO[bytes]) -> str:
+    """What it wrote up to now; its place in the file, which both share, stays."""
+    return os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

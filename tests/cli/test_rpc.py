@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from command import ENTRY, environment, expected, invoke, naming, run, said
-from local_worker import free_port
-from rpc_workers import needs_rpc, running_worker
+from rpc_workers import free_port, needs_rpc, running_worker
 
 PROMPT = "def f(self):\n    return "
 

@@ -14,8 +14,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import device_of, find_devices
 from llamaspec.pair import Pair
-from local_worker import Worker
-from rpc_workers import needs_rpc, running_worker
+from rpc_workers import Worker, needs_rpc, running_worker
 
 pytestmark = needs_rpc
 HOME = ModelOptions(n_ctx=512, threads=1)
