@@ -3,7 +3,8 @@
 
     python scripts/fuzz_gguf.py --count 1000 --out build/fuzz tiny-*.gguf
 
-Every seed makes one damaged file (`scripts/fuzzing.py`). A worker opens them one after the other and
+Every seed makes one damaged file: a sound one is read into its parts, some are changed at random, and it is
+written again, so most damage gets past the first checks of a reader. A worker opens the files in turn and
 generates a few tokens from each. A worker that ends, stays silent too long, grows too large or meets an error
 that is not a `LlamaspecError` is a fault: the file is kept in OUT, and another worker goes on.
 OUT/results.jsonl holds what came of every seed; what it holds already is not tried again. The last line on
@@ -14,23 +15,327 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzzing import damaged
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, open_pair
 
 SILENT_SECONDS = 300.0  # of a worker, more than any trial of a small file may take
 MAX_GROWTH = 1 << 30  # bytes of memory in the worker
 FAULTS = ("crash", "hang", "traceback", "growth", "message")
+
+
+STRING, ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_INTEGERS = (0, 1, 2, 3, 5, 7, 8, 31, 33, 127, 255, 256, 4097, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63, -1)
+_FLOATS = (0.0, -1.0, 1e-30, 1e30, 1e38, math.nan, math.inf, -math.inf)
+_STRINGS = (
+    b"", b"\xff\xfe", b"llama", b"mamba", b"mamba2", b"gemma3", b"qwen2moe", b"deepseek2", b"rwkv7", b"bert",
+    b"t5", b"gpt2", b"jamba", b"lfm2", b"no_vocab", b"none", b"yarn", b"longrope", b"{{ x", b"x" * 70_000,
+    b"ugm", b"spm", b"rwkv", b"plamo2", b"default", b"llama-bpe", b"gpt-oss", b"\0", b"a\nb",
+)  # fmt: skip
+_ADDED = (
+    "general.alignment", "split.count", "split.no", "split.tensors.count", "{a}.expert_count",
+    "{a}.expert_used_count", "{a}.expert_group_count", "{a}.rope.dimension_count", "{a}.rope.freq_base",
+    "{a}.rope.scaling.type", "{a}.rope.scaling.factor", "{a}.rope.scaling.original_context_length",
+    "{a}.attention.key_length", "{a}.attention.value_length", "{a}.attention.sliding_window",
+    "{a}.attention.head_count_kv", "{a}.attention.layer_norm_rms_epsilon", "{a}.attention.causal",
+    "{a}.attention.clamp_kqv", "{a}.attention.scale", "{a}.logit_scale", "{a}.residual_scale",
+    "{a}.leading_dense_block_count", "{a}.vocab_size", "{a}.pooling_type", "{a}.feed_forward_length",
+    "{a}.nextn_predict_layers", "{a}.full_attention_interval", "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.padding_token_id", "tokenizer.ggml.mask_token_id", "tokenizer.ggml.add_bos_token",
+    "tokenizer.ggml.token_type_count", "tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.pre",
+    "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.chat_template", "quantize.imatrix.chunks_count",
+)  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """One metadata entry; of an array, the kind of its elements, too."""
+
+    key: bytes
+    kind: int
+    value: Any
+    element_kind: int = 0
+
+
+@dataclass
+class Tensor:
+    """What the list of tensors says of one."""
+
+    name: bytes
+    shape: list[int]
+    kind: int
+    offset: int
+
+
+@dataclass
+class Parts:
+    """A GGUF file, taken apart."""
+
+    version: int = 3
+    entries: list[Entry] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    data: bytes = b""
+    n_more_entries: int = 0  # that the header claims
+    n_more_tensors: int = 0
+
+    def entry(self, rng: random.Random) -> Entry:
+        """One at random."""
+        return rng.choice(self.entries)
+
+
+class _Reader:
+    def __init__(self, content: bytes) -> None:
+        self.content, self.at = content, 0
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self.content, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> bytes:
+        n = self.number("Q")
+        self.at += n
+        return self.content[self.at - n : self.at]
+
+    def value(self, kind: int) -> Any:
+        return self.string() if kind == STRING else self.number(_SCALARS[kind])
+
+    def entry(self) -> Entry:
+        key, kind = self.string(), self.number("I")
+        if kind != ARRAY:
+            return Entry(key, kind, self.value(kind))
+        element_kind, n = self.number("I"), self.number("Q")
+        return Entry(key, kind, [self.value(element_kind) for _ in range(n)], element_kind)
+
+    def tensor(self) -> Tensor:
+        name, n = self.string(), self.number("I")
+        shape = [self.number("Q") for _ in range(n)]
+        return Tensor(name, shape, self.number("I"), self.number("Q"))
+
+
+def take_apart(content: bytes, alignment: int = 32) -> Parts:
+    """Read a sound file."""
+    reader = _Reader(content)
+    reader.at = 4
+    parts = Parts(reader.number("I"))
+    n_tensors, n_entries = reader.number("Q"), reader.number("Q")
+    parts.entries = [reader.entry() for _ in range(n_entries)]
+    parts.tensors = [reader.tensor() for _ in range(n_tensors)]
+    parts.data = content[-(-reader.at // alignment) * alignment :]
+    return parts
+
+
+def put_together(parts: Parts, alignment: int = 32) -> bytes:
+    """Write a file, whatever its parts say."""
+    out = bytearray(b"GGUF")
+    n_tensors, n_entries = (
+        len(parts.tensors) + parts.n_more_tensors,
+        len(parts.entries) + parts.n_more_entries,
+    )
+    out += struct.pack("<IQQ", parts.version & 0xFFFFFFFF, n_tensors % 2**64, n_entries % 2**64)
+    for entry in parts.entries:
+        out += _string(entry.key) + struct.pack("<I", entry.kind & 0xFFFFFFFF)
+        if entry.kind == ARRAY and isinstance(entry.value, list):
+            out += struct.pack("<IQ", entry.element_kind, len(entry.value))
+            out += b"".join(_packed(entry.element_kind, value) for value in entry.value)
+        else:
+            out += _packed(entry.kind, entry.value)
+    for tensor in parts.tensors:
+        out += _string(tensor.name) + struct.pack("<I", len(tensor.shape))
+        out += b"".join(struct.pack("<Q", n % 2**64) for n in tensor.shape)
+        out += struct.pack("<IQ", tensor.kind & 0xFFFFFFFF, tensor.offset % 2**64)
+    return bytes(out) + bytes(-len(out) % alignment) + parts.data
+
+
+def _string(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def _packed(kind: int, value: Any) -> bytes:
+    if kind == STRING:
+        return _string(value if isinstance(value, bytes) else str(value).encode())
+    code = _SCALARS.get(kind)
+    if code is None:
+        return b"\0" * 8
+    if isinstance(value, bytes | list):
+        value = len(value)
+    if code in "fd":
+        try:
+            return struct.pack("<" + code, float(value))
+        except OverflowError:
+            return struct.pack("<" + code, math.inf)
+    number: int = int(value) if math.isfinite(value) else 0
+    size = struct.calcsize("<" + code)
+    return (number % (1 << 8 * size)).to_bytes(size, "little")
+
+
+# Damage: each takes the parts and the generator, and changes the parts.
+
+
+def _scalar(parts: Parts, rng: random.Random) -> None:
+    entries = [entry for entry in parts.entries if entry.kind not in (STRING, ARRAY)]
+    if entries:
+        entry = rng.choice(entries)
+        entry.value = rng.choice(_FLOATS if entry.kind in (6, 12) else _INTEGERS)
+
+
+def _text(parts: Parts, rng: random.Random) -> None:
+    entries = [entry for entry in parts.entries if entry.kind == STRING]
+    if entries:
+        rng.choice(entries).value = rng.choice(_STRINGS)
+
+
+def _kind(parts: Parts, rng: random.Random) -> None:
+    parts.entry(rng).kind = rng.choice([*range(14), 2**31])
+
+
+def _remove(parts: Parts, rng: random.Random) -> None:
+    parts.entries.remove(parts.entry(rng))
+
+
+def _double(parts: Parts, rng: random.Random) -> None:
+    entry = parts.entry(rng)
+    parts.entries.append(Entry(entry.key, entry.kind, entry.value, entry.element_kind))
+
+
+def _rename(parts: Parts, rng: random.Random) -> None:
+    parts.entry(rng).key = rng.choice((b"", b"x" * 70, b"\xff", parts.entry(rng).key))
+
+
+def _add(parts: Parts, rng: random.Random) -> None:
+    architecture = next((e.value for e in parts.entries if e.key == b"general.architecture"), b"")
+    name = architecture.decode(errors="replace")[:50] if isinstance(architecture, bytes) else ""
+    key = rng.choice(_ADDED).replace("{a}", name).encode()
+    kind = rng.choice((4, 4, 4, 6, 7, STRING, 5, 10))
+    value: Any = rng.choice(_INTEGERS)
+    if kind in (6, STRING):
+        value = rng.choice(_FLOATS) if kind == 6 else rng.choice(_STRINGS)
+    parts.entries = [entry for entry in parts.entries if entry.key != key] + [Entry(key, kind, value)]
+
+
+def _array(parts: Parts, rng: random.Random) -> None:
+    entries = [entry for entry in parts.entries if entry.kind == ARRAY and entry.value]
+    if not entries:
+        return
+    entry = rng.choice(entries)
+    values, at = list(entry.value), rng.randrange(len(entry.value))
+    how = rng.randrange(8)
+    if how == 0:
+        values = values[: rng.choice((0, 1, 2, len(values) // 2, len(values) - 1))]
+    elif how == 1:
+        values += values[: rng.choice((1, 3, len(values)))]
+    elif how == 2:
+        values[at] = values[rng.randrange(len(values))]
+    elif how == 3:
+        values = [values[0]] * len(values)
+    elif how == 4:
+        rng.shuffle(values)
+    elif entry.element_kind == STRING:
+        values[at] = rng.choice(_STRINGS)
+    elif how == 5:
+        values = [rng.choice(_INTEGERS)] * len(values)
+    elif how == 6:
+        entry.element_kind = rng.choice((*range(13), 99))
+    else:
+        values[at] = rng.choice(_FLOATS if entry.element_kind in (6, 12) else _INTEGERS)
+    entry.value = values
+
+
+def _counts(parts: Parts, rng: random.Random) -> None:
+    more = rng.choice((-1, 1, 2**31, 2**62, -(2**63)))
+    if rng.random() < 0.5:
+        parts.n_more_entries = more
+    else:
+        parts.n_more_tensors = more
+
+
+def _tensor(parts: Parts, rng: random.Random) -> None:
+    if not parts.tensors:
+        return
+    tensor, how = rng.choice(parts.tensors), rng.randrange(8)
+    if how == 0:
+        tensor.shape[rng.randrange(len(tensor.shape))] = rng.choice(_INTEGERS)
+    elif how == 1:
+        tensor.shape = tensor.shape[::-1]
+    elif how == 2:
+        tensor.shape = (tensor.shape * 5)[: rng.choice((0, 1, 2, 3, 4, 5, 9))]
+    elif how == 3:
+        tensor.kind = rng.choice((*range(42), 2**31))
+    elif how == 4:
+        tensor.offset = rng.choice((1, 31, 32, 2**31, 2**63, 2**64 - 32, rng.choice(parts.tensors).offset))
+    elif how == 5:
+        tensor.name = rng.choice((b"", b"\xff", b"x" * 100, rng.choice(parts.tensors).name))
+    elif how == 6:
+        parts.tensors.remove(tensor)
+    else:
+        parts.tensors.append(Tensor(tensor.name, tensor.shape, tensor.kind, tensor.offset))
+
+
+def _weights(parts: Parts, rng: random.Random) -> None:
+    """Numbers that are none, too large, or noise."""
+    data = bytearray(parts.data)
+    n = min(len(data), rng.choice((4, 64, 4096)))
+    at = rng.randrange(max(1, len(data) - n)) // 4 * 4
+    pattern = rng.choice((struct.pack("<f", math.nan), struct.pack("<f", math.inf), b"\xff", b"\x7f"))
+    fill = rng.randbytes(n) if rng.random() < 0.4 else (pattern * n)[:n]
+    data[at : at + n] = fill
+    parts.data = bytes(data)
+
+
+_DAMAGE: tuple[Callable[[Parts, random.Random], None], ...] = (
+    _scalar, _scalar, _scalar, _text, _kind, _remove, _double, _rename, _add, _add, _add,
+    _array, _array, _array, _counts, _tensor, _tensor, _weights,
+)  # fmt: skip
+
+
+def damaged(content: bytes, seed: int) -> tuple[bytes, str]:
+    """A damaged copy of a sound file, and what was done to it."""
+    rng = random.Random(seed)
+    parts, done = take_apart(content), []
+    for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 3))):
+        damage = rng.choice(_DAMAGE)
+        damage(parts, rng)
+        done.append(damage.__name__.lstrip("_"))
+    if rng.random() < 0.02:
+        parts.version = rng.choice((0, 1, 2, 4, 2**31))
+        done.append("version")
+    changed = bytearray(put_together(parts))
+    if not done or rng.random() < 0.1:
+        done.append(_bytes(changed, len(changed) - len(parts.data), rng))
+    return bytes(changed), "+".join(done)
+
+
+def _bytes(content: bytearray, n_head: int, rng: random.Random) -> str:
+    """Damage that knows no structure."""
+    how = rng.randrange(4)
+    if how == 0:
+        del content[rng.randrange(len(content)) :]
+        return "cut"
+    if how == 1:
+        at = rng.randrange(len(content))
+        content[at:at] = rng.randbytes(rng.choice((1, 4, 32)))
+        return "insert"
+    within = n_head if how == 2 else len(content)
+    for _ in range(rng.choice((1, 8, 64))):
+        at = rng.randrange(max(1, min(within, len(content))))
+        content[at] ^= 1 << rng.randrange(8)
+    return "flip"
 
 
 def main() -> int:

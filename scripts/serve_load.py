@@ -1,14 +1,14 @@
 """Drive `llamaspec serve` and llama.cpp's `llama-server` with the same requests, in turns.
 
-    python scripts/serve_load.py --target big.gguf --draft small.gguf --keep loads.jsonl --plot loads.png
+\b
+    python scripts/serve_load.py --target big.gguf --draft small.gguf
     python scripts/serve_load.py --target big-q4_0.gguf --target big-f16.gguf --draft small.gguf \\
-        --llama-cpp llama/bin                               # scripts/llama_cpp_arms.py says how to build it
+        --llama-cpp llama/bin                               # scripts/bench_peers.py says how to build it
 
 Every arm is a server of its own over the same files; only one of them has work at a time. Clients ask one
 request after the other and stream the answers, all of which have `--max-tokens`. No two requests to a server
 begin alike, so that every prompt is read. Arms are interleaved turn by turn, because machines drift; ratios
-are medians over turns. A table goes to stderr, the last line of stdout is one JSON object; `load_figures.py`
-draws what was kept.
+are medians over turns. A table goes to stderr, the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,13 +32,14 @@ import httpx
 import numpy as np
 import yaml
 from rich.console import Console
+from rich.table import Table
 
-from help_text import help_text
-from load_figures import AUTO, BASE, PEER, Load, check_picture, conclusion, draw, figures, table
-
+AUTO, BASE = "llamaspec", "llamaspec, no draft"  # all ratios are to the latter
+PEER = "llama-server"  # what its arms begin with
 PROMPTS = Path(__file__).with_name("prompts.yaml")
 READY_SECONDS = 180.0
 END_SECONDS = 30.0
+FILE, COUNT = click.Path(exists=True, dir_okay=False, path_type=Path), click.IntRange(min=1)
 TOGETHER_SECONDS = 0.001  # events closer than this arrive together: one program sends a round as several
 
 
@@ -74,63 +75,66 @@ class Case:
         ]
 
 
-@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--target",
-    "targets",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    required=True,
-    help="May be repeated: one after the other.",
-)
-@click.option("--draft", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
-@click.option(
-    "--llama-cpp",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Also llama-server, from this folder.",
-)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one arm made of one load in one turn."""
+
+    target: str
+    arm: str
+    n_clients: int
+    temperature: float
+    turn: int
+    n_tokens: int
+    seconds: float
+    first_seconds: float  # median, from the request to its first text
+    gap_p50: float  # seconds between two arrivals of text
+    gap_p99: float
+    draft_length: float  # draft tokens in a round of one text
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all clients together."""
+        return self.n_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One arm at one load: medians over the turns."""
+
+    target: str
+    temperature: float
+    n_clients: int
+    arm: str
+    speed: float  # tokens per second of all clients together
+    to_base: float | None  # turn by turn, next to llamaspec without a draft
+    to_peer: float | None  # turn by turn, next to the arm of llama-server that is fastest at this load
+    first_seconds: float
+    gap_p50: float
+    gap_p99: float
+    draft_length: float
+
+
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--target", "targets", type=FILE, multiple=True, required=True, help="May be repeated.")
+@click.option("--draft", type=FILE, required=True)
+@click.option("--llama-cpp", type=Path, metavar="DIR", help="Also llama-server, from this folder.")
 @click.option(
     "--n-max",
     "n_maxes",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     default=(1, 2, 3, 4),
     show_default=True,
     help="Draft tokens of llama-server.",
 )
+@click.option("--clients", "-c", type=COUNT, multiple=True, default=(1, 2, 4, 8), show_default=True)
+@click.option("--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 1.0))
 @click.option(
-    "--clients", "-c", type=click.IntRange(min=1), multiple=True, default=(1, 2, 4, 8), show_default=True
+    "--max-tokens", "-n", type=click.IntRange(2), default=64, show_default=True, help="Of an answer."
 )
-@click.option(
-    "--temperature",
-    "-t",
-    "temperatures",
-    type=click.FloatRange(min=0.0),
-    multiple=True,
-    default=(0.0, 1.0),
-    show_default=True,
-)
-@click.option(
-    "--max-tokens", "-n", type=click.IntRange(min=2), default=64, show_default=True, help="Of each answer."
-)
-@click.option(
-    "--requests", type=click.IntRange(min=1), default=2, show_default=True, help="Of each client and turn."
-)
-@click.option("--turns", "-r", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Of every server; default: what each chooses.")
-@click.option(
-    "--keep",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Append every load to this file as it is measured, one JSON object a line.",
-)
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Draw tokens per second and K by the number of clients, as .png or .svg.",
-)
+@click.option("--requests", type=COUNT, default=2, show_default=True, help="Of each client and turn.")
+@click.option("--turns", "-r", type=COUNT, default=3, show_default=True)
+@click.option("--threads", type=COUNT, help="Of every server; default: what each chooses.")
 def main(
     targets: Sequence[Path],
     draft: Path,
@@ -142,12 +146,8 @@ def main(
     requests: int,
     turns: int,
     threads: int | None,
-    keep: Path | None,
-    plot: Path | None,
 ) -> None:
     """Measure the arms and print how they compare."""
-    if plot is not None:
-        check_picture(plot)
     peer = None if llama_cpp is None else llama_cpp / PEER
     if peer is not None and not peer.is_file():
         raise click.UsageError(f"{llama_cpp} has no {PEER}")
@@ -157,19 +157,12 @@ def main(
         for temperature in temperatures
         for n in clients
     ]
-    loads: list[Load] = []
-    for target in targets:
-        for load in _measured(target, draft, peer, n_maxes, threads, cases):
-            loads.append(load)
-            if keep is not None:
-                with keep.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(load)) + "\n")
+    loads = [load for target in targets for load in _measured(target, draft, peer, n_maxes, threads, cases)]
     found = figures(loads)
     Console(stderr=True, width=130).print(table(found))
     click.echo(conclusion(found), err=True)
-    if plot is not None:
-        draw(found, plot)
-    print(json.dumps({"draft": draft.name, "figures": [asdict(each) for each in found]}))
+    told = {"figures": [asdict(each) for each in found], "loads": [asdict(load) for load in loads]}
+    print(json.dumps({"draft": draft.name, **told}))
 
 
 def _measured(
@@ -340,6 +333,91 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
             if event.get("timings"):
                 answer.note(event["timings"])
     return answer
+
+
+def figures(loads: Iterable[Load]) -> list[Figures]:
+    """The medians of every arm at every load."""
+    groups: dict[tuple[str, float, int], dict[str, list[Load]]] = {}
+    for load in loads:
+        group = groups.setdefault((load.target, load.temperature, load.n_clients), {})
+        group.setdefault(load.arm, []).append(load)
+    found: list[Figures] = []
+    for (target, temperature, n_clients), arms in sorted(groups.items()):
+        speeds = {arm: _median(own, "speed") for arm, own in arms.items()}
+        peer = max((arm for arm in arms if arm.startswith(PEER)), key=speeds.__getitem__, default=None)
+        found += [
+            Figures(
+                target=target,
+                temperature=temperature,
+                n_clients=n_clients,
+                arm=arm,
+                speed=speeds[arm],
+                to_base=_ratio(own, arms.get(BASE, ())),
+                to_peer=None if peer is None else _ratio(own, arms[peer]),
+                **{
+                    name: _median(own, name)
+                    for name in ("first_seconds", "gap_p50", "gap_p99", "draft_length")
+                },
+            )
+            for arm, own in sorted(arms.items())
+        ]
+    return found
+
+
+def conclusion(found: Sequence[Figures]) -> str:
+    """One sentence: what automatic length is worth where it is worth least, and what becomes of K."""
+    own = [each for each in found if each.arm == AUTO]
+    if not own:
+        return f"Nothing was measured of {AUTO}."
+    says: list[str] = []
+    for other, name in (("no draft", "to_base"), (f"the best arm of {PEER}", "to_peer")):
+        known = [each for each in own if getattr(each, name) is not None]
+        if known:
+            worst = min(known, key=lambda each: float(getattr(each, name)))
+            says.append(f"at least {getattr(worst, name):.2f} times as fast as {other} ({_where(worst)})")
+    few, many = min(each.n_clients for each in own), max(each.n_clients for each in own)
+    lengths = [statistics.mean(each.draft_length for each in own if each.n_clients == n) for n in (few, many)]
+    says.append(f"K {lengths[0]:.1f} with {_clients(few)}, {lengths[1]:.1f} with {_clients(many)}")
+    return f"Automatic length: {'; '.join(says)}."
+
+
+def table(found: Sequence[Figures]) -> Table:
+    """All figures, for a person."""
+    shown = Table(box=None, pad_edge=False, title=f"tokens per second of all clients; ratio to {BASE!r}")
+    titles = ("target", "temperature", "clients", "arm", "tokens/s", "ratio", "first ms", "p50 ms", "p99 ms")
+    for title in (*titles, "K"):
+        shown.add_column(title, justify="left" if title in ("target", "arm") else "right")
+    for each in found:
+        shown.add_row(
+            each.target,
+            f"{each.temperature:g}",
+            str(each.n_clients),
+            each.arm,
+            f"{each.speed:.1f}",
+            "" if each.to_base is None else f"{each.to_base:.3f}",
+            *(f"{1e3 * seconds:.1f}" for seconds in (each.first_seconds, each.gap_p50, each.gap_p99)),
+            f"{each.draft_length:.2f}",
+        )
+    return shown
+
+
+def _median(loads: Sequence[Load], name: str) -> float:
+    return float(statistics.median(getattr(load, name) for load in loads))
+
+
+def _ratio(own: Sequence[Load], others: Sequence[Load]) -> float | None:
+    """The median over the turns that both have."""
+    speeds = {load.turn: load.speed for load in others}
+    ratios = [load.speed / speeds[load.turn] for load in own if load.turn in speeds]
+    return statistics.median(ratios) if ratios else None
+
+
+def _where(found: Figures) -> str:
+    return f"{Path(found.target).stem}, temperature {found.temperature:g}, {_clients(found.n_clients)}"
+
+
+def _clients(n: int) -> str:
+    return f"{n} client" + "s" * (n > 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Let clients of every kind at a server for a long time: honest, broken, malicious, and such that vanish.
 
+\b
     python scripts/serve_soak.py --minutes 30                 # the embedded pair, in a process of its own
     python scripts/serve_soak.py --minutes 60 --commands 2    # and commands on the same stores, two at a time
 
@@ -34,7 +35,6 @@ import click
 import httpx
 import psutil
 
-from help_text import help_text
 from mixed_commands import Commands
 
 TEMPLATE = """\
@@ -343,7 +343,7 @@ def server(environment: Mapping[str, str]) -> Iterator[tuple[str, psutil.Process
             started.wait(60)
 
 
-@click.command(epilog=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True)
 @click.option("--clients", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--commands", "n_commands", type=click.IntRange(0, 64), default=0, show_default=True)

@@ -1,5 +1,6 @@
 """Give a Llama a prediction head (MTP), trained on a CPU in minutes: a target for `--draft mtp`.
 
+\b
     python scripts/train_mtp_target.py              # the embedded target, into build/models/mtp-target.gguf
     python scripts/widen_gguf.py build/models/mtp-target.gguf --layers 10 --quantize Q4_0 --check
 
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 
 from demo_pair import corpus, distil
 from demo_pair.lessons import WindowPlan, windows
-from help_text import help_text
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
 from llamaspec.draft_making.student import Llama
 from mtp_target import export, train, trunk
@@ -38,7 +38,7 @@ GREEDY, N_CHECKED = Sampling(temperature=0.0), 4  # draft tokens of a round
 N_OWN_ROWS, N_OWN_TOKENS = 64, 512  # texts that the target writes for the head
 
 
-@click.command(help=help_text(__doc__), context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=Path, default=demo_target())
 @click.option("--out", type=Path, default=ROOT / "build" / "models" / "mtp-target.gguf", show_default=True)
 @click.option(

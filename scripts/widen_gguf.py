@@ -15,17 +15,18 @@ import tempfile
 from pathlib import Path
 
 import click
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llamaspec import demo_target
-from llamaspec.cli.output import stderr_console
+from llamaspec import LlamaspecError, demo_target
+from llamaspec.llama.quantize import Copy, write_copy
 from widening.compare import compare
 from widening.plan import Plan, Widening
-from widening.quantize import FILE_TYPES, quantize
 from widening.source import Source, UnsuitableFileError
 from widening.write import n_bytes_of, write
 
 CHECKS = (b"def read_lines(path):\n", b"import os\n", b"class Node:\n    def __init__(self", b"Return a new")
+KINDS = ("Q4_0", "Q8_0", "Q4_K_M")
 N_CHECKED = 64  # greedy tokens behind each of them
 EXAMPLES = """\b
 Examples:
@@ -51,7 +52,7 @@ and so a KV cache of realistic size: 40 KB for a token. Depth is measured on it.
 @click.option(
     "--dtype", type=click.Choice(["F16", "F32"]), default="F16", show_default=True, help="Of the matrices."
 )
-@click.option("--quantize", "kinds", type=click.Choice(list(FILE_TYPES)), multiple=True, help="Also so.")
+@click.option("--quantize", "kinds", type=click.Choice(KINDS), multiple=True, help="Also so.")
 @click.option("--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files.")
 @click.option(
     "--check", is_flag=True, help="Compare greedy texts; fail if the wide floats say something else."
@@ -82,7 +83,7 @@ def main(
             print(path)
         if check and not _check(plan.source, [wide, *quantized], threads):
             sys.exit(f"widen_gguf: {wide} does not say what {source} says")
-    except (UnsuitableFileError, ValueError, OSError) as error:
+    except (UnsuitableFileError, LlamaspecError, ValueError, OSError) as error:
         sys.exit(f"widen_gguf: {error}")
 
 
@@ -92,9 +93,18 @@ def _widen(plan: Plan, path: Path) -> None:
         return
     n_bytes = sum(n_bytes_of(plan, target) for target in plan.targets())
     columns = (TextColumn("widening"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("widening", total=n_bytes)
         write(plan, path, lambda _name, n: progress.advance(task, n))
+
+
+def quantize(path: Path, kind: str, threads: int) -> Path:
+    """Quantise a float file, unless that is done already: the new file, beside it."""
+    name = path.stem.removesuffix("-F16").removesuffix("-F32")
+    quantized = path.with_name(f"{name}-{kind}.gguf")
+    if not quantized.exists() or quantized.stat().st_mtime <= path.stat().st_mtime:
+        write_copy(path, quantized, Copy(kind), threads)
+    return quantized
 
 
 def _check(source: Source, paths: list[Path], n_threads: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from command import invoke, naming, run, said
-from fuzzing import put_together, take_apart
+from fuzz_gguf import put_together, take_apart
 from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.errors import ScoresError
 from model_store import ModelStore

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz_gguf import FAULTS, open_one
-from fuzzing import damaged, put_together, take_apart
+from fuzz_gguf import FAULTS, damaged, open_one, put_together, take_apart
 from llamaspec.llama import trial
 from model_store import ModelStore
 from tiny_models import WRITERS, Recipe

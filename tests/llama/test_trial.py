@@ -14,7 +14,7 @@ import gguf
 import pytest
 
 from command import run
-from fuzzing import Entry, Parts, put_together, take_apart
+from fuzz_gguf import Entry, Parts, put_together, take_apart
 from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
 from llamaspec.errors import MemoryFullError
 from llamaspec.llama import trial

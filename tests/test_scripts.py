@@ -1,0 +1,148 @@
+"""What the scripts compute themselves, and that those which use much of llamaspec still run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bench
+import mixed_commands
+import sweep_probe
+from demo import Found, most_gained, report
+from foresight import shortest, standing
+from llamaspec.measure.probe import Effort
+from llamaspec.values import Draft, Round
+from mixed_commands import COMMANDS, Commands
+from mutate import mutants, sample
+from overhead import hand_over_seconds
+
+WRONGLY, LIST = "generate wrongly", "models list"
+
+
+def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
+    found = [Found("Q4_0", 1.0, 0, "drafting does not pay"), Found("F16", 2.05, 5, "not below 0.31")]
+    assert most_gained(found).kind == "F16"
+    assert report(found).splitlines()[1:] == [
+        "  Q4_0  nothing: drafting does not pay",
+        "  F16   2.05 times the speed with 5 draft tokens a round: not below 0.31",
+        "Comparing on F16, where it should gain most:",
+    ]
+
+
+def brute_force(stands: list[bool], seconds: list[float]) -> float:
+    ways = [
+        cost + brute_force(stands[n + 1 :], seconds)
+        for n, cost in enumerate(seconds)
+        if stands and all(stands[:n])
+    ]
+    return min(ways, default=0.0)
+
+
+@given(st.lists(st.booleans(), max_size=9), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=5))
+def test_no_rounds_are_shorter_than_the_bound(stands: list[bool], seconds: list[float]) -> None:
+    assert shortest(stands, seconds) == pytest.approx(brute_force(stands, seconds))
+
+
+def test_accepted_positions_are_read_off_a_run() -> None:
+    rounds = [
+        Round(draft=Draft.certain([0] * n), path=tuple(range(n_accepted)), next_token=1, width=n + 1)
+        for n, n_accepted in ((3, 2), (3, 0), (3, 3), (0, 0))
+    ]
+    assert standing(rounds) == [True, True, False, False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from x import y\n@y(1)\ndef f(a: int = 3) -> int:\n    '''Doc'''\n    raise E(f'{a + 1}')", []),
+        ("assert a < b <= c", ["assert a <= b <= c", "assert a < b < c"]),
+        ("x = a + b", ["pass", "x = a - b"]),
+        ("x += 1", ["x -= 1", "pass", "x += 2"]),
+        ("assert a and True", ["assert a or True", "assert a and False"]),
+        ("assert not a", ["assert a"]),
+        ("f(a, attempt=b)", ["pass", "f(a)"]),
+        ("if a:\n    f()", ["if not a:\n    f()", "if a:\n    pass"]),
+        ("def f():\n    return a", ["def f():\n    return None"]),
+    ],
+)
+def test_each_mutant_is_one_break(source: str, expected: list[str]) -> None:
+    assert sorted(mutant.source for mutant in mutants(source)) == sorted(expected)
+
+
+def test_a_sample_is_of_the_breaks_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = a + b")
+    (tmp_path / "b.py").write_text("assert a < b <= c")
+    every = list(sample([*tmp_path.iterdir()], None, 0))
+    found = list(sample([*tmp_path.iterdir()], 3, 1))
+    assert len(every) == 4
+    assert len(set(found)) == 3
+    assert set(found) < set(every)
+
+
+def test_a_soak_of_commands_sees_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in COMMANDS.keys() - {WRONGLY, LIST}:
+        monkeypatch.delitem(COMMANDS, name)
+    monkeypatch.setattr(mixed_commands, "LAST_SECONDS", 0.0)
+    (tmp_path / "own").mkdir()
+    commands = Commands(tmp_path)
+    commands.run(LIST, signal.SIGKILL, 0.0, tmp_path / "own")
+    assert commands.n_killed == 1
+    assert commands.settle()["faults"] == []
+    monkeypatch.setitem(COMMANDS, WRONGLY, replace(COMMANDS[WRONGLY], code=0))
+    for name in (".probe.json.1.tmp", ".probe.json.2.tmp"):
+        (tmp_path / "cache" / name).touch()
+    (tmp_path / "cache" / "probe.json").write_text("{")
+    commands.texts |= {"one", "other"}
+    told = commands.settle()
+    assert told["temporary_files"]["left"] == 2
+    assert [fault.split(":")[1 if WRONGLY in fault else 0].strip() for fault in told["faults"]] == [
+        "exit code 2",
+        "2 temporary files after 1 killed commands",
+        "2 texts of the same seed",
+        "probe.json is not whole",
+    ]
+
+
+def test_a_sweep_measures_what_is_missing_and_is_drawn(
+    demo_files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sweep_probe, "QUICK", Effort(widths=(1, 2, 3), depths=(16,), most_turns=3))
+    out, picture = tmp_path / "sweep.jsonl", tmp_path / "sweep.svg"
+
+    def sweep(*arguments: str | Path) -> tuple[list[dict[str, Any]], str]:
+        answer = CliRunner().invoke(sweep_probe.main, [str(out), *map(str, arguments)])
+        assert answer.exit_code == 0, answer.output
+        return [json.loads(line) for line in out.read_text().splitlines()], answer.stderr
+
+    options = ("--draft", demo_files[1], "--threads", "1", "-ngl", "0", "-ngl", "1")
+    lines, _ = sweep(demo_files[0], tmp_path / "missing.gguf", *options)
+    assert [line["case"]["gpu_layers"] for line in lines] == [0, 1, 0, 1]
+    assert ["error" in line for line in lines] == [False, False, True, True]
+    again, said = sweep(demo_files[0], *options, "--plot", picture)
+    assert again == lines
+    assert said.count(": known") == 2
+    assert "<svg" in picture.read_text()
+
+
+def test_the_bench_compares_its_arms(demo_files: tuple[Path, Path]) -> None:
+    files = ["--target", str(demo_files[0]), "--draft", str(demo_files[1])]
+    answer = CliRunner().invoke(
+        bench.main, [*files, *["-t", "0", "-n", "12", "-k", "2", "--max-prompts", "1"]]
+    )
+    assert answer.exit_code == 0, answer.output
+    scores = {score["arm"]: score for score in json.loads(answer.stdout.splitlines()[-1])["scores"]}
+    assert {"plain", "K=2", "auto, kept", "auto, cold", "simple", bench.BOUND} <= scores.keys()
+    assert all(score["same_text"] is not False for score in scores.values())
+
+
+def test_the_hand_over_of_a_token_is_measured() -> None:
+    assert abs(hand_over_seconds(2, 20)) < 0.1
