@@ -18,8 +18,7 @@ from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarRow
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import SequenceState, Submission
-from load_figures import AUTO, BASE, Load, figures
-from serve_load import Arm, Case
+from serve_load import AUTO, BASE, Arm, Case, Load, figures
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
 from serving import CONTEXT, Served, open_demo, said, served, until
 
