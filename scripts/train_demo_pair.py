@@ -2,6 +2,7 @@
 
     python scripts/train_demo_pair.py               # every stage that is not in --work yet, under an hour
     python scripts/train_demo_pair.py --evaluate    # only measure the two files
+    python scripts/train_demo_pair.py --label       # only write their chat template anew
 
 The one idea: each stage leaves a file in ``--work`` and is skipped when that file exists; delete a
 file to run its stage again. Progress goes to stderr, the table to stdout, one line of JSON last.
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from demo_pair import check, corpus, distil, evaluate, export
+from demo_pair.chat_template import relabel
 from demo_pair.lessons import WindowPlan, mean_loss, next_token_loss, windows
 from llamaspec.draft_making.student import Llama, Shape
 from llamaspec.draft_making.training import Progress, train
@@ -44,6 +46,7 @@ class Options:
     minutes_draft: float
     seed: int
     evaluate: bool
+    label: bool
     unfinished: bool
     start: Path | None
 
@@ -185,6 +188,7 @@ def parse(arguments: list[str]) -> Options:
     add("--minutes-draft", type=float, default=15.0, help="distillation time")
     add("--seed", type=int, default=20261120)
     add("--evaluate", action="store_true", help="only measure the files in --out")
+    add("--label", action="store_true", help="only write the chat template into the files in --out")
     add("--start", type=Path, help="weights to start the target from: an earlier target.pt")
     add("--unfinished", action="store_true", help="write what the target is so far, with an untrained draft")
     return Options(**vars(parser.parse_args(arguments)))
@@ -193,6 +197,10 @@ def parse(arguments: list[str]) -> Options:
 def main() -> None:
     """Run the stages that are left."""
     options = parse(sys.argv[1:])
+    if options.label:
+        for file in options.files:
+            relabel(file)
+        return
     if not options.evaluate:
         options.work.mkdir(parents=True, exist_ok=True)
         data = corpus.build(options.work, options.seed)
