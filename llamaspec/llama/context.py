@@ -41,6 +41,7 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import Handle
+from llamaspec.llama.threads import governor
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
@@ -96,7 +97,9 @@ class Context:
         if options.heads:
             scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
             nextn.show_hidden_rows(pointer, scored_only=scored_only)
-        self._thread_chooser = runtime.thread_chooser() if options.threads is None else None
+        self._governor = governor() if options.threads is None else None
+        self._n_threads = options.threads or runtime.default_threads()
+        self._bits_depend_on_threads = options.flash_attention != "off"
         self.cache: KVCache | RecurrentCache
         if weights.keeps_states and head is None:  # heads keep keys and values
             can_restore = _can_restore_states(weights)
@@ -117,14 +120,10 @@ class Context:
         return self._handle.pointer
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Make room for requests; how many tokens of each are cached, or why there is no room.
-
-        The number of threads is chosen when a text begins beside no other, and stays until all have ended.
-        """
+        """Make room for requests; how many tokens of each are cached, or why there is no room."""
         pointer = self.pointer
-        if self._thread_chooser is not None and not self.cache.has_rows:
-            n = self._thread_chooser.choose()
-            lib.llama_set_n_threads(pointer, n, n)
+        if not self.cache.has_rows:
+            self._choose_threads(pointer)
         return self.cache.prepare_all(batch)
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -166,8 +165,22 @@ class Context:
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.clear_errors()
-        self._abort.clear()
-        self._check(lib.llama_decode(pointer, batch))
+        if not self._bits_depend_on_threads:
+            self._choose_threads(pointer)
+        if self._governor is not None:
+            self._governor.begin()
+        try:
+            status = lib.llama_decode(pointer, batch)
+        finally:
+            self._abort.clear()  # after it: who cancels just before an evaluation ends it, too
+            if self._governor is not None:
+                self._governor.finish()
+        self._check(status)
+
+    def _choose_threads(self, pointer: Any) -> None:
+        if self._governor is not None and self._governor.n_threads != self._n_threads:
+            self._n_threads = self._governor.n_threads
+            lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
     def logits(self, n: int) -> Logits:
         """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.

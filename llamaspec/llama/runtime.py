@@ -11,12 +11,10 @@ import functools
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from llamaspec.errors import ClosedError, printable
 _LONGEST_REASON = 500  # characters; files may name things at any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
-_WINDOW = 0.1  # seconds; what a shorter time says of other programs is chance
 
 
 class _Log:
@@ -63,7 +60,6 @@ def start() -> None:
     """Start llama.cpp; later calls do nothing."""
     lib.llama_log_set(_log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
-    thread_chooser()  # what other programs use is watched from now on
 
 
 def set_verbose(verbose: bool) -> None:
@@ -264,65 +260,6 @@ def _full_speed_cores() -> int:
         topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
         return len({"".join(_lines(Path(topology.format(core)))) or core for core in cores})
     return psutil.cpu_count(logical=False) or max(1, n_hardware_threads() // 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Seconds that have passed on this machine."""
-
-    wall: float
-    own: float  # of processor time, in all threads of this process
-    idle: float  # of processor time that nobody used, on the cores that this process may use
-
-
-def usage() -> Usage:
-    """As the system tells it now."""
-    times = psutil.cpu_times(percpu=True)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
-    idle = sum(times[core].idle + getattr(times[core], "iowait", 0.0) for core in cores if core < len(times))
-    return Usage(time.perf_counter(), time.process_time(), idle)
-
-
-class ThreadChooser:
-    """Says for texts that begin how many threads should evaluate: as many as other programs leave cores.
-
-    llama.cpp's threads wait for each other by spinning, so one that has lost its core to another program
-    holds up all of them: beside one busy program, two threads on two cores have less than half the speed of
-    one (docs/hardware.md). Within a text the number stays: flash attention over f16 values adds up in another
-    order for another number of threads (tests/llama/test_runtime.py).
-
-    Parameters
-    ----------
-    most : int
-        Never more than this; that many on a quiet machine.
-    n_cores : int
-        Hardware threads that this process may use: at least `most`.
-    look : callable
-        Gives the `Usage` up to now.
-    """
-
-    def __init__(self, most: int, n_cores: int, look: Callable[[], Usage] = usage) -> None:
-        self._most, self._n_cores, self._look = most, n_cores, look
-        self._latest = look()
-        self._n = most
-
-    def choose(self) -> int:
-        """The number by what other programs used since the latest choice."""
-        if self._most == 1:
-            return 1
-        now, before = self._look(), self._latest
-        wall = now.wall - before.wall
-        if wall >= _WINDOW:
-            left = (now.idle - before.idle + now.own - before.own) / wall  # cores without the others'
-            self._n = min(max(round(min(left, self._n_cores)), 1), self._most)
-            self._latest = now
-        return self._n
-
-
-@functools.cache
-def thread_chooser() -> ThreadChooser:
-    """The one of this process: all models meet the same machine."""
-    return ThreadChooser(default_threads(), n_hardware_threads())
 
 
 class Handle:

@@ -21,6 +21,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import heads_in_file, what_it_reads
 from llamaspec.llama.options import find_devices
+from llamaspec.llama.threads import usage
 from llamaspec.llama.vocabulary import difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import (
@@ -114,9 +115,9 @@ def look_at_machine() -> Machine:
 
 def _taken_cores() -> float:
     """How many hardware threads other programs use, looked at for a moment."""
-    before = runtime.usage()
+    before = usage()
     time.sleep(LOOK_SECONDS)
-    after = runtime.usage()
+    after = usage()
     wall = after.wall - before.wall
     idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
     return max(0.0, runtime.n_hardware_threads() - idle - own)

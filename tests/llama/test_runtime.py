@@ -7,108 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from forward_requests import evaluate, request, text
+from forward_requests import request
 from llamaspec import EvaluationError
 from llamaspec.llama import runtime
-from llamaspec.llama.runtime import ThreadChooser, Usage
 from model_store import OpenModel
-from tiny_models import Recipe
-
-
-class Machine:
-    """Some cores, some other programs that never rest, and threads that spin while they evaluate."""
-
-    def __init__(self, n_cores: int, most: int | None = None) -> None:
-        self.n_cores, self.n_others = n_cores, 0.0
-        self.wall = self.own = self.idle = 0.0
-        self.chooser = ThreadChooser(most or n_cores, n_cores, self.look)
-
-    def look(self) -> Usage:
-        return Usage(self.wall, self.own, self.idle)
-
-    def text(self, seconds: float = 5.0) -> int:
-        """One text; returns its threads."""
-        n = self.chooser.choose()
-        share = min(1.0, self.n_cores / (n + self.n_others))  # of its core that each thread gets
-        self.wall += seconds
-        self.own += seconds * n * share
-        self.idle += seconds * max(self.n_cores - n - self.n_others, 0.0)
-        return n
-
-
-@pytest.mark.parametrize(
-    ("n_cores", "n_others", "expected"),
-    [(4, 0, 4), (4, 0.4, 4), (2, 1, 1), (2, 2, 1), (8, 1, 7), (8, 3, 5), (8, 9, 1), (1, 2, 1)],
-)
-def test_other_programs_take_cores_and_give_them_back(n_cores: int, n_others: float, expected: int) -> None:
-    machine = Machine(n_cores)
-    assert [machine.text() for _ in range(3)] == [n_cores] * 3
-    machine.n_others = n_others
-    assert [machine.text() for _ in range(9)][-1] == expected
-    machine.n_others = 0
-    machine.text()
-    assert machine.text() == n_cores
-
-
-def test_cores_that_are_idle_anyway_are_not_taken() -> None:
-    """Hardware threads beyond the full-speed cores: 4 of 8."""
-    machine = Machine(8, most=4)
-    assert {machine.text() for _ in range(3)} == {4}
-    machine.n_others = 6
-    assert [machine.text() for _ in range(5)][-1] == 3
-
-
-def test_too_short_a_time_says_nothing() -> None:
-    machine = Machine(2)
-    machine.n_others = 1
-    assert [machine.text(0.02) for _ in range(5)] == [2] * 5
-    assert machine.text() == 1
-
-
-def test_the_number_of_threads_stays_while_a_text_runs(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scores depend on it; the next text that begins beside no other gets another number."""
-    machine = Machine(4)
-    monkeypatch.setattr(runtime, "thread_chooser", lambda: machine.chooser)
-    model = opened(threads=None)
-    (made,) = model._contexts
-    used = []
-    for row, n_others in ((0, 3.0), (0, 3.0), (1, 3.0), (2, 3.0)):
-        machine.text()
-        machine.n_others = n_others
-        model.forward(request(9 + row), row)
-        used.append(lib.llama_n_threads(made.pointer))
-        if row == 1:
-            model.release(0)
-            model.release(1)
-    assert used == [4, 4, 4, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "is_same"),
-    [
-        ({"flash_attention": "off"}, True),
-        ({"flash_attention": "on", "cache_type_v": "bf16"}, True),
-        ({"flash_attention": "on"}, False),
-    ],
-)
-def test_whether_scores_depend_on_the_number_of_threads(
-    opened: OpenModel, options: dict[str, str], is_same: bool
-) -> None:
-    """With flash attention over f16, 512 tokens deep, llama.cpp splits the cache among threads."""
-    logits = []
-    for threads in (1, 2, 3):
-        model = opened("llama", Recipe(dtype="q8_0", n_context=2048), threads=threads, **options)
-        evaluate(model, [(0, request(600, n_logits=0))])
-        scored = [model.forward(request(600 + w, draft=text(w, 9)), 0).copy() for w in (0, 3, 15)]
-        logits.append(np.concatenate(scored))
-    assert all(np.array_equal(each, logits[0]) for each in logits) == is_same
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

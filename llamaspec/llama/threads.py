@@ -1,0 +1,128 @@
+"""How many threads evaluate: as many as there are cores that other programs leave.
+
+llama.cpp's threads wait for each other by spinning, so one thread that has lost its core to another program
+keeps all of them waiting: beside one busy program, two threads on two cores have less than half the speed of
+one (docs/hardware.md). The sign is seen without trying: threads that spin use all the time of their cores,
+and what they did not get was taken. Cores that were idle during evaluations may be taken back.
+
+Within a text the number changes only where scores have the same bits at every number: without flash
+attention. With it over f16 values, llama.cpp splits a long cache among threads and adds up in another order
+(tests/llama/test_threads.py). There the number changes between texts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from llamaspec.llama import runtime
+
+WINDOW = 0.1  # seconds of evaluating that are looked at together
+LONGEST_WINDOW = 4.0  # where loads come and go too fast to be followed, so that their mean counts
+STEADY = 4  # windows; a choice that is taken back within fewer was too hasty
+PAUSE = 0.05  # seconds between two evaluations after which the machine may have become another
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds that have passed on this machine."""
+
+    wall: float
+    own: float  # of processor time, in all threads of this process
+    idle: float  # of processor time that nobody used, on the cores that this process may use
+
+
+def usage() -> Usage:
+    """As the system tells it now."""
+    times = psutil.cpu_times(percpu=True)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    idle = sum(times[core].idle for core in cores if core < len(times))
+    return Usage(time.perf_counter(), time.process_time(), idle)
+
+
+class ThreadGovernor:
+    """Tells before every evaluation how many threads it should use.
+
+    Parameters
+    ----------
+    most : int
+        Never more than this; that many on a quiet machine.
+    n_cores : int
+        Hardware threads that this process may use: at least `most`.
+    look : callable
+        Gives the `Usage` up to now.
+    clock : callable
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        n_cores: int,
+        look: Callable[[], Usage] = usage,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._most = most
+        self._spare = max(0, n_cores - most)  # that are idle on a quiet machine, too
+        self._look, self._clock = look, clock
+        self._n = most
+        self._since: Usage | None = None  # what the open window began with
+        self._evaluated = 0.0  # seconds of it
+        self._window = WINDOW
+        self._n_windows = STEADY  # since the latest change
+        self._rose = False  # by that change
+        self._end = 0.0  # of the latest evaluation
+
+    @property
+    def n_threads(self) -> int:
+        """For the next evaluation."""
+        return self._n
+
+    def begin(self) -> None:
+        """An evaluation begins."""
+        now = self._clock()
+        if self._most > 1 and (self._since is None or now - self._end > PAUSE):
+            self._since, self._evaluated = self._look(), 0.0
+        self._end = now
+
+    def finish(self) -> None:
+        """It is over."""
+        now = self._clock()
+        self._evaluated += now - self._end
+        self._end = now
+        if self._since is not None and self._evaluated >= self._window:
+            latest = self._look()
+            surplus = self._surplus(self._since, latest)
+            more = round(surplus) if self._window == WINDOW else math.floor(surplus + 1 / (self._n + 1))
+            self._change(min(max(self._n + more, 1), self._most))
+            self._since, self._evaluated = latest, 0.0
+
+    def _change(self, n: int) -> None:
+        """Followed as fast as it comes and goes, a load would make every choice wrong: look longer then."""
+        if n == self._n:
+            self._n_windows += 1
+            if self._n_windows % STEADY == 0:
+                self._window = max(self._window / 2, WINDOW)
+            return
+        if self._n_windows < STEADY and (n > self._n) != self._rose:
+            self._window = min(2 * max(self._window, self._evaluated), LONGEST_WINDOW)
+        self._n_windows, self._rose, self._n = 0, n > self._n, n
+
+    def _surplus(self, since: Usage, latest: Usage) -> float:
+        """Cores that were idle, less those that these threads wanted and did not get."""
+        wall = latest.wall - since.wall
+        idle = (latest.idle - since.idle) / wall - self._spare
+        missed = (self._n * self._evaluated - (latest.own - since.own)) / wall
+        return idle - max(missed, 0.0)
+
+
+@functools.cache
+def governor() -> ThreadGovernor:
+    """The one of this process: all models meet the same machine."""
+    return ThreadGovernor(runtime.default_threads(), runtime.n_hardware_threads())

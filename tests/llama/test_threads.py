@@ -1,0 +1,208 @@
+"""How many threads evaluate, on a machine that shares its cores as an operating system does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from forward_requests import evaluate, request, text
+from llamaspec.llama import context
+from llamaspec.llama.threads import PAUSE, ThreadGovernor, Usage
+from model_store import OpenModel
+from tiny_models import Recipe
+
+STEP = 0.02  # seconds of an evaluation with all cores to itself
+
+
+class Machine:
+    """Some cores, some other programs that never rest, and evaluations that spin."""
+
+    def __init__(self, n_cores: int, most: int | None = None, *, spins: float = 1.0) -> None:
+        self.n_cores, self.n_others = n_cores, 0.0
+        self.spins = spins  # part of an evaluation's time that each of its threads uses
+        self.wall = self.own = self.idle = 0.0
+        self.n_looks = 0
+        self.governor = ThreadGovernor(most or n_cores, n_cores, self.look, lambda: self.wall)
+
+    def look(self) -> Usage:
+        self.n_looks += 1
+        return Usage(self.wall, self.own, self.idle)
+
+    def rest(self, seconds: float) -> None:
+        self.wall += seconds
+        self.idle += seconds * max(self.n_cores - self.n_others, 0)
+
+    def evaluate(self, seconds: float = STEP) -> int:
+        """One evaluation; returns its threads."""
+        self.governor.begin()
+        n = self.governor.n_threads
+        wanted = n * self.spins + self.n_others
+        share = min(1.0, self.n_cores / wanted)  # of its core that each gets
+        self.wall += seconds / share
+        self.own += seconds / share * n * self.spins * share
+        self.idle += seconds / share * max(self.n_cores - wanted, 0.0)
+        self.governor.finish()
+        return n
+
+    def run(self, n: int = 40, seconds: float = STEP) -> list[int]:
+        return [self.evaluate(seconds) for _ in range(n)]
+
+
+def test_all_cores_of_a_quiet_machine() -> None:
+    assert set(Machine(4).run()) == {4}
+
+
+@pytest.mark.parametrize(
+    ("n_cores", "n_others", "expected"), [(2, 1, 1), (2, 2, 1), (8, 1, 7), (8, 3, 5), (8, 9, 1)]
+)
+def test_others_take_cores_and_give_them_back(n_cores: int, n_others: int, expected: int) -> None:
+    machine = Machine(n_cores)
+    machine.run()
+    machine.n_others = n_others
+    assert machine.run()[-1] == expected
+    machine.n_others = 0
+    assert machine.run()[-1] == n_cores
+
+
+def test_it_is_noticed_within_two_windows() -> None:
+    machine = Machine(2)
+    machine.run()
+    machine.n_others = 1
+    assert machine.run(11)[-1] == 1  # 0.2 seconds of evaluating, and the one after
+
+
+def test_what_takes_less_than_half_a_core_does_not_count() -> None:
+    machine = Machine(4)
+    machine.n_others = 0.4
+    assert set(machine.run()) == {4}
+
+
+def test_threads_that_sleep_while_they_wait_are_not_robbed() -> None:
+    assert set(Machine(4, spins=0.6).run()) == {4}
+
+
+def test_cores_that_are_idle_anyway_are_not_taken() -> None:
+    """Hardware threads beyond the full-speed cores: 4 of 8."""
+    machine = Machine(8, most=4)
+    assert set(machine.run()) == {4}
+    machine.n_others = 6
+    assert machine.run()[-1] < 4
+    machine.n_others = 0
+    assert machine.run()[-1] == 4
+
+
+def test_idleness_between_two_texts_says_nothing() -> None:
+    machine = Machine(2)
+    machine.n_others = 1
+    assert machine.run()[-1] == 1
+    for _ in range(20):
+        machine.n_others = 0
+        machine.rest(2 * PAUSE)
+        machine.n_others = 1
+        assert machine.evaluate() == 1
+
+
+def test_a_machine_may_have_become_another_within_a_tenth_of_a_second() -> None:
+    """What was idle while nobody evaluated is not counted as free."""
+    machine = Machine(2)
+    machine.n_others = 1
+    assert machine.run()[-1] == 1
+    n_looks = machine.n_looks
+    machine.rest(0.1)
+    machine.evaluate()
+    assert machine.n_looks == n_looks + 1
+
+
+def test_short_evaluations_are_looked_at_together() -> None:
+    machine = Machine(2)
+    machine.n_others = 1
+    assert machine.run(2000, 0.0005)[-1] == 1
+    assert machine.n_looks < 40
+
+
+def test_one_core_needs_no_look() -> None:
+    machine = Machine(1)
+    machine.n_others = 2
+    assert set(machine.run()) == {1}
+    assert machine.n_looks == 0
+
+
+class Unsteady(Machine):
+    """One other program, which comes and goes; threads that spin get little done beside it."""
+
+    def __init__(self, step: float, period: float, n: int | None = None) -> None:
+        super().__init__(2)
+        self.step, self.period, self.fixed = step, period, n
+
+    def evaluate(self, seconds: float = 0.005) -> int:
+        """As long as one thread alone takes `step`, in slices of so many seconds."""
+        self.governor.begin()
+        n, left = self.fixed or self.governor.n_threads, self.step
+        while left > 0:
+            n_others = int(self.wall / self.period) % 2
+            left -= seconds * (0.15 if n + n_others > self.n_cores else n)
+            used = min(n, n * self.n_cores / (n + n_others))
+            self.wall += seconds
+            self.own += seconds * used
+            self.idle += seconds * max(self.n_cores - used - n_others, 0)
+        self.governor.finish()
+        return n
+
+    def speed(self) -> float:
+        """Evaluations per second, over a minute."""
+        n = 0
+        while self.wall < 60:
+            self.evaluate()
+            n += 1
+        return n / self.wall
+
+
+@pytest.mark.parametrize("period", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("step", [0.04, 0.15, 0.6])
+def test_a_load_that_comes_and_goes(step: float, period: float) -> None:
+    """As long as evaluations take, every choice was the one for the moment before: 0.78 of a fixed number."""
+    best = max(Unsteady(step, period, n).speed() for n in (1, 2))
+    assert Unsteady(step, period).speed() >= 0.9 * best
+
+
+@pytest.mark.parametrize(("flash_attention", "expected"), [("on", [4, 4, 4, 2]), ("off", [4, 2, 2, 2])])
+def test_within_a_text_threads_change_only_where_bits_stay(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, expected: list[int]
+) -> None:
+    """With flash attention, the next text that begins beside no other gets another number."""
+    machine = Machine(4)
+    monkeypatch.setattr(context, "governor", lambda: machine.governor)
+    model = opened(threads=None, flash_attention=flash_attention)
+    (made,) = model._contexts
+    used = []
+    for row, n_others in ((0, 0.0), (0, 2.0), (1, 2.0), (2, 2.0)):
+        machine.n_others = n_others
+        machine.run()
+        model.forward(request(9 + row), row)
+        used.append(lib.llama_n_threads(made.pointer))
+        if row == 1:
+            model.release(0)
+            model.release(1)
+    assert used == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "is_same"),
+    [
+        ({"flash_attention": "off"}, True),
+        ({"flash_attention": "on", "cache_type_v": "bf16"}, True),
+        ({"flash_attention": "on"}, False),
+    ],
+)
+def test_whether_scores_depend_on_the_number_of_threads(
+    opened: OpenModel, options: dict[str, str], is_same: bool
+) -> None:
+    """With flash attention over f16, 512 tokens deep, llama.cpp splits the cache among threads."""
+    logits = []
+    for threads in (1, 2, 3):
+        model = opened("llama", Recipe(dtype="q8_0", n_context=2048), threads=threads, **options)
+        evaluate(model, [(0, request(600, n_logits=0))])
+        scored = [model.forward(request(600 + w, draft=text(w, 9)), 0).copy() for w in (0, 3, 15)]
+        logits.append(np.concatenate(scored))
+    assert all(np.array_equal(each, logits[0]) for each in logits) == is_same
