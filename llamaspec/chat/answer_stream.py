@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaspec.chat.families import Reasoning
 from llamaspec.chat.parse import AnswerParser, Delta
+from llamaspec.chat.transcript import tokenize_inside
 from llamaspec.engine.events import Completion, Piece, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream
@@ -21,14 +21,6 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import Round, TokenArray
 
 OpenStream = Callable[[TokenArray, int], TextStream]  # of a prompt, with at most so many tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningLimit:
-    """How long a model may think, and what ends it."""
-
-    reasoning: Reasoning
-    n_tokens: int  # >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +34,9 @@ class AnswerPart:
 class AnswerStream:
     """Iterate to generate; `completion` tells what came of it, at any time.
 
-    Parameters
-    ----------
-    prompt : [n] int32
-    max_tokens : int
-        Of the answer, with its reasoning.
-    open_stream : callable
-        Given a prompt and a number of tokens opens a stream; the same seed each time. It spells the format's
-        control tokens: `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
-    parser : AnswerParser
-    vocabulary : LlamaVocabulary
-    limit : ReasoningLimit, optional
+    `max_tokens` is that of the answer with its reasoning, `reasoning_budget` that of the reasoning.
+    `open_stream` uses the same seed each time, and spells the control tokens of the answer's format:
+    `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
     """
 
     def __init__(
@@ -62,10 +46,10 @@ class AnswerStream:
         open_stream: OpenStream,
         parser: AnswerParser,
         vocabulary: LlamaVocabulary,
-        limit: ReasoningLimit | None = None,
+        reasoning_budget: int | None = None,
     ) -> None:
         self._prompt, self._max_tokens, self._open_stream = prompt, max_tokens, open_stream
-        self._parser, self._vocabulary, self._limit = parser, vocabulary, limit
+        self._parser, self._vocabulary, self._budget = parser, vocabulary, reasoning_budget
         self.n_thought = 0  # tokens of reasoning
         self._is_over = False
         self._notify: Callable[[], object] | None = None
@@ -149,19 +133,18 @@ class AnswerStream:
 
     def _cut(self) -> AnswerPart | None:
         """The end of thinking, where it has gone on for too long and there is room."""
-        limit = self._limit
-        if limit is None or not self._parser.is_thinking or self.n_thought < limit.n_tokens:
+        reasoning, budget = self._parser.answer_format.reasoning, self._budget
+        is_too_long = self._parser.is_thinking and budget is not None and self.n_thought >= budget
+        if reasoning is None or not is_too_long:
             return None
-        self._limit = None
-        if not self._end_thinking(limit.reasoning.cut):
+        self._budget = None
+        if not self._end_thinking(reasoning.cut):
             return None
-        return AnswerPart(tuple(self._parser.feed(limit.reasoning.cut)), None)
+        return AnswerPart(tuple(self._parser.feed(reasoning.cut)), None)
 
     def _end_thinking(self, cut: str) -> bool:
         """Go on behind the closing mark; whether there is room."""
-        tokens = self._vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True)
-        if len(tokens) and self._vocabulary.piece(int(tokens[0])) == b" ":  # SentencePiece begins so
-            tokens = tokens[1:]
+        tokens = tokenize_inside(self._vocabulary, cut, parse_special=True)
         thought = self._stream.completion
         n_left = self._max_tokens - len(thought.tokens) - len(tokens)
         if n_left < 1:

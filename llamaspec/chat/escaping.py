@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode assigns to nobody
-_NAMES = frozenset(
-    {"type", "required"}
-)  # keywords of JSON schemas that templates compare with keys and words
+_NAMES = ("type", "required")  # keywords of JSON schemas that templates compare with keys and words
 
 Json = Any  # what json.loads makes
 Span = tuple[int, int]  # [start, end) in bytes
@@ -77,11 +75,7 @@ class Escaper:
         return text
 
     def escape_json(self, value: Json, *, is_name: bool = False) -> Json:
-        """Any JSON with all its texts escaped.
-
-        Keys, and words that templates look for, such as the types of a schema, only where they contain a
-        whole token.
-        """
+        """Any JSON with all its texts escaped; keys and names only where they contain a whole token."""
         if isinstance(value, str):
             return self._escape_tokens(value) if is_name else self.escape(value)
         if isinstance(value, Mapping):
@@ -112,9 +106,7 @@ def texts_in(value: Json) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield str(key)
-            yield from texts_in(inner)
+        yield from texts_in([*map(str, value), *value.values()])
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from texts_in(inner)
@@ -145,10 +137,7 @@ class Rendered:
         return Rendered(self.text[start:], specials)
 
     def segments(self, special: SpecialTokens) -> Iterator[tuple[bytes, bool]]:
-        """The text in parts: whether control tokens are to be recognised in them.
-
-        As few as possible, so that the tokenizer sees the text as it would without escaping.
-        """
+        """The text in few long parts, each with whether control tokens are to be recognised in it."""
         forged = set(special.spans(self.text)).difference(self.specials)
         begin = end = 0
         for start, stop in (*self.specials, (len(self.text), len(self.text))):

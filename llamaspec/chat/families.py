@@ -35,7 +35,6 @@ class CallFormat:
     `header`, the arguments, and any of `behind`.
     """
 
-    name: str
     template_marks: tuple[str, ...]  # regular expressions; a chat template of the family has all of them
     marks: tuple[str, ...]  # that are control tokens where the vocabulary has them
     before_call: tuple[str, ...]
@@ -45,7 +44,7 @@ class CallFormat:
     between: str | None = None  # two calls in one pair of marks, as Lark; None: there is only one
     again: str | None = None  # two pairs of marks, as Lark; None: there is only one
     arguments: Literal["json", "xml", "gemma", "channels"] = "json"
-    starts: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()  # default: the first of `opening`
     header: str = ""  # regular expression with the group `name`
     behind: tuple[str, ...] = ()
     separator: str = ""  # the one of `behind` that another header follows
@@ -78,8 +77,8 @@ class AnswerFormat:
 
     def begins_thinking(self, prompt: bytes) -> bool:
         """Whether a rendered conversation ends with the mark that opens reasoning."""
-        opening = self.reasoning.opening.strip().encode() if self.reasoning is not None else None
-        return opening is not None and prompt.rstrip().endswith(opening)
+        reasoning = self.reasoning
+        return reasoning is not None and prompt.rstrip().endswith(reasoning.opening.strip().encode())
 
 
 CHANNELS = Reasoning(
@@ -90,15 +89,13 @@ _REASONING = (
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<|channel>thought\n", "<channel|>"),
 )
-HARMONY = CallFormat(
-    "harmony",  # gpt-oss
+HARMONY = CallFormat(  # gpt-oss
     (r"<\|channel\|>", r"<\|message\|>", r"<\|start\|>"),
     ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"),
     ("<|channel|>", "commentary to=functions.", NAME, " ", "<|constrain|>", "json", "<|message|>"),
     arguments="channels",
 )
 GEMMA4 = CallFormat(
-    "gemma4",
     (r"<\|tool_call>call:", r"<tool_call\|>"),
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ("call:", NAME),
@@ -106,12 +103,10 @@ GEMMA4 = CallFormat(
     closing=("<tool_call|>",),
     again="",
     arguments="gemma",
-    starts=("<|tool_call>",),
     header=r"call:(?P<name>[^{}<>]{1,256})\{",
     behind=("<tool_call|>",),
 )
-QWEN_XML = CallFormat(
-    "qwen-xml",  # Qwen3-Coder, Qwen 3.5, Nemotron 3
+QWEN_XML = CallFormat(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
     (r"<tool_call>", r"<function=", r"<parameter="),
     ("<tool_call>", "</tool_call>"),
     ("<function=", NAME, ">\n"),
@@ -125,8 +120,7 @@ QWEN_XML = CallFormat(
     behind=("</tool_call>",),
     known_only=True,
 )
-HERMES = CallFormat(
-    "hermes",  # Hermes 2 and 3, Qwen 2.5 and 3
+HERMES = CallFormat(  # Hermes 2 and 3, Qwen 2.5 and 3
     (r"<tool_call>", r"</tool_call>", r'"arguments\\?"', r"^(?!(?s:.*)(<tool_calls>|</arg_key>))"),
     ("<tool_call>", "</tool_call>"),
     ('{"name": ', QUOTED_NAME, ', "arguments": '),
@@ -134,22 +128,18 @@ HERMES = CallFormat(
     opening=("<tool_call>", "\n"),
     closing=("\n", "</tool_call>"),
     again='"\\n"',
-    starts=("<tool_call>",),
     header=_JSON_HEADER,
     behind=("}", "</tool_call>"),
 )
-MISTRAL_ARGS = CallFormat(
-    "mistral-args",  # Mistral Small 3.2, Devstral, Ministral 3
+MISTRAL_ARGS = CallFormat(  # Mistral Small 3.2, Devstral, Ministral 3
     (r"\[TOOL_CALLS\]", r"\[ARGS\]"),
     ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     (NAME, "[ARGS]"),
     opening=("[TOOL_CALLS]",),
     again="",
-    starts=("[TOOL_CALLS]",),
     header=r"\s*(?P<name>[^\s\[\]{}]{1,256})(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)",
 )
-MISTRAL = CallFormat(
-    "mistral",  # up to Nemo
+MISTRAL = CallFormat(  # up to Nemo
     (r"\[TOOL_CALLS\]",),
     ("[TOOL_CALLS]",),
     ('{"name": ', QUOTED_NAME, ', "arguments": '),
@@ -157,13 +147,11 @@ MISTRAL = CallFormat(
     opening=("[TOOL_CALLS]", "["),
     closing=("]",),
     between='", "',
-    starts=("[TOOL_CALLS]",),
     header=rf"\s*\[?{_JSON_HEADER}",
     behind=("}", "]", ","),
     separator=",",
 )
-LLAMA3 = CallFormat(
-    "llama3",  # Llama 3.1 to 3.3
+LLAMA3 = CallFormat(  # Llama 3.1 to 3.3
     (r"<\|start_header_id\|>", r'"parameters": '),
     ("<|python_tag|>",),
     ('{"name": ', QUOTED_NAME, ', "parameters": '),
@@ -178,13 +166,7 @@ FORMATS = (HARMONY, GEMMA4, QWEN_XML, HERMES, MISTRAL_ARGS, MISTRAL, LLAMA3)  # 
 
 
 def recognize(template: str) -> AnswerFormat:
-    """The format of a chat template's family.
-
-    Examples
-    --------
-    >>> recognize('… <tool_call>{"name": …, "arguments": …}</tool_call> … <think></think>').calls.name
-    'hermes'
-    """
+    """The format of a chat template's family."""
     calls = next((f for f in FORMATS if all(re.search(mark, template) for mark in f.template_marks)), None)
     if calls is HARMONY:
         return AnswerFormat(HARMONY, CHANNELS)

@@ -150,21 +150,15 @@ class _Incoming:
 
     def _possible_beginning(self, marks: Sequence[str]) -> int:
         """Length of the longest end of the text that begins a mark."""
-        longest = max(map(len, marks), default=1) - 1
-        lengths = range(min(longest, len(self.text)), 0, -1)
+        lengths = range(min(max(map(len, marks), default=0), len(self.text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(self.text[-n:]) for mark in marks)), 0)
 
 
 class AnswerParser:
     """Parses one answer.
 
-    Parameters
-    ----------
-    answer_format : AnswerFormat
-    tools : sequence of dict
-        What may be called, in OpenAI's form. Without any, calls are text like other text.
-    thinking : bool
-        The prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
+    `tools` may be called, in OpenAI's form; without any, calls are text like other text. `thinking`: the
+    prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
 
     Examples
     --------
@@ -180,8 +174,8 @@ class AnswerParser:
         self._schemas: dict[str, Mapping[str, Json]] = {
             str(function["name"]): function.get("parameters") or {} for function in functions
         }
+        self.answer_format = answer_format
         self.is_thinking = thinking  # what comes now is reasoning
-        self._format = answer_format
         self._incoming = _Incoming()
         self._n_calls = 0  # that have begun
         self._deltas: list[Delta] = []
@@ -191,8 +185,6 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Delta]:
         """What a piece of text makes certain."""
-        if not text:
-            return []
         self._incoming.text += text
         return self._advance()
 
@@ -225,7 +217,7 @@ class AnswerParser:
             return
         self._is_at_start = False
         text = self._space + text
-        may_be_dropped = kind is ReasoningDelta or (self._format.calls is not None and self._schemas)
+        may_be_dropped = kind is ReasoningDelta or (self.answer_format.calls is not None and self._schemas)
         end = max(len(text.rstrip()), len(text) - _MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
         last = self._deltas[-1] if self._deltas else None
@@ -237,10 +229,6 @@ class AnswerParser:
     def _begin_text(self) -> None:
         """What came before is complete; empty lines around it are part of no text."""
         self._space, self._is_at_start = "", True
-
-    def _think(self, is_thinking: bool) -> None:
-        self.is_thinking = is_thinking
-        self._begin_text()
 
     def _begin_call(self, name: str) -> None:
         self._begin_text()
@@ -258,7 +246,7 @@ class AnswerParser:
     # Readers.
 
     def _read(self) -> Reading[None]:
-        calls, reasoning = self._format.calls, self._format.reasoning
+        calls, reasoning = self.answer_format.calls, self.answer_format.reasoning
         if calls is not None and calls.arguments == "channels":
             yield from self._read_channels()
         elif reasoning is not None:
@@ -273,19 +261,27 @@ class AnswerParser:
             if not (yield from self._incoming.begins(marks.opening)):
                 return
             yield from self._incoming.until((marks.opening,), None)
-        self._think(True)
-        yield from self._incoming.until((marks.closing,), self._reasoning)
-        self._think(False)
+        yield from self._read_thoughts((marks.closing,))
+
+    def _read_thoughts(self, ends: Sequence[str]) -> Reading[str | None]:
+        """Reasoning up to one of these ends, and the end."""
+        self.is_thinking = True
+        self._begin_text()
+        end = yield from self._incoming.until(ends, self._reasoning)
+        self.is_thinking = False
+        self._begin_text()
+        return end
 
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
         """Content, and calls behind the marks at which they start."""
+        starts = calls.starts or calls.opening[:1]
         mark: str | None = ""
         if calls.opening or not (yield from self._incoming.begins("{")):
-            mark = yield from self._incoming.until(calls.starts, self._content)
+            mark = yield from self._incoming.until(starts, self._content)
         while mark is not None:
             mark = yield from self._read_call(calls, mark)
             if not mark:
-                mark = yield from self._incoming.until(calls.starts, self._content)
+                mark = yield from self._incoming.until(starts, self._content)
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
         """A call behind a mark, or else the mark as content; the separator, if another call may follow."""
@@ -309,7 +305,7 @@ class AnswerParser:
         opening = "{"
         marks, ends = ("<parameter=", "</function>", "</tool_call>"), ("\n</parameter>", "</parameter>")
         while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
-            key = yield from self._word((">",))
+            key, _ = yield from self._word((">",))
             yield from self._incoming.match(re.compile(r"(?s:.)"))  # until there is a character
             self._incoming.take(int(self._incoming.text.startswith("\n")))
             self._arguments(f"{opening}{quoted(key)}: ")
@@ -318,7 +314,8 @@ class AnswerParser:
             if types == {"string"}:
                 yield from self._read_string(ends)
             else:
-                self._arguments(_as_json((yield from self._word(ends)), types))
+                value, _ = yield from self._word(ends)
+                self._arguments(_as_json(value, types))
         if mark is not None:
             self._arguments("{}" if opening == "{" else "}")
 
@@ -327,9 +324,8 @@ class AnswerParser:
         self._arguments("{")
         depth = 1
         while depth:
-            word: list[str] = []
-            mark = yield from self._incoming.until(_GEMMA_MARKS, word.append)
-            text = "".join(word).strip()
+            text, mark = yield from self._word(_GEMMA_MARKS)
+            text = text.strip()
             if mark is None:
                 return
             if mark == ":":
@@ -340,10 +336,11 @@ class AnswerParser:
                 self._arguments((_as_json(text) if text else "") + (", " if mark == "," else mark))
                 depth += {"{": 1, "[": 1, ",": 0}.get(mark, -1)
 
-    def _word(self, ends: Sequence[str]) -> Reading[str]:
+    def _word(self, ends: Sequence[str]) -> Reading[tuple[str, str | None]]:
+        """A text up to one of these ends, and the end."""
         word: list[str] = []
-        yield from self._incoming.until(ends, word.append)
-        return "".join(word)
+        end = yield from self._incoming.until(ends, word.append)
+        return "".join(word), end
 
     def _read_string(self, ends: Sequence[str]) -> Reading[None]:
         """A text up to its end, as a string of JSON."""
@@ -367,28 +364,19 @@ class AnswerParser:
             self._incoming.take(len(header))
             recipient = (re.findall(r"to=([^\s<]+)", header) or [""])[-1]
             channel = (re.findall(r"<\|channel\|>\s*(\w+)", header) or [""])[-1]
-            sink = self._content
             if self._schemas and re.match(r"functions\..", recipient):
                 self._begin_call(recipient.removeprefix("functions."))
-                sink = self._arguments
+                end = yield from self._incoming.until(_HARMONY_ENDS, self._arguments)
             elif channel == "analysis" and recipient in ("", "assistant"):
-                self._think(True)
-                sink = self._reasoning
-            end = yield from self._incoming.until(_HARMONY_ENDS, sink)
-            if self.is_thinking:
-                self._think(False)
+                end = yield from self._read_thoughts(_HARMONY_ENDS)
+            else:
+                end = yield from self._incoming.until(_HARMONY_ENDS, self._content)
             if end is not None and end != "<|start|>":
                 end = yield from self._incoming.until(("<|start|>",), self._content)
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
-    """The whole answer, as it goes on in a conversation.
-
-    Examples
-    --------
-    >>> message_of([CallDelta(0, "a1", "now"), ArgumentsDelta(0, "{"), ArgumentsDelta(0, "}")]).tool_calls
-    (ToolCall(id='a1', name='now', arguments='{}'),)
-    """
+    """The whole answer, as it goes on in a conversation."""
     content, reasoning, calls = "", "", list[ToolCall]()
     for delta in deltas:
         if isinstance(delta, ContentDelta):
@@ -419,11 +407,7 @@ def _as_json(text: str, types: Iterable[str] = ()) -> str:
 
 
 def _types(properties: Json, key: str) -> set[str]:
-    """The types that a schema allows a parameter; none where it does not say."""
+    """The types that a schema allows a parameter."""
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(schema, Mapping):
-        return set()
-    if "type" not in schema and isinstance(schema.get("enum"), list):
-        return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-    types = schema.get("type")
-    return {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)}
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    return set(map(str, types if isinstance(types, list) else [types]))

@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 MEMORY_BYTES = 1 << 30  # of the process
 MAX_CHARACTERS = 1 << 24  # of a rendered text
@@ -35,10 +35,7 @@ class RenderError(Exception):
 
 
 class TemplateProcess:
-    """Compiles and renders templates in another process; from any thread, a request at a time.
-
-    A request may compute for `cpu_seconds`.
-    """
+    """Compiles and renders templates in another process; from any thread, a request at a time."""
 
     def __init__(self, cpu_seconds: float = 2.0) -> None:
         self._cpu_seconds = cpu_seconds
@@ -51,10 +48,7 @@ class TemplateProcess:
         self._ask({"source": source})
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Render a template with variables that JSON can express.
-
-        RenderError where it refuses, fails, or takes more time or memory than it may.
-        """
+        """Render a template; RenderError where it refuses, fails, or takes too much time or memory."""
         return self._ask({"source": source, "variables": variables})
 
     def close(self) -> None:
@@ -91,11 +85,9 @@ class TemplateProcess:
         """The answer to a request; empty where the process died."""
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             process.stdin.write(line)
             process.stdin.flush()
-        except BrokenPipeError:
-            return b""
         answer = process.stdout.readline()
         return answer if answer.endswith(b"\n") else b""
 
@@ -142,31 +134,23 @@ atexit.register(PROCESS.close)
 
 
 def main(cpu_seconds: str, *paths: str) -> None:
-    """Answer requests until there are no more, importing modules from these folders."""
+    """Answer each line of JSON with another, importing modules from these folders."""
     sys.path[:0] = paths
     _limit_memory()
     _environment()  # imports Jinja before the clock runs
-    answer_requests(sys.stdin.buffer, sys.stdout.buffer, float(cpu_seconds))
-
-
-def answer_requests(requests: BinaryIO, answers: BinaryIO, cpu_seconds: float) -> None:
-    """Answer each line of JSON with another, or end where one takes longer."""
-    for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # ends the process, also within C code
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # ends the process, also within C code
         try:
             answer = json.dumps(respond(json.loads(line)))
         except MemoryError:
             answer = json.dumps({"fatal": "it needs too much memory"})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(answer.encode() + b"\n")
-        answers.flush()
+        sys.stdout.buffer.write(answer.encode() + b"\n")
+        sys.stdout.buffer.flush()
 
 
 def respond(request: dict[str, Any]) -> dict[str, str]:
-    """Compile a template, {"source"}, or render it, {"source", "variables"}.
-
-    Returns {"text"}, or {"failure"}: why not, in one line.
-    """
+    """Compile a template, {"source"}, or render it, {"source", "variables"}: {"text"} or {"failure"}."""
     import jinja2
 
     # What a template can raise: its own refusals, Jinja's errors, and those of Python in its expressions.

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.escaping import Rendered
 from llamaspec.chat.families import recognize
 from llamaspec.chat.parse import AnswerParser, ContentDelta, ReasoningDelta
 from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.transcript import Transcript, tokenize_inside
 from llamaspec.engine.events import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, LlamaspecError, PromptError, printable
@@ -33,6 +34,7 @@ from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt: no conversation has so many turns
 _MAX_BYTES = 64 << 20  # of a file
+_LAST = "last_chat.json"  # the conversation held last, in the cache folder
 
 Tell = Callable[[str], None]  # receives a remark for the person
 Turns = tuple[Message, ...]
@@ -66,7 +68,6 @@ class Reply:
 
     completion: Completion
     seed: int
-    n_thought: int = 0  # characters of reasoning
     before: Answer | None = None  # the answer that this one continues
 
 
@@ -80,22 +81,10 @@ class Totals:
 
 
 class Session:
-    """A conversation that goes on.
+    """A conversation that goes on, with an open pair and its target's template.
 
-    Parameters
-    ----------
-    pair : Pair
-        Stays open as long as the session is used.
-    template : ChatTemplate
-        Of the target.
-    settings : Settings
-        May be replaced between two answers.
-    system : str, optional
-        The system prompt.
-    tell : callable
-        Receives remarks, such as that old turns were left out.
-    on_reasoning : callable, optional
-        Receives what the model thinks, piece by piece. It is not part of the conversation.
+    `settings` may be replaced between two answers. `tell` receives remarks, such as that old turns were left
+    out; `on_reasoning` what the model thinks, piece by piece, which is not part of the conversation.
     """
 
     def __init__(
@@ -131,10 +120,7 @@ class Session:
         return (*self._system_messages(), *self._turns)
 
     def replace(self, messages: Sequence[Message]) -> None:
-        """Go on from another conversation; the system prompt stays if that has none.
-
-        PromptError where a system prompt stands elsewhere than at the beginning.
-        """
+        """Go on from another conversation, with its system prompt if it has one; PromptError if two."""
         begins = bool(messages) and messages[0].role == "system"
         turns = tuple(messages[1:] if begins else messages)
         if any(message.role == "system" for message in turns):
@@ -199,20 +185,17 @@ class Session:
         parser.feed(before.text)
         stream = self._stream(prompt, seed, on_prefill, parser)
         said: list[str] = []
-        n_thought = 0
         try:
             for part in stream:
                 for delta in part.deltas:
                     if isinstance(delta, ContentDelta):
                         said.append(delta.text)
                         yield delta.text
-                    elif isinstance(delta, ReasoningDelta):
-                        n_thought += len(delta.text)
-                        if self._on_reasoning is not None:
-                            self._on_reasoning(delta.text)
+                    elif isinstance(delta, ReasoningDelta) and self._on_reasoning is not None:
+                        self._on_reasoning(delta.text)
         finally:
             stream.close()
-            reply = Reply(stream.completion, seed, n_thought, before if more else None)
+            reply = Reply(stream.completion, seed, before if more else None)
             self._keep(turns, reply, before, "".join(said), attempt)
 
     def _stream(
@@ -232,10 +215,9 @@ class Session:
                 on_prefill=on_prefill,
             )
 
-        limit = None
-        if settings.reasoning_budget is not None and self._format.reasoning is not None:
-            limit = ReasoningLimit(self._format.reasoning, settings.reasoning_budget)
-        return AnswerStream(prompt, settings.max_tokens, open_stream, parser, self._vocabulary, limit)
+        return AnswerStream(
+            prompt, settings.max_tokens, open_stream, parser, self._vocabulary, settings.reasoning_budget
+        )
 
     def _keep(self, turns: Turns, reply: Reply, before: Answer, said: str, attempt: int) -> None:
         """Let the conversation go on with an answer, or as before where nothing was said."""
@@ -258,8 +240,6 @@ class Session:
     def _system_messages(self) -> Turns:
         return (Message("system", self._system),) if self._system else ()
 
-    # Prompts
-
     def _prompt(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
         """Tokens of the conversation and of an answer that is continued, and whether reasoning comes next.
 
@@ -273,14 +253,11 @@ class Session:
         while len(tokens) > room and (next_turn := _next_turn(turns, n_dropped)) is not None:
             n_dropped, room = next_turn, size // 2
             tokens, is_thinking = self._tokens(turns[n_dropped:], answered)
-        if len(tokens) >= size and answered.tokens:
-            raise ContextFullError(
-                f"the context of {size} tokens has no room for more of this answer; open a larger one"
-            )
         if len(tokens) >= size:
+            what = "the message and its answer have" if answered.tokens else "the message has"
             raise ContextFullError(
-                f"the message has {len(tokens)} tokens with what the template and the system prompt add, the "
-                f"context {size}; shorten it or open a larger context"
+                f"{what} {len(tokens)} tokens with what the template and the system prompt add, the context "
+                f"{size}; shorten it or open a larger context"
             )
         if n_dropped > self._n_dropped:
             n_turns = sum(message.role == "user" for message in turns[self._n_dropped : n_dropped])
@@ -292,9 +269,12 @@ class Session:
             self._n_dropped = n_dropped
         return tokens, is_thinking
 
+    def _render(self, messages: Turns) -> Rendered:
+        return self._template.render(messages, template_kwargs=self.settings.template_kwargs)
+
     def _tokens(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
         self._prompted = (*self._system_messages(), *turns)
-        rendered = self._template.render(self._prompted, template_kwargs=self.settings.template_kwargs)
+        rendered = self._render(self._prompted)
         tokens = self._transcript.read(rendered)
         self._transcript.wrote(answered.tokens)
         tokens = np.concatenate([tokens, np.array(answered.tokens, dtype=np.int32)])
@@ -305,33 +285,24 @@ class Session:
         for variant in (said, said.strip()):
             message = Message("assistant", variant)
             with suppress(PromptError):  # a template may want the user to speak last
-                kwargs = self.settings.template_kwargs
-                rendered = self._template.render([*self._prompted, message], template_kwargs=kwargs)
+                rendered = self._render((*self._prompted, message))
                 if rendered.text.startswith(self._transcript.text):
                     return message
         return Message("assistant", said)
 
     def _answer_of_file(self, said: str, turns: Turns) -> Answer:
         """An answer that was not written here: only what was said is known, and not what was thought."""
-        kwargs = self.settings.template_kwargs
-        rendered = self._template.render((*self._system_messages(), *turns), template_kwargs=kwargs)
+        rendered = self._render((*self._system_messages(), *turns))
         reasoning = self._format.reasoning
         cut = reasoning.cut if reasoning is not None and self._format.begins_thinking(rendered.text) else ""
-        tokens = [
-            *self._vocabulary.tokenize(cut.encode(), add_special=False, parse_special=True).tolist(),
-            *self._vocabulary.tokenize(said.encode(), add_special=False).tolist(),
-        ]
-        if tokens and self._vocabulary.piece(tokens[0]) == b" " and not (cut or said).startswith(" "):
-            del tokens[0]  # SentencePiece begins so
+        tokens = tokenize_inside(self._vocabulary, cut, parse_special=True).tolist()
+        tokens += tokenize_inside(self._vocabulary, said).tolist()
         return Answer(tuple(tokens), cut + said, said)
 
 
 def _next_turn(turns: Turns, start: int) -> int | None:
     """Where the turn after the one at `start` begins; None if that is the last."""
     return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
-
-
-# Files
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +326,7 @@ def save_conversation(path: Path, messages: Sequence[Message], *, private: bool 
 
 
 def load_conversation(path: Path) -> Turns:
-    """Read a conversation; PromptError where the file cannot be read or holds something else."""
+    """Read a conversation; PromptError where it cannot be read or the file holds something else."""
     shown = printable(str(path))
     try:
         saved = parse_json(list[_Saved], read_file(path, _MAX_BYTES), unknown="ignore")
@@ -366,8 +337,7 @@ def load_conversation(path: Path) -> Turns:
         ) from error
     except ValueError as error:  # not UTF-8, not JSON, not messages
         raise PromptError(
-            f'{shown} is no conversation: it should hold a JSON list of {{"role", "content"}}, '
-            "as /save writes"
+            f'{shown} is no conversation: it should hold a list of {{"role", "content"}}, as /save writes'
         ) from error
 
 
@@ -391,9 +361,7 @@ class ConversationFiles:
         except FileNotFoundError:
             if not path.parent.is_dir():
                 folder = printable(str(path.parent))
-                raise PromptError(
-                    f"there is no folder {folder} for the conversation; make it first"
-                ) from None
+                raise PromptError(f"there is no folder {folder} for it; make the folder first") from None
         except (OSError, ValueError) as error:  # too long, through a file, with a null character
             raise PromptError(f"no file can be called {shown}; name another") from error
         else:
@@ -409,13 +377,9 @@ class ConversationFiles:
         self._own.add(os.path.realpath(path))
 
 
-def _last_conversation() -> Path:
-    return cache_folder() / "last_chat.json"
-
-
 def keep_last(messages: Sequence[Message]) -> None:
     """Keep a conversation as the last one, for nobody else to read; LlamaspecError where that fails."""
-    path = _last_conversation()
+    path = cache_folder() / _LAST
     with suppress(OSError):  # writing says why
         path.parent.mkdir(parents=True, exist_ok=True)
     save_conversation(path, messages, private=True)
@@ -423,6 +387,7 @@ def keep_last(messages: Sequence[Message]) -> None:
 
 def load_last() -> Turns:
     """The conversation held last; PromptError where there is none, or its file is damaged."""
-    if not _last_conversation().exists():
+    path = cache_folder() / _LAST
+    if not path.exists():
         raise PromptError("no conversation was kept yet; begin one, or name a file that holds one")
-    return load_conversation(_last_conversation())
+    return load_conversation(path)

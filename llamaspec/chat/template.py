@@ -62,27 +62,10 @@ class Message:
 
 
 class ChatTemplate:
-    """Renders conversations for one model.
+    """Renders conversations for one model; TemplateError where the source is not valid Jinja.
 
-    Parameters
-    ----------
-    source : str
-        The template, in Jinja.
-    bos, eos : str
-        How the model spells the beginning and the end of a text; "" where it has no such token.
-    special : SpecialTokens, optional
-        All control tokens of the model; default: these two.
-
-    Raises
-    ------
-    TemplateError
-        The template is not valid Jinja.
-
-    Examples
-    --------
-    >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "", "")
-    >>> template.render([Message("user", "Hello")]).text
-    b'<user>Hello'
+    `bos` and `eos` are how the model spells the beginning and the end of a text, "" where it has no such
+    token; `special` all its control tokens, by default these two.
     """
 
     def __init__(self, source: str, bos: str, eos: str, special: SpecialTokens | None = None) -> None:
@@ -123,25 +106,12 @@ class ChatTemplate:
     ) -> Rendered:
         """The conversation, up to where the assistant's next words begin.
 
-        Nothing in it becomes a control token but what the template itself writes.
+        Nothing in it becomes a control token but what the template itself writes, and with `parse_special`
+        what messages do. Tools are in OpenAI's form, {"type": "function", "function": {…}}.
+        `template_kwargs` are more variables for the template, such as {"enable_thinking": False}.
 
-        Parameters
-        ----------
-        messages : sequence of Message
-        tools : sequence of dict, optional
-            What may be called, in OpenAI's form: {"type": "function", "function": {"name", "parameters"}}.
-        template_kwargs : dict, optional
-            More variables for the template, such as {"enable_thinking": False}.
-        parse_special : bool
-            Let messages write control tokens, too.
-
-        Raises
-        ------
-        TemplateError
-            The template refuses: many want user and assistant to take turns, some know no system prompt. Or
-            it takes too much time or memory.
-        PromptError
-            `template_kwargs` would replace what the template gets in any case.
+        PromptError where these would replace what the template gets in any case; TemplateError where the
+        template refuses, as many do if user and assistant do not take turns, or takes too long.
         """
         kwargs = template_kwargs or {}
         if taken := RESERVED.intersection(kwargs):
@@ -186,21 +156,15 @@ def _as_dict(message: Message) -> dict[str, Json]:
         if not (message.text and message.tool_calls):  # gpt-oss wants only one of both beside a call
             found["thinking"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        found["tool_calls"] = [_call_as_dict(call) for call in message.tool_calls]
     return found
 
 
-def _arguments(text: str) -> Json:
-    """An object, as templates expect it; what a model wrote wrongly stays a text."""
+def _call_as_dict(call: ToolCall) -> dict[str, Json]:
+    """With its arguments as an object; what a model wrote wrongly stays a text."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+        found = None
+    arguments = found if isinstance(found, dict) else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

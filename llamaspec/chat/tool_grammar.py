@@ -16,7 +16,6 @@ from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML
 from llamaspec.chat.parse import quoted
 from llamaspec.errors import PromptError
 
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANYTHING = r"/(?s:.*)/"
 
 
@@ -31,22 +30,10 @@ def tool_grammar(
 ) -> str | None:
     """The grammar of an answer whose calls fit the tools; None where the format of calls is not known.
 
-    Parameters
-    ----------
-    answer_format : AnswerFormat
-    tools : sequence of dict
-        In OpenAI's form; at least one.
-    controls : dict of str to int
-        The vocabulary's control tokens (`vocabulary.controls`): marks among them are tokens, others text.
-    is_forced, is_parallel : bool
-        The answer must be a call; several calls are allowed, where the family writes several.
-    thinking : bool
-        The prompt ends with the mark that opens reasoning.
-
-    Raises
-    ------
-    PromptError
-        A schema is strict, and this format can only be held to well-formed arguments.
+    The tools are in OpenAI's form, at least one. Marks are tokens where `controls`, the vocabulary's control
+    tokens, have them, else text. `is_forced`: the answer must be a call; `is_parallel`: several are allowed,
+    where the family writes several; `thinking`: the prompt ends with the mark that opens reasoning.
+    PromptError where a schema is strict, and this format can only be held to well-formed arguments.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
     if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
@@ -76,8 +63,7 @@ class _Grammar:
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
-            schema = function.get("parameters") or _NO_PARAMETERS
-            self._call(i, str(function["name"]), schema if "type" in schema else {"type": "object", **schema})
+            self._call(i, str(function["name"]), {"type": "object", **(function.get("parameters") or {})})
         if self._format.calls is GEMMA4:
             self._gemma_values()
         return "\n".join([f"start: {start}", *self._rules])
@@ -138,9 +124,8 @@ class _Grammar:
             return ""
         self._rules.append(r"SPACE: /\s+/")
         thought = f"{self._up_to(reasoning.closing, 'thought')} SPACE?"
-        return (
-            f"{thought} " if self._is_thinking else f"({self._mark(reasoning.opening.strip())} {thought})? "
-        )
+        opening = self._mark(reasoning.opening.strip())
+        return f"{thought} " if self._is_thinking else f"({opening} {thought})? "
 
     def _up_to(self, mark: str, name: str) -> str:
         """Any text up to a mark, and the mark."""

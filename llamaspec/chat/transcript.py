@@ -27,6 +27,13 @@ def tokenize(rendered: Rendered, vocabulary: LlamaVocabulary, special: SpecialTo
     return np.concatenate(parts) if parts else NO_TOKENS
 
 
+def tokenize_inside(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool = False) -> TokenArray:
+    """Tokens of a text that follows another, without the space that SentencePiece begins with: int32 [n]."""
+    tokens = vocabulary.tokenize(text.encode(), add_special=False, parse_special=parse_special)
+    has_space = len(tokens) > 0 and vocabulary.piece(int(tokens[0])) == b" " and not text.startswith(" ")
+    return tokens[1:] if has_space else tokens
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
     """Text and its tokens; it is known as a whole or not at all."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from llamaspec.chat.answer_stream import AnswerPart, AnswerStream, ReasoningLimit
+from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion, StopReason
@@ -269,7 +269,7 @@ def open_stream(
 ) -> AnswerStream:
     """The stream of a request, with its reasoning cut where the budget ends."""
     wanted, drafting, vocabulary = request.parameters, request.drafting, pair.target.vocabulary
-    rule, reasoning = drafting.rule or DEFAULT_RULE, wanted.answer_format.reasoning
+    rule = drafting.rule or DEFAULT_RULE
     constraints = iter((wanted.constraint, wanted.constraint_after_cut))
 
     def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
@@ -300,10 +300,10 @@ def open_stream(
             logprobs=request.n_logprobs,
         )
 
-    budget = wanted.reasoning_budget
-    limit = None if reasoning is None or budget is None else ReasoningLimit(reasoning, budget)
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
-    return AnswerStream(request.prompt, request.max_tokens, open_part, parser, vocabulary, limit)
+    return AnswerStream(
+        request.prompt, request.max_tokens, open_part, parser, vocabulary, wanted.reasoning_budget
+    )
 
 
 def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:

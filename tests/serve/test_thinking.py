@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llamaspec import Pair
-from llamaspec.chat.answer_stream import AnswerStream, ReasoningLimit
+from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.families import recognize
 from llamaspec.chat.parse import AnswerParser, message_of
 from llamaspec.chat.template import ChatTemplate, Message
@@ -65,7 +65,7 @@ def expected(alone: Pair) -> tuple[str, str]:
         lambda prompt, n: alone.stream(prompt, max_tokens=n, seed=SEED),
         AnswerParser(answer_format, thinking=True),
         vocabulary,
-        ReasoningLimit(answer_format.reasoning, BUDGET),
+        BUDGET,
     )
     message = message_of(delta for part in stream for delta in part.deltas)
     assert message.reasoning
