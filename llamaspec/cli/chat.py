@@ -1,23 +1,19 @@
 """`llamaspec chat`: a conversation at the terminal, or one message per line of a pipe.
 
-What is said and kept is the session's business (`llamaspec/chat/session.py`), what is typed is read here.
+What is said and kept is the session's business (`llamaspec/chat/session.py`), what is typed `typed.py`'s.
 Answers go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import stat
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-from platformdirs import user_state_path
 
 from llamaspec.chat.session import (
     ConversationFiles,
@@ -52,6 +48,7 @@ from llamaspec.cli.output import (
     statistics_lines,
     write_text,
 )  # fmt: skip
+from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.events import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
@@ -59,8 +56,6 @@ from llamaspec.opening import demo_target
 from llamaspec.pair import Pair
 
 _LAST = "last"
-_MAX_HISTORY_LINES, _MAX_HISTORY_BYTES = 1000, 10 << 20
-_QUOTES = '"""'
 
 
 class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
@@ -97,18 +92,16 @@ _REASONING: tuple[Decorator, ...] = (
 class ReasoningOptions:
     """What becomes of what a model thinks."""
 
-    reasoning: str
-    reasoning_budget: int | None
+    is_shown: bool
+    budget: int | None  # tokens
+    template_kwargs: dict[str, bool]  # what the chat template is told
 
-    @property
-    def template_kwargs(self) -> dict[str, bool]:
-        """What the chat template is told."""
-        return {"enable_thinking": False} if self.reasoning == "off" else {}
 
-    @property
-    def budget(self) -> int | None:
-        """Tokens of thinking; none for a model that thinks though it was asked not to."""
-        return 0 if self.reasoning == "off" else self.reasoning_budget
+def _reasoning(*, reasoning: str, reasoning_budget: int | None) -> ReasoningOptions:
+    """From the command line; a model that thinks though it was asked not to has no tokens for it."""
+    if reasoning == "off":
+        return ReasoningOptions(False, 0, {"enable_thinking": False})
+    return ReasoningOptions(reasoning == "show", reasoning_budget, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +140,7 @@ Examples:
 """,
 )
 @chat_options
-@option_group("thinking", ReasoningOptions, _REASONING)
+@option_group("thinking", _reasoning, _REASONING)
 @option_group("files", _files, _FILES)
 @chat_model_options
 @answer_decoding_options
@@ -171,17 +164,10 @@ def chat(
     save_to = own_files.writable(files.save) if files.save is not None else None
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):
-        settings = Settings(
-            decoding.sampling,
-            seed,
-            decoding.max_tokens,
-            decoding.rule,
-            policy,
-            thinking.budget,
-            thinking.template_kwargs,
-        )
+        how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule)
+        settings = Settings(*how, policy, thinking.budget, thinking.template_kwargs)
         template = conversation.read_template(pair)
-        thoughts = Thoughts(is_shown=thinking.reasoning == "show")
+        thoughts = Thoughts(is_shown=thinking.is_shown)
         session = Session(
             pair, template, settings, system=conversation.system, tell=say, on_reasoning=thoughts.add
         )
@@ -194,131 +180,6 @@ def chat(
         if decoding.seed is None:
             say(f"the seed is {seed}; --seed {seed} gives the same answers again")
         ChatLoop(session, pair, own_files, save_to, files, replace(decoding, seed=seed), thoughts).run()
-
-
-# What is typed: one line, several joined by backslashes, or a block between triple quotes
-
-ReadLine = Callable[[str], str]  # (prompt) -> a line without its end; EOFError when there are no more
-
-
-@dataclass(frozen=True, slots=True)
-class Typed:
-    """One message or command."""
-
-    text: str
-    is_command: bool
-
-
-def read_typed(read_line: ReadLine) -> Typed:
-    """The next message or command; an EOFError where there is none.
-
-    Ctrl-C within several lines takes them back and gives an empty message.
-    """
-    line = read_line("> ")
-    if "\n" in line:  # several lines were pasted at once
-        return Typed(line.rstrip("\n"), is_command=False)
-    if not line.startswith(_QUOTES) and not line.endswith("\\"):
-        return Typed(line, is_command=line.startswith("/"))
-    try:
-        more = _block(line, read_line) if line.startswith(_QUOTES) else _continued(line, read_line)
-        return Typed("\n".join(more), is_command=False)
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        return Typed("", is_command=False)
-
-
-def _continued(line: str, read_line: ReadLine) -> Iterator[str]:
-    """Lines up to the first without a backslash at its end."""
-    while line.endswith("\\"):
-        yield line[:-1]
-        try:
-            line = read_line("... ")
-        except EOFError:
-            return
-    yield line
-
-
-def _block(line: str, read_line: ReadLine) -> Iterator[str]:
-    """Lines between triple quotes; text beside the quotes belongs to it; so does the end of input."""
-
-    def next_line() -> str:
-        try:
-            return read_line("... ")
-        except EOFError:
-            return _QUOTES
-
-    line = line[len(_QUOTES) :] or next_line()
-    while not line.endswith(_QUOTES):
-        yield line
-        line = next_line()
-    if line != _QUOTES:
-        yield line[: -len(_QUOTES)]
-
-
-def _terminal_line(prompt: str) -> str:
-    if not sys.stdout.isatty():  # `input` would write the prompt there
-        click.echo(prompt, nl=False, err=True)
-        prompt = ""
-    return _utf8(input(prompt).encode("utf-8", errors="surrogateescape"))
-
-
-def _piped_line(_prompt: str) -> str:
-    line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
-    if not line:
-        raise EOFError
-    return _utf8(line.removesuffix(b"\n").removesuffix(b"\r"))
-
-
-def _utf8(line: bytes) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"the message is not UTF-8: byte {error.start} is 0x{line[error.start]:02x}; convert it first"
-        ) from error
-
-
-@contextmanager
-def line_editing() -> Iterator[None]:
-    """Editing, and a history of lines in the user's folder, where Python has readline."""
-    try:
-        import readline
-    except ImportError:  # Windows
-        yield
-        return
-    path = history_path()
-    is_kept = _is_small_or_missing(path)
-    with contextlib.suppress(OSError):  # none yet, or not readable
-        if is_kept:
-            readline.read_history_file(path)
-    if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines come as one
-    readline.set_history_length(_MAX_HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # no chat is lost because of its history
-            if is_kept:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600)  # what people type is their own
-                readline.write_history_file(path)
-
-
-def _is_small_or_missing(path: Path) -> bool:
-    """Neither a pipe, which would keep a person waiting, nor a device or something huge."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return True
-    return stat.S_ISREG(facts.st_mode) and facts.st_size <= _MAX_HISTORY_BYTES
-
-
-def history_path() -> Path:
-    """The file with the lines typed in earlier chats."""
-    return user_state_path("llamaspec") / "chat_history"
-
-
-# The loop
 
 
 HELP = '''\
@@ -379,13 +240,13 @@ class ChatLoop:
     def run(self) -> None:
         """Until the person leaves."""
         if not self._interactive:
-            while self._turn(_piped_line):
+            while self._turn(piped_line):
                 pass
             return
         name = printable(self._pair.target.path.name)
         click.echo(f"Chat with {name}. /help lists the commands.", err=True)
         with line_editing():
-            while self._turn(_terminal_line):
+            while self._turn(terminal_line):
                 pass
 
     def _turn(self, read_line: ReadLine) -> bool:

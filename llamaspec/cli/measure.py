@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,15 @@ from llamaspec.cli.options import (
     option_group,
     prompt_options,
 )  # fmt: skip
-from llamaspec.cli.output import SlowProgress, options_of, print_table, say, stderr_console
+from llamaspec.cli.output import (
+    SlowProgress,
+    check_plot,
+    draw_probe,
+    options_of,
+    print_table,
+    say,
+    stderr_console,
+)  # fmt: skip
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
@@ -50,7 +57,6 @@ from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
     best_length,
-    break_even_seconds,
     conclusions,
     dips,
     knees,
@@ -214,45 +220,6 @@ def _show_conclusions(found: Probe, console: Console) -> None:
     rows = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
     print_table(("<acceptance", "best draft length", "predicted speed-up"), rows, console)
     console.print(verdict(curve))
-
-
-def check_plot(path: Path) -> None:
-    """Refuse, with a LlamaspecError and before anything is measured, what cannot be drawn."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
-    if find_spec("matplotlib") is None:
-        raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
-
-
-def draw_probe(found: Probe, path: Path, title: str) -> None:
-    """Draw seconds against width, one line for each depth, and what drafting may cost at most.
-
-    Below the break-even line a batch with draft tokens is faster than single tokens if all are accepted.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure  # an extra, which most people do without
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    widths = [row.width for row in found.widths]
-    for i, depth in enumerate(found.depths):
-        timings = [row.timings[i] for row in found.widths]
-        axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
-        axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
-    curve = found.curve
-    if found.draft_step is not None:
-        break_even = "break-even: the same as single tokens, if every draft token is accepted"
-        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
-        figure.supxlabel(verdict(curve), fontsize="medium")
-    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
-    slowest = max(timing.high for row in found.widths for timing in row.timings)
-    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error
 
 
 # compare

@@ -195,22 +195,14 @@ def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] =
 # How tokens are drawn and drafted
 
 
-class DraftLength(click.ParamType):  # type: ignore[type-arg]
+class DraftLength(click.IntRange):
     """A number of draft tokens, or "auto", which becomes None."""
 
     name = f"auto|0-{MAX_DRAFT}"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """From the command line."""
-        if value == "auto":
-            return None
-        try:
-            length = int(value)
-        except ValueError:
-            length = -1
-        if not 0 <= length <= MAX_DRAFT:
-            self.fail(f"{value} is neither auto nor a number from 0 to {MAX_DRAFT}", param, ctx)
-        return length
+        return None if value == "auto" else super().convert(value, param, ctx)
 
 
 _LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
@@ -219,7 +211,7 @@ _ANSWER_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), d
                              show_default="what the context has room for",
                              help="Stop an answer after this many tokens.")  # fmt: skip
 DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
-    click.option("--draft-length", "-k", type=DraftLength(), default="auto", show_default=True,
+    click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
     click.option("--trees", is_flag=True,
                  help="Let draft tokens branch where that is expected to be faster: where wide batches "

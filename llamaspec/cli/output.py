@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,9 @@ from rich.table import Table
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.engine.events import Completion
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
-from llamaspec.measure.reasons import Reasons
+from llamaspec.measure.probe import Probe
+from llamaspec.measure.reasons import Reasons, break_even_seconds
+from llamaspec.measure.reasons import verdict as verdict_of_costs
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import MTP, Round, Source
@@ -411,3 +414,45 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "drafted": drafted,
         "next": text(round_.next_token),
     }
+
+
+# The curve of a probe as a picture
+
+
+def check_plot(path: Path) -> None:
+    """Refuse, with a LlamaspecError and before anything is measured, what cannot be drawn."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
+    if find_spec("matplotlib") is None:
+        raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
+
+
+def draw_probe(found: Probe, path: Path, title: str) -> None:
+    """Draw seconds against width, one line for each depth, and what drafting may cost at most.
+
+    Below the break-even line a batch with draft tokens is faster than single tokens if all are accepted.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # an extra, which most people do without
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    widths = [row.width for row in found.widths]
+    for i, depth in enumerate(found.depths):
+        timings = [row.timings[i] for row in found.widths]
+        axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
+        axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
+    curve = found.curve
+    if found.draft_step is not None:
+        break_even = "break-even: the same as single tokens, if every draft token is accepted"
+        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
+        figure.supxlabel(verdict_of_costs(curve), fontsize="medium")
+    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
+    slowest = max(timing.high for row in found.widths for timing in row.timings)
+    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error

@@ -23,7 +23,7 @@ from llamaspec.chat.session import (
     save_conversation,
 )
 from llamaspec.chat.template import Message
-from llamaspec.cli.chat import Typed, history_path, line_editing, read_typed
+from llamaspec.cli.typed import Typed, history_path, line_editing, read_typed
 from patience import PATIENCE, until_it_waits
 
 HELLO = Message("user", "hello")

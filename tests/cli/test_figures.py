@@ -16,10 +16,10 @@ from rich.console import Console
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel
 from llamaspec.cli import output as report
-from llamaspec.cli.measure import draw_probe
 from llamaspec.cli.output import (
     completion_json,
     conclusion,
+    draw_probe,
     explain,
     full_statistics,
     statistics_lines,

@@ -1,0 +1,138 @@
+"""What is typed in a chat, message by message: one line, several joined by backslashes, or a quoted block.
+
+At a terminal with line editing and a history that lasts; otherwise line by line from a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from platformdirs import user_state_path
+
+from llamaspec.errors import PromptError
+from llamaspec.files import read_file
+
+_MAX_HISTORY_LINES, _MAX_HISTORY_BYTES = 1000, 10 << 20
+_QUOTES = '"""'
+
+ReadLine = Callable[[str], str]  # (prompt) -> a line without its end; EOFError when there are no more
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One message or command."""
+
+    text: str
+    is_command: bool
+
+
+def read_typed(read_line: ReadLine) -> Typed:
+    """The next message or command; an EOFError where there is none.
+
+    Ctrl-C within several lines takes them back and gives an empty message.
+    """
+    line = read_line("> ")
+    if "\n" in line:  # several lines were pasted at once
+        return Typed(line.rstrip("\n"), is_command=False)
+    if not line.startswith(_QUOTES) and not line.endswith("\\"):
+        return Typed(line, is_command=line.startswith("/"))
+    try:
+        more = _block(line, read_line) if line.startswith(_QUOTES) else _continued(line, read_line)
+        return Typed("\n".join(more), is_command=False)
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        return Typed("", is_command=False)
+
+
+def _continued(line: str, read_line: ReadLine) -> Iterator[str]:
+    """Lines up to the first without a backslash at its end."""
+    while line.endswith("\\"):
+        yield line[:-1]
+        try:
+            line = read_line("... ")
+        except EOFError:
+            return
+    yield line
+
+
+def _block(line: str, read_line: ReadLine) -> Iterator[str]:
+    """Lines between triple quotes; text beside the quotes belongs to it; so does the end of input."""
+
+    def next_line() -> str:
+        try:
+            return read_line("... ")
+        except EOFError:
+            return _QUOTES
+
+    line = line[len(_QUOTES) :] or next_line()
+    while not line.endswith(_QUOTES):
+        yield line
+        line = next_line()
+    if line != _QUOTES:
+        yield line[: -len(_QUOTES)]
+
+
+def terminal_line(prompt: str) -> str:
+    """A line typed at the terminal."""
+    if not sys.stdout.isatty():  # `input` would write the prompt there
+        click.echo(prompt, nl=False, err=True)
+        prompt = ""
+    return _utf8(input(prompt).encode("utf-8", errors="surrogateescape"))
+
+
+def piped_line(_prompt: str) -> str:
+    """A line from a pipe or a file."""
+    line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+    if not line:
+        raise EOFError
+    return _utf8(line.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def _utf8(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"the message is not UTF-8: byte {error.start} is 0x{line[error.start]:02x}; convert it first"
+        ) from error
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Editing, and a history of lines in the user's folder, where Python has readline."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield
+        return
+    path, is_kept = history_path(), True
+    try:
+        read_file(path, _MAX_HISTORY_BYTES)
+        readline.read_history_file(path)
+    except FileNotFoundError:
+        pass
+    except OSError:  # a pipe, a device, something huge, or not readable
+        is_kept = False
+    if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines come as one
+    readline.set_history_length(_MAX_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # no chat is lost because of its history
+            if is_kept:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(mode=0o600)  # what people type is their own
+                readline.write_history_file(path)
+
+
+def history_path() -> Path:
+    """The file with the lines typed in earlier chats."""
+    return user_state_path("llamaspec") / "chat_history"
