@@ -102,30 +102,6 @@ def test_without_draft_tokens_a_difference_is_noise(models: list[Path]) -> None:
     assert found["arms"][0]["speed_up"] == 1
 
 
-def test_the_default_length_adapts(models: list[Path]) -> None:
-    assert compare(models, "--json").json["same_text"] is True
-
-
-def test_one_run_has_no_spread(models: list[Path]) -> None:
-    found = invoke("compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--json").json
-    assert [arm["std_seconds"] for arm in found["arms"]] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stdin"),
-    [(["-p", "the end"], b""), (["-f", "-"], b"the end"), (["-p", "-"], b"the end")],
-)
-def test_the_prompt(models: list[Path], arguments: list[str], stdin: bytes) -> None:
-    common = ["compare", *naming(models), "-n", "8", "-r", "1", "-k", "2", "--seed", "1", "--json"]
-    answer = invoke(*common, *arguments, stdin=stdin)
-    assert answer.json["same_text"] is True
-
-
-def test_a_pipe_that_nobody_asked_for_is_not_read(models: list[Path]) -> None:
-    answer = invoke("compare", *naming(models), "-n", "8", "-r", "1", "--json", stdin=b"\xff")
-    assert answer.code == 0
-
-
 def test_a_target_alone_cannot_be_compared(models: list[Path]) -> None:
     answer = invoke("compare", *naming(models[:1]))
     assert answer.code == 1

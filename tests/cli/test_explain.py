@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from command import generate
-from llamaspec import AutoLength, FixedLength, Sampling, open_pair
-from llamaspec.cli.options import DecodingOptions, make_policy
 
 
 def timeline_data(page: Path) -> dict[str, object]:
@@ -73,15 +71,3 @@ def test_the_automatic_length_does_not_change_the_text(models: list[Path]) -> No
         for length in (("--no-draft",), ("-k", "auto"), ("-k", "5"))
     ]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_policies(models: list[Path]) -> None:
-    def asked(draft_length: int | None, exact: bool = False) -> DecodingOptions:
-        return DecodingOptions(Sampling(), 10, None, "coupled", draft_length, exact)
-
-    with open_pair(*models) as pair:
-        assert make_policy(pair, asked(3)) == FixedLength(3)
-        assert make_policy(pair, asked(0, exact=True)) == FixedLength(0)
-        assert isinstance(make_policy(pair, asked(None)), AutoLength)
-    with pytest.raises(ValueError, match="drop --draft-length"):
-        asked(3, exact=True)

@@ -289,19 +289,6 @@ def test_compare_says_that_the_text_differs(models: list[Path]) -> None:
     assert "in some run the text differs from the target's own" in " ".join(told.split())
 
 
-@pytest.mark.usefixtures("biased")
-def test_audit_names_the_first_difference_and_the_forks(models: list[Path]) -> None:
-    options = ["audit", *naming(models), "-n", "24", "-k", "4", "-t", "0"]
-    found: dict[str, Any] = invoke(*options, "--json").json
-    answer = invoke(*options)
-    assert answer.code == 1
-    lines = answer.stdout.splitlines()
-    assert lines[0] == f"the texts differ from token {found['first_difference']} on"
-    assert lines[1] == f"replayed one token at a time: {len(found['forks'])} forks in 24 tokens"
-    assert len([line for line in lines if line.startswith("  token ")]) == len(found["forks"]) > 0
-    assert "bit-identical with width 1 here: none" in answer.stdout
-
-
 # What a probe found
 
 PROBE = Probe(

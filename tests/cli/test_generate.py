@@ -66,15 +66,6 @@ def test_no_stats_is_silent(models: list[Path]) -> None:
     assert (both.code, "contradict each other" in both.stderr) == (2, True)
 
 
-def test_the_context_as_peers_spell_it(models: list[Path]) -> None:
-    """Every spelling is the same option, so the reason to stop shows which size was taken."""
-    for spelling in ("--n-ctx", "--ctx-size", "-c"):
-        answer = generate(
-            PROMPT, spelling, "64", "-cd", "32", "-n", "90", "--seed", "1", "--json", models=models
-        )
-        assert answer.json["stop_reason"] == "context"
-
-
 @pytest.mark.parametrize("lengths", [["-k", "3"], [], ["--no-draft"], ["-k", "0"]], ids=str)
 def test_the_json_line(models: list[Path], lengths: list[str]) -> None:
     answer = generate(PROMPT, *lengths, "--seed", "5", "-n", "30", "--json", models=models)
@@ -114,7 +105,7 @@ def test_json_is_one_line_of_ascii_in_a_process(models: list[Path]) -> None:
     assert answer.json["text"] == expected(models, 5, 20).text
 
 
-@pytest.mark.parametrize("seed", [0, 1, 7, 2**63, -1])
+@pytest.mark.parametrize("seed", [7, 2**63, -1])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -194,12 +185,6 @@ def test_stop_strings(models: list[Path]) -> None:
         answer = generate(PROMPT, "--seed", "4", "-n", "80", "--json", *options, models=models)
         assert answer.json["stop_reason"] == "stop"
         assert answer.json["text"] == whole[: min(whole.index(stop) for stop in stops if stop in whole)]
-
-
-def test_what_may_be_a_stop_string_is_shown_when_it_is_none(models: list[Path]) -> None:
-    whole = expected(models, 4, 40).text
-    answer = generate(PROMPT, "--seed", "4", "-n", "40", "--json", "--stop", whole[-5:] + "!", models=models)
-    assert (answer.json["stop_reason"], answer.json["text"]) == ("limit", whole)
 
 
 def test_the_end_of_text(store: ModelStore) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from command import PROMPT, invoke, said
-from llamaspec import opening
-from llamaspec.cli import measure, model_options
-from llamaspec.errors import ModelFileError, PairError
-from llamaspec.measure.store import PairFiles
+from command import PROMPT, invoke, run, said
+from hub_server import Hub
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -35,31 +31,6 @@ def test_the_text_is_the_targets_own(target: Path, draft: str) -> None:
     assert found["tokens"] == plain["tokens"]
     assert found["statistics"]["accepted"] > 0
     assert (found["draft"], plain["draft"]) == ("mtp", None)
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "compare", "audit", "probe"])
-def test_auto_is_the_heads_in_every_command(
-    target: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[bool] = []
-
-    def open_files(files: PairFiles, choice: object, **how: object) -> None:
-        taken.append(files.heads)
-        raise PairError("enough")
-
-    for module in (model_options, measure):
-        monkeypatch.setattr(module, "open_files", open_files)
-    assert invoke(command, *options(target, "auto"), *(["x"] if command == "generate" else [])).code
-    assert taken == [True]
-
-
-def test_auto_looks_for_heads_in_what_was_just_fetched(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched = tmp_path / "fetched.gguf"
-    monkeypatch.setattr(model_options, "fetched_model", lambda name: shutil.copy(target, fetched))
-    answer = invoke("generate", *options(fetched, "auto"), "-n", "2", "--json", "-p", "x")
-    assert answer.json["draft"] == "mtp"
 
 
 @pytest.mark.parametrize("command", ["generate", "compare", "doctor", "probe"])
@@ -113,20 +84,10 @@ def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -
     assert "mtp" not in rows["llama-3.2-3b"]
 
 
-def test_a_model_that_is_known_to_have_neither_is_not_fetched(
-    own_list: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[str] = []
-
-    def fetch(name: str, _progress: object = None) -> Path:
-        fetched.append(name)
-        raise ModelFileError("fetched")
-
-    monkeypatch.setattr(model_options, "fetched_model", fetch)
-    monkeypatch.setattr(opening, "resolve_model", fetch)
-    answer = invoke("generate", "--pair", "llama-3.2-3b", "-p", "x")
-    assert "no draft is known for llama-3.2-3b" in answer.stderr
-    with pytest.raises(PairError, match=r"no draft is known for llama-3\.2-3b"):
-        opening.open_pair("llama-3.2-3b", "auto")
-    assert fetched == []
-    assert "fetched" in invoke("generate", "--pair", "qwen3.5-9b", "-p", "x").stderr  # has heads
+def test_a_model_that_is_known_to_have_neither_is_not_fetched(hub: Hub, env: dict[str, str]) -> None:
+    assert "no draft is known for llama-3.2-3b" in said(
+        run("generate", "--pair", "llama-3.2-3b", "x", env=env)
+    )
+    assert hub.n_requests == 0
+    run("generate", "--pair", "qwen3.5-9b", "x", env=env)  # has heads
+    assert hub.n_requests > 0

@@ -7,13 +7,11 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming
+from command import ENTRY, PROMPT, Answer, environment, expected, naming
 from model_store import ModelStore
 from patience import PATIENCE
 from tiny_models import Recipe
@@ -104,15 +102,15 @@ main()
 
 LOST = """
 import signal
-from llamaspec.llama import handles, runtime
+from llamaspec.llama import runtime
 from llama_cpp import llama_cpp as lib
-free, calls = handles._free, []
+free, calls = runtime._free, []
 def interrupted(*arguments):
     calls.append(None)
     if len(calls) == 1:
         signal.raise_signal(signal.SIGINT)
 log = lib.llama_log_callback(interrupted)
-handles._free = lambda *arguments: (free(*arguments), {call})
+runtime._free = lambda *arguments: (free(*arguments), {call})
 from llamaspec.cli.main import main
 main()
 """
@@ -131,20 +129,6 @@ def test_ctrl_c_where_nobody_can_be_told(models: list[Path], call: str) -> None:
     assert b"Traceback" not in done.stderr
     assert b"ignored" not in done.stderr
     assert done.returncode in (0, 130)  # it may come behind the end
-
-
-def test_what_else_nobody_can_be_told_is_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[object] = []
-    interrupted = threading.Event()
-    monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    monkeypatch.setattr("_thread.interrupt_main", interrupted.set)
-    invoke("-h")
-    lost = SimpleNamespace(exc_value=ValueError("lost"))
-    sys.unraisablehook(lost)
-    assert shown == [lost]
-    sys.unraisablehook(SimpleNamespace(exc_value=KeyboardInterrupt()))
-    assert interrupted.wait(PATIENCE)
-    assert shown == [lost]
 
 
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {-15}, signal.SIGHUP: {-1}, signal.SIGPIPE: {0}}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import termios
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from command import PROMPT, naming
-from llamaspec.cli.signals import leave_the_terminal_as_found
 from patience import until, until_it_waits
 from random_signals import SIGNALS, Terminal, environment, try_one
 
@@ -43,27 +40,3 @@ def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
     terminal.process.send_signal(number)
     assert terminal.ended() == -number
     assert terminal.faults() == []
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_the_terminal_gets_back_what_it_had_unless_it_is_another_job_s(
-    monkeypatch: pytest.MonkeyPatch, is_ours: bool
-) -> None:
-    """SIGHUP is ignored here, as under nohup, and stays so."""
-    done: list[object] = []
-    handlers: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_IGN}
-    monkeypatch.setattr(signal, "getsignal", handlers.get)
-    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(os, "isatty", lambda fd: fd != 1)
-    monkeypatch.setattr(termios, "tcgetattr", lambda fd: f"as {fd} was")
-    monkeypatch.setattr(termios, "tcsetattr", lambda *found: done.append(found))
-    monkeypatch.setattr(os, "tcgetpgrp", lambda _fd: os.getpgrp() + (not is_ours))
-    monkeypatch.setattr(os, "write", lambda fd, _said: done.append(fd))
-    monkeypatch.setattr(os, "kill", lambda *sent: done.append(sent))
-    monkeypatch.setenv("TERM", "xterm")
-    leave_the_terminal_as_found()
-    assert handlers[signal.SIGHUP] == signal.SIG_IGN
-    handlers[signal.SIGTERM](signal.SIGTERM, None)
-    assert handlers[signal.SIGTERM] == signal.SIG_DFL
-    put_back = [(0, termios.TCSANOW, "as 0 was"), 2] if is_ours else []
-    assert done == [*put_back, (os.getpid(), signal.SIGTERM)]
