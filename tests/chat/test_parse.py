@@ -192,14 +192,6 @@ RECORDED: dict[str, tuple[str, str, Message]] = {
         ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}',
         answer("", PARIS),
     ),
-    "gpt-oss, two channels": (
-        "gpt-oss",
-        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
-        "<|start|>assistant<|channel|>"
-        "final<|message|>Yes<|return|>",
-        answer("Yes", thought="Hm."),
-    ),
-    "gpt-oss without a header": ("gpt-oss", "Hello, how are you today?", answer("Hello, how are you today?")),
     "gpt-oss, nobody's tool": (
         "gpt-oss",
         "<|channel|>commentary to=python <|constrain|>code<|message|>print()",
@@ -311,15 +303,6 @@ def test_reasoning_that_ends_within_its_mark_is_whole() -> None:
     for pieces in (["<think>Hm </thi"], "<think>Hm </thi"):
         found = message_of(parsed("qwen3", pieces))
         assert (found.reasoning, found.text) == ("Hm </thi", "")
-
-
-def test_it_tells_while_it_thinks() -> None:
-    parser = AnswerParser(FORMATS["qwen3"])
-    seen = []
-    for piece in ("<thi", "nk>", "Hm", "</think", ">", "Yes"):
-        parser.feed(piece)  # and nobody keeps the deltas
-        seen.append(parser.is_thinking)
-    assert seen == [False, True, True, True, False, False]
 
 
 def test_arguments_come_as_they_are_written() -> None:

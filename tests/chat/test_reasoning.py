@@ -113,20 +113,6 @@ def test_a_conversation(pair: Pair) -> None:
     assert n_prompt == len(pair.target.vocabulary.tokenize(fresh[len("<s>") :], parse_special=True))
 
 
-def test_asked_not_to_think(pair: Pair) -> None:
-    thoughts = Remarks()
-    template = ChatTemplate(THINKING, "<s>", "</s>")
-    chat = session(pair, template=template, on_reasoning=thoughts, template_kwargs={"enable_thinking": False})
-    assert say(chat, "one")
-    assert thoughts == []
-
-
-def test_it_only_thinks(pair: Pair) -> None:
-    chat = session(pair, template=ChatTemplate(THINKING, "<s>", "</s>"))
-    assert say(chat, "one") == ""
-    assert chat.messages[-1] == Message("assistant", "")
-
-
 def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(
         PLAIN + "{{ '<think>' if enable_thinking is not defined }}{# </think> #}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate, invoke, naming
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.escaping import Rendered
-from llamaspec.chat.session import REGENERATION, ConversationFiles, load_conversation, save_conversation
+from llamaspec.chat.session import REGENERATION, ConversationFiles, load_conversation
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.errors import ContextFullError, LlamaspecError
 
@@ -185,22 +184,6 @@ def test_deep_and_huge_content_is_one_line(tmp_path: Path, models: list[Path], c
     assert answer.code == 1
     (line,) = answer.complaints
     assert "is no conversation" in line
-
-
-def test_what_is_no_small_file_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(1 << 40)
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "huge", tmp_path):
-        with pytest.raises(PromptError, match="cannot read the conversation"):
-            load_conversation(path)
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(LlamaspecError, match="cannot save"):
-        save_conversation(tmp_path / "folder", [HELLO])
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_names_that_no_file_can_have() -> None:

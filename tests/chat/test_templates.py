@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_models import TEMPLATE, say, session
+from chat_models import TEMPLATE
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
 from llamaspec.chat.escaping import SpecialTokens
@@ -49,13 +49,6 @@ NO_SYSTEM = "{{ raise_exception('No system role') if messages[0].role == 'system
 )
 def test_templates_that_refuse(template: str, messages: list[Message], says: str) -> None:
     assert says in refusal(template, messages)
-
-
-def test_a_refused_message_leaves_no_trace(pair: Pair) -> None:
-    chat = session(pair, template=ChatTemplate("{{ raise_exception('no') }}", "", ""))
-    with pytest.raises(PromptError):
-        say(chat, "one")
-    assert chat.messages == ()
 
 
 def test_a_template_gets_the_model_s_own_ends(pair: Pair) -> None:
