@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from demo_pair import check, corpus, distil, evaluate, export
+from demo_pair import check, corpus, evaluate, labelled_files, shallow_draft
 from demo_pair.chat_template import relabel
+from demo_pair.labelled_files import Label
 from demo_pair.lessons import WindowPlan, mean_loss, next_token_loss, windows
 from llamaspec.draft_making.student import Llama, Shape
 from llamaspec.draft_making.training import Progress, train
@@ -102,8 +103,8 @@ def own_text(options: Options, data: corpus.Corpus, target: Llama) -> NDArray[np
     if not file.exists():
         log(f"the target writes {N_OWN_ROWS * TARGET.n_context} tokens")
         chance = np.random.default_rng(options.seed + 1)
-        prompts = windows(data.train_ids, N_OWN_ROWS, distil.N_PROMPT - 1, chance)
-        written = distil.write_text(target, prompts, TARGET.n_context, options.seed)
+        prompts = windows(data.train_ids, N_OWN_ROWS, shallow_draft.N_PROMPT - 1, chance)
+        written = shallow_draft.write_text(target, prompts, TARGET.n_context, options.seed)
         np.save(file, written.numpy())
     rows: NDArray[np.int64] = np.load(file)
     return rows
@@ -112,7 +113,7 @@ def own_text(options: Options, data: corpus.Corpus, target: Llama) -> NDArray[np
 def train_draft(options: Options, data: corpus.Corpus, target: Llama) -> Llama:
     """Return the draft, from its file if that exists."""
     torch.manual_seed(options.seed)
-    draft = distil.shallow_copy_of(target, DRAFT_LAYERS)
+    draft = shallow_draft.shallow_copy_of(target, DRAFT_LAYERS)
     file, unfinished = options.work / "draft.pt", options.work / "draft-unfinished.pt"
     if options.unfinished:
         return draft
@@ -125,13 +126,13 @@ def train_draft(options: Options, data: corpus.Corpus, target: Llama) -> Llama:
         log(f"draft {progress}")
         torch.save(draft.state_dict(), unfinished)
 
-    batches = distil.batches(
+    batches = shallow_draft.batches(
         data.train_ids,
         own_text(options, data, target),
         plan,
         np.random.default_rng(options.seed + 2),
     )
-    train(draft, plan, batches, distil.teacher_loss(draft, target), report)
+    train(draft, plan, batches, shallow_draft.teacher_loss(draft, target), report)
     torch.save(draft.state_dict(), file)
     return draft
 
@@ -140,14 +141,14 @@ def write_files(options: Options, data: corpus.Corpus, target: Llama, draft: Lla
     """Write both models and check each against llama.cpp."""
     about = "Learned from Python's standard library (PSF-2.0), docstrings of numpy and torch (BSD-3-Clause)."
     labels = (
-        export.Label("llamaspec demo target", f"Target of llamaspec's demonstration pair. {about}"),
-        export.Label("llamaspec demo draft", f"Draft distilled from llamaspec's demo target. {about}"),
+        Label("llamaspec demo target", f"Target of llamaspec's demonstration pair. {about}"),
+        Label("llamaspec demo draft", f"Draft distilled from llamaspec's demo target. {about}"),
     )
     texts = [*check.AWKWARD, *(document.text for document in data.kept_out)]
     ids = corpus.encode(data.tokenizer, data.kept_out[0])[: evaluate.N_CONTEXT]
     total = 0
     for file, label, model in zip(options.files, labels, (target, draft), strict=True):
-        total += export.write(file, model, data.tokenizer, label)
+        total += labelled_files.write(file, model, data.tokenizer, label)
         loaded = evaluate.load(file)
         if different := check.different_tokens(loaded, data.tokenizer, texts):
             raise SystemExit(f"llama.cpp splits these texts differently: {[t[:60] for t in different]}")

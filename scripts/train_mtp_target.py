@@ -23,12 +23,12 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from demo_pair import corpus, distil
+from demo_pair import corpus, shallow_draft
 from demo_pair.lessons import WindowPlan, windows
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
 from llamaspec.draft_making.student import Llama
-from mtp_target import export, train, trunk
-from mtp_target.head import Head
+from mtp_target import step35, train, trunk
+from mtp_target.torch_head import Head
 from plain_llama import PlainLlama
 from widening.source import Source, UnsuitableFileError
 
@@ -60,7 +60,7 @@ def main(source: Path, out: Path, work: Path, minutes: float, start: Path | None
         sys.exit(f"train_mtp_target: {error}")
     work.mkdir(parents=True, exist_ok=True)
     head = _head(model, source, work, start, minutes, seed)
-    export.write(out, file, tensors(head))
+    step35.write(out, file, tensors(head))
     print(out)
     print(json.dumps({"accepted": accepted(out)}))
 
@@ -130,8 +130,8 @@ def _own_text(model: Llama, ids: NDArray[np.int64], work: Path, seed: int) -> ND
     if not file.exists():
         log(f"the target writes {N_OWN_ROWS} texts")
         chance = np.random.default_rng(seed + 1)
-        prompts = windows(ids, N_OWN_ROWS, distil.N_PROMPT - 1, chance)
-        np.save(file, distil.write_text(model, prompts, N_OWN_TOKENS, seed).numpy())
+        prompts = windows(ids, N_OWN_ROWS, shallow_draft.N_PROMPT - 1, chance)
+        np.save(file, shallow_draft.write_text(model, prompts, N_OWN_TOKENS, seed).numpy())
     rows: NDArray[np.int64] = np.load(file)
     return rows
 

@@ -1,7 +1,7 @@
 """Make a small Llama GGUF as costly as a large one, without changing what it says.
 
-Repeating every hidden unit r times gives the same function at r² the cost; layers that add nothing and
-tokens that are never said cost more still. So the gain of drafting can be measured without a download, on
+Repeating every hidden unit r times gives the same function at r² the cost; layers that add nothing cost
+more still. So the gain of drafting can be measured without a download, on
 a target whose cost is real. State plainly wherever you show figures that the target is widened.
 
 It prints the files it wrote, one a line; a file that is newer than its source is not written again.
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from llamaspec import LlamaspecError, demo_target
 from llamaspec.llama.quantize import Copy, write_copy
-from widening.compare import compare
+from widening.forks import compare
 from widening.plan import Plan, Widening
 from widening.source import Source, UnsuitableFileError
 from widening.write import n_bytes_of, write
@@ -33,7 +33,6 @@ Examples:
   python scripts/widen_gguf.py --check
   python scripts/widen_gguf.py --layers 16 --quantize Q4_0 --quantize Q8_0
   python scripts/widen_gguf.py --kv-factor 4 --layers 10 --quantize Q4_0 --quantize Q8_0
-  python scripts/widen_gguf.py small.gguf --factor 4 --vocabulary 131072 --folder /tmp
   python scripts/widen_gguf.py --factor 4 --experts 32 --quantize Q4_0
 
 \b
@@ -46,7 +45,6 @@ and so a KV cache of realistic size: 40 KB for a token. Depth is measured on it.
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
 @click.option("--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries.")
 @click.option("--layers", type=int, help="With layers that add nothing, up to this number.")
-@click.option("--vocabulary", type=int, help="With tokens that are never said, up to this number.")
 @click.option("--experts", type=int, help="Make it a mixture of that many experts in every layer.")
 @click.option("--used", type=int, default=4, show_default=True, help="Experts that each token uses.")
 @click.option(
@@ -63,7 +61,6 @@ def main(
     factor: int,
     kv_factor: int | None,
     layers: int | None,
-    vocabulary: int | None,
     experts: int | None,
     used: int,
     dtype: str,
@@ -74,7 +71,7 @@ def main(
 ) -> None:
     """Widen SOURCE, by default the embedded target."""
     try:
-        plan = Plan(Source(source), Widening(factor, layers, vocabulary, dtype, experts, used, kv_factor))
+        plan = Plan(Source(source), Widening(factor, layers, dtype, experts, used, kv_factor))
         wide = folder / f"{source.stem}-{plan.widening.label}.gguf"
         _widen(plan, wide)
         print(wide)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llamaspec.draft_making.student import Llama
 from llamaspec.draft_making.training import Plan
-from mtp_target import head as heads
-from mtp_target.head import LATER, Head
+from mtp_target import torch_head
+from mtp_target.torch_head import LATER, Head
 from mtp_target.trunk import teach
 
 CLIP = 1.0  # of the gradients' norm
@@ -47,7 +47,7 @@ def run(
 
 def step(head: Head, trunk: Llama, tokens: Tensor) -> list[float]:
     """Compute the gradients of one batch; the loss of every draft token, in nats."""
-    losses = heads.losses(head, trunk, tokens, teach(trunk, tokens))
+    losses = torch_head.losses(head, trunk, tokens, teach(trunk, tokens))
     total = sum(LATER**k * loss for k, loss in enumerate(losses))
     assert isinstance(total, Tensor)
     total.backward()

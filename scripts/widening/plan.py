@@ -7,10 +7,6 @@ see. So no matrix is ever divided: its numbers are the source's own, and it quan
 Heads are repeated in their places, so that those of keys and values may be repeated less often than those of
 queries: several queries then share a key, as in models of today, and the KV cache stays small.
 
-Padding tokens need a score that is low in *every* context, but a Llama has no bias. A spare hidden unit
-serves as one: every embedding sets it to c, no layer reads or writes it, so only the mean of squares
-notices, by c²/n. RMS norms add an epsilon of the very same kind, and give up as much: the function stays.
-
 A prediction head begins with a matrix over two norms, whose product is a hidden state: these norms do not
 give the factor back. Experts are added like layers: they say nothing, and the feed-forward is shared.
 """
@@ -23,11 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from widening.source import Array, Source, UnsuitableFileError
-
-BLOCK = 256  # the largest quantisation block; the spare unit has one to itself
-GUARANTEED_RMS = 300.0  # up to this size of the last hidden state a padded token lies below all others
-SPARE_UNIT = 64.0  # its value behind the last norm, times the size of the hidden state
-LARGEST_HALF = 65504.0  # of float16
 
 RESIDUAL_WRITERS = ("attn_output", "ffn_down")
 BEFORE_A_HIDDEN_STATE = ("nextn.enorm", "nextn.hnorm")
@@ -49,7 +40,6 @@ class Widening:
 
     factor: int = 1  # how often every hidden unit is repeated
     n_layers: int | None = None  # with identity layers up to this number
-    n_vocabulary: int | None = None  # with unused tokens up to this number
     dtype: str = "F16"  # of the matrices: F16 or F32
     n_experts: int | None = None  # a mixture of that many in every layer, each a quarter of a feed-forward
     n_used: int = 4  # experts that each token uses
@@ -73,46 +63,11 @@ class Widening:
 
     @property
     def label(self) -> str:
-        """A short name for files: x8-kv4-L16-V32768-E32x4-F16."""
+        """A short name for files: x8-kv4-L16-E32x4-F16."""
         heads = f"-kv{self.n_kv}" if self.n_kv != self.factor else ""
         layers = f"-L{self.n_layers}" if self.n_layers else ""
-        vocabulary = f"-V{self.n_vocabulary}" if self.n_vocabulary else ""
         experts = f"-E{self.n_experts}x{self.n_used}" if self.n_experts else ""
-        return f"x{self.factor}{heads}{layers}{vocabulary}{experts}-{self.dtype}"
-
-
-@dataclass(frozen=True)
-class Spare:
-    """The hidden units behind the repeated ones; the last of them is the constant one."""
-
-    n_units: int
-    constant: float  # c, what every embedding puts there
-    norm_weight: float  # of the last norm for it
-    penalty: float  # what a padded token's output row holds there
-
-    @classmethod
-    def for_source(cls, source: Source, factor: int) -> Spare:
-        """Spend half of the epsilon's share, rounded down to a power of two that every type can hold."""
-        width = source.sizes.width * factor
-        n_units = -width % BLOCK + BLOCK
-        budget = source.sizes.epsilon * factor**2 * width
-        if not 1e-9 < budget < 1e6:
-            raise UnsuitableFileError(f"{source.path} has an RMS epsilon without room for padded tokens")
-        constant = float(2.0 ** np.floor(np.log2(np.sqrt(budget / 2))))
-        shrink = np.sqrt(width / (width + n_units))
-        return cls(
-            n_units=n_units,
-            constant=constant,
-            norm_weight=float(SPARE_UNIT * factor * shrink / constant),
-            penalty=max(-_largest_score(source) * GUARANTEED_RMS / SPARE_UNIT, -LARGEST_HALF),
-        )
-
-
-def _largest_score(source: Source) -> float:
-    """What no real token's score can exceed in size, whatever the context (Cauchy and Schwarz)."""
-    name = "output.weight" if source.has("output.weight") else "token_embd.weight"
-    rows = source.weight(name) * source.weight("output_norm.weight")
-    return float(np.sqrt(np.square(rows).sum(axis=1).max() * source.sizes.width))
+        return f"x{self.factor}{heads}{layers}{experts}-{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -141,26 +96,16 @@ class Plan:
     Raises
     ------
     UnsuitableFileError
-        The source has more layers or tokens than asked for.
+        The source has more layers than asked for, or cannot have experts.
     """
 
     def __init__(self, source: Source, widening: Widening) -> None:
         sizes = source.sizes
         self.source, self.widening = source, widening
         self.n_layers = widening.n_layers or sizes.n_layers
-        self.n_vocabulary = widening.n_vocabulary or sizes.n_vocabulary
         if self.n_layers < sizes.n_layers:
             raise UnsuitableFileError(
                 f"{source.path} has {sizes.n_layers} layers already, more than {self.n_layers}"
-            )
-        if self.n_vocabulary < sizes.n_vocabulary:
-            raise UnsuitableFileError(
-                f"{source.path} has {sizes.n_vocabulary} tokens already, more than {self.n_vocabulary}"
-            )
-        pads = self.n_vocabulary > sizes.n_vocabulary
-        if pads and (sizes.n_heads_behind or widening.n_experts):
-            raise UnsuitableFileError(
-                f"{source.path}: no tokens can be added with prediction heads or experts"
             )
         if widening.n_experts and source.architecture != "llama":
             raise UnsuitableFileError(
@@ -168,24 +113,20 @@ class Plan:
             )
         if widening.n_experts and sizes.n_ffn * widening.factor % N_SHARED:
             raise UnsuitableFileError(f"{source.path} has a feed-forward that is not {N_SHARED} experts")
-        self.spare = Spare.for_source(source, widening.factor) if pads else None
 
     @property
     def width(self) -> int:
         """The width of the hidden state."""
-        n_spare = self.spare.n_units if self.spare else 0
-        return self.source.sizes.width * self.widening.factor + n_spare
+        return self.source.sizes.width * self.widening.factor
 
     @property
     def epsilon(self) -> float:
-        """What every RMS norm adds to the mean of squares."""
-        factor, sizes = self.widening.factor, self.source.sizes
-        budget = sizes.epsilon * factor**2 * sizes.width * factor
-        return (budget - self.spare.constant**2 if self.spare else budget) / self.width
+        """What every RMS norm adds to the mean of squares, which is larger by the square of the factor."""
+        return self.source.sizes.epsilon * self.widening.factor**2
 
     def targets(self) -> Iterator[Target]:
         """Every tensor of the wide model, in the order of the file."""
-        vocabulary = (self.n_vocabulary, self.width)
+        vocabulary = (self.source.sizes.n_vocabulary, self.width)
         output = "output.weight" if self.source.has("output.weight") else "token_embd.weight"
         yield Target("token_embd.weight", vocabulary, "token_embd.weight")
         yield Target("output.weight", vocabulary, output)
@@ -226,7 +167,7 @@ class Plan:
         return Target(name, (self.widening.n_experts, *sizes), origin, silent=kind == "ffn_down")
 
     def _shape(self, part: str, origin: str) -> tuple[int, ...]:
-        """The shape of a layer's tensor: repeated, and with room for the spare units."""
+        """The shape of a layer's tensor, repeated."""
         factor, width = self.widening.factor, self.width
         if part == JOIN:
             return width, 2 * width
@@ -248,7 +189,7 @@ class Plan:
         if target.name == "rope_freqs.weight":
             return weight
         if target.name in ("token_embd.weight", "output.weight"):
-            self._fill_vocabulary(target.name, weight, out)
+            out[:] = np.tile(weight, (1, factor)) * (factor if target.name == "token_embd.weight" else 1)
         elif "norm" in target.name:
             self._fill_norm(target.name, weight, out)
         elif target.name.endswith(JOIN):
@@ -283,25 +224,10 @@ class Plan:
         layer = int(target.name.split(".")[1])
         out[:] = np.random.default_rng(layer).standard_normal(out.shape, dtype=np.float32)
 
-    def _fill_vocabulary(self, name: str, weight: Array, out: Array) -> None:
-        factor, (n, width) = self.widening.factor, weight.shape
-        for i in range(factor):
-            out[:n, i * width : (i + 1) * width] = weight
-        if name == "token_embd.weight":
-            out *= np.float32(factor)
-            if self.spare:
-                out[:, -1] = self.spare.constant
-        elif self.spare:
-            out[n:, -1] = self.spare.penalty
-
     def _fill_norm(self, name: str, weight: Array, out: Array) -> None:
-        n = len(weight) * self.widening.factor
-        scale = np.sqrt(n / self.width)
-        if not any(part in name for part in BEFORE_A_HIDDEN_STATE):
-            scale /= self.widening.factor
-        out[:n] = np.tile(weight, self.widening.factor).astype(np.float64) * scale
-        if self.spare and name == "output_norm.weight":
-            out[-1] = self.spare.norm_weight
+        factor = self.widening.factor
+        gives_back = not any(part in name for part in BEFORE_A_HIDDEN_STATE)
+        out[:] = np.tile(weight, factor) / (factor if gives_back else 1)
 
 
 def _heads_repeated(rows: Array, size: int, n: int) -> Array:

@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float32]
 
 GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-ARCHITECTURES = ("llama", "step35")  # the second is a Llama with a prediction head: mtp_target/export.py
+ARCHITECTURES = ("llama", "step35")  # the second is a Llama with a prediction head: mtp_target/step35.py
 HEAD_TENSORS = {"nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight"}
 LAYER_TENSORS = {
     "attn_norm.weight",

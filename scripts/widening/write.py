@@ -5,7 +5,6 @@ The file appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ DROPPED = {"general.architecture", "general.size_label", "general.parameter_coun
 DROPPED |= {"general.quantization_version", "general.file_type", "general.quantized_by"}
 WITH_EXPERTS = "deepseek"  # a Llama whose feed-forwards may be experts, some of which all tokens share
 FILE_TYPES = {"F32": 0, "F16": 1}  # llama.cpp's numbers
-UNUSED = 5  # llama.cpp's token type
 
 
 def write(plan: Plan, path: Path, report: Callable[[str, int], None]) -> None:
@@ -122,7 +120,7 @@ def _changed(plan: Plan) -> dict[str, Any]:
         "attention.value_length": sizes.head_size,
         "rope.dimension_count": int(source.size("rope.dimension_count", sizes.head_size)),
         "attention.layer_norm_rms_epsilon": plan.epsilon,
-        "vocab_size": plan.n_vocabulary,
+        "vocab_size": sizes.n_vocabulary,
     }
     if source.architecture == "step35":
         numbers["expert_feed_forward_length"] = sizes.n_ffn * factor
@@ -139,25 +137,4 @@ def _changed(plan: Plan) -> dict[str, Any]:
     changed = {f"{_architecture(plan)}.{key}": value for key, value in numbers.items()}
     if name := source.reader.get_field("general.name"):
         changed["general.name"] = f"{name.contents()} widened {plan.widening.label}"
-    if plan.n_vocabulary > sizes.n_vocabulary:
-        changed.update(_padded_tokens(plan))
     return changed
-
-
-def _padded_tokens(plan: Plan) -> dict[str, Any]:
-    """The vocabulary's arrays, with unused tokens behind; llama.cpp aborts where two are spelt alike."""
-    n_more = plan.n_vocabulary - plan.source.sizes.n_vocabulary
-    padded: dict[str, Any] = {}
-    for key in ("tokens", "scores", "token_type"):
-        field = plan.source.reader.get_field(f"tokenizer.ggml.{key}")
-        if field is None:
-            continue
-        values = field.contents()
-        if key == "tokens":
-            taken = set(values)
-            spellings = (f"<padding {i}>" for i in itertools.count())
-            more: list[Any] = list(itertools.islice((s for s in spellings if s not in taken), n_more))
-        else:
-            more = [UNUSED if key == "token_type" else -1e4] * n_more
-        padded[f"tokenizer.ggml.{key}"] = [*values, *more]
-    return padded

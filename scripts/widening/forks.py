@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from plain_llama import Logits, PlainLlama
+from plain_llama import PlainLlama
 
 NEAR_TIE = 0.05  # two choices whose scores lie closer than this may change places by rounding
-TOP = 40  # padded tokens must stay below this many real ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Fork:
 
     prompt: bytes
     n_same: int  # tokens of this prompt's text before it
-    gap: float  # how much higher the first model scores its own choice; inf for a token it does not have
+    gap: float  # how much higher the first model scores its own choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class Agreement:
     n_tokens: int
     largest_error: float  # between scores of the same token
     forks: tuple[Fork, ...]
-    padding_margin: float | None  # least distance from the best padded token up to the 40th real one
 
     @property
     def holds(self) -> bool:
@@ -42,11 +40,7 @@ class Agreement:
         return all(fork.gap < NEAR_TIE for fork in self.forks)
 
     def __str__(self) -> str:
-        margin = self.padding_margin
-        padding = (
-            "" if margin is None else f"; padded tokens lie {margin:.0f} below the best {TOP} or further"
-        )
-        errors = f"scores differ by {self.largest_error:.2g} at most{padding}"
+        errors = f"scores differ by {self.largest_error:.2g} at most"
         if not self.forks:
             return f"the same {self.n_tokens} greedy tokens; {errors}"
         first, gap = self.forks[0], max(fork.gap for fork in self.forks)
@@ -68,7 +62,6 @@ def compare(
     """
     forks: list[Fork] = []
     errors: list[float] = []
-    margins: list[float] = []
     with PlainLlama(first, n_threads=n_threads) as one, PlainLlama(second, n_threads=n_threads) as two:
         for prompt in prompts:
             tokens = one.tokenize(prompt)
@@ -76,16 +69,9 @@ def compare(
                 raise ValueError(f"{first} and {second} make different tokens of {prompt!r}")
             a, b = one.logits(tokens)[-1], two.logits(tokens)[-1]
             for i in range(n_tokens):
-                errors.append(float(np.abs(a - b[: len(a)]).max()))
+                errors.append(float(np.abs(a - b).max()))
                 if a.argmax() != b.argmax():
-                    forks.append(Fork(prompt, i, _gap(a, int(b.argmax()))))
-                if len(b) > len(a):
-                    margins.append(float(np.sort(b[: len(a)])[-TOP:].min() - b[len(a) :].max()))
+                    forks.append(Fork(prompt, i, float(a.max() - a[b.argmax()])))
                 token = [int(a.argmax())]
                 a, b = one.extend(token)[-1], two.extend(token)[-1]
-    return Agreement(len(errors), max(errors), tuple(forks), min(margins, default=None))
-
-
-def _gap(scores: Logits, other: int) -> float:
-    """How far a token lies below the best one: scores float32 [V]."""
-    return float(scores.max() - scores[other]) if other < len(scores) else float("inf")
+    return Agreement(len(errors), max(errors), tuple(forks))
