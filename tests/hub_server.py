@@ -51,7 +51,6 @@ class Hub:
     elsewhere_with_content: str = ""  # the same, but told only to whoever asks for the content
     next_commits: list[str] = field(default_factory=list)  # told one after the other, instead of the commit
     extra_bytes: int = 0  # sent after the content
-    knows_ranges: bool = True
     listing: bytes = b""  # instead of the true list of files
     n_sent: int = 0  # bytes of content
     n_requests: int = 0
@@ -115,7 +114,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.end_headers()
 
         def _send(self, name: str, with_content: bool) -> None:
-            content, asked = hub.files[name], self.headers["Range"] if hub.knows_ranges else None
+            content, asked = hub.files[name], self.headers["Range"]
             start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
             if asked:
                 hub.ranges.append(asked)
