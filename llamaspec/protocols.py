@@ -32,8 +32,8 @@ Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 class Model(Protocol):
     """Evaluates sequences; only the compute thread calls it.
 
-    A *row* is a text that goes on, named by any integer. What the KV cache holds of a row is found again by
-    comparing tokens, so nobody says "go back": a request that does not contain the rejected tokens is enough.
+    A *row* is a running sequence, named by any integer. Its KV cells are found again by comparing tokens: a
+    request that does not contain the rejected tokens rolls them back.
     """
 
     @property
@@ -58,29 +58,20 @@ class Model(Protocol):
 
     @property
     def max_mixed(self) -> int:
-        """The most positions of one evaluation that reads a prompt beside other rows' rounds; 0 = never."""
+        """The most positions of one evaluation with chunked prefill beside other rows' rounds; 0 = never."""
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
-        """Make room for requests of distinct rows; what they do not contain of the rows' texts is forgotten.
+        """Make room for requests of distinct rows, each (row, request, positions of padding at most).
 
-        Parameters
-        ----------
-        batch : sequence of (row, request, positions of padding that may come with it)
-
-        Returns
-        -------
-        sequence of int or ContextFullError
-            For each how many of its tokens are cached, at most those before the first whose logits are
-            wanted; or why this row has no room, even without the prefixes that nobody uses.
+        What a request does not contain of its row's sequence is dropped from the cache. Returns for each how
+        many of its tokens are cached, at most those before the first whose logits are wanted; or why it has
+        no room, even without unused prefixes.
         """
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        """Evaluate requests of distinct rows together; each must have been prepared.
+        """Evaluate prepared requests of distinct rows together: a list of [n_logits + K, V] float32.
 
-        Returns
-        -------
-        list of [n_logits + K, V] float32
-            Valid until the next call, and not to be written to.
+        The arrays are valid until the next call, and not to be written to.
 
         Raises
         ------
@@ -91,7 +82,7 @@ class Model(Protocol):
         """
 
     def release(self, row: int) -> None:
-        """The row has ended. What is cached of it may serve others, until its room is needed."""
+        """The row has ended. Its cells may serve as a prefix of others, until the room is needed."""
 
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
@@ -113,8 +104,8 @@ class Vocabulary(Protocol):
         """Whether a token ends the text."""
 
 
-class SpelledVocabulary(Vocabulary, Protocol):
-    """What a grammar needs of a vocabulary besides."""
+class WholeVocabulary(Vocabulary, Protocol):
+    """All that grammars and heterogeneous vocabularies need of a vocabulary."""
 
     @property
     def size(self) -> int:
@@ -122,18 +113,7 @@ class SpelledVocabulary(Vocabulary, Protocol):
 
     @property
     def specials(self) -> Mapping[int, bytes]:
-        """How the special tokens are spelled: no text is ever made of these."""
-
-    @property
-    def ends(self) -> Sequence[int]:
-        """The tokens that end a text, ascending."""
-
-    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
-        """Token ids of a text, with the special tokens that the model wants at its start or without."""
-
-
-class WholeVocabulary(SpelledVocabulary, Protocol):
-    """What reading and writing the text of another vocabulary needs besides."""
+        """The names of the special tokens, which no text is tokenized to."""
 
     @property
     def bos(self) -> int:
@@ -144,22 +124,25 @@ class WholeVocabulary(SpelledVocabulary, Protocol):
         """The token that ends a text; -1 where there is none."""
 
     @property
+    def ends(self) -> Sequence[int]:
+        """All tokens that end a text, ascending."""
+
+    @property
     def adds_bos(self) -> bool:
-        """Whether every text wants `bos`."""
+        """Whether every text begins with `bos`."""
+
+    def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
+        """Token ids of a text, with the special tokens that the model wants at its start or without."""
 
 
 class RowConstraint(Protocol):
-    """Which tokens one text allows next: a pure function of the tokens generated so far.
-
-    Nobody says "go back": what was generated is named with every question, and may be anything. Caches are
-    welcome; state that can be wrong is not.
-    """
+    """Which tokens one text allows next: a pure function of the tokens generated so far."""
 
     def allowed(self, generated: TokenArray) -> TokenArray:
         """The tokens that may come next: int32 [A], ascending.
 
-        With the end-of-text tokens where the text may be complete, and only these where nothing else can
-        go on. None behind an end-of-text token, or behind what could not be written.
+        With the end-of-text tokens where the text may be complete; none behind an end-of-text token, or
+        behind tokens that were not allowed.
         """
 
     def forced(self, generated: TokenArray) -> TokenArray:
@@ -170,7 +153,7 @@ class RowConstraint(Protocol):
 
 
 class Constraint(Protocol):
-    """What texts must look like: compiled once, for any number of texts and threads."""
+    """What texts must look like: compiled once, for any number of sequences and threads."""
 
     def start_row(self) -> RowConstraint:
         """A text begins."""
@@ -180,23 +163,18 @@ class RowLength(Protocol):
     """How many tokens are drafted for one text."""
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether one more token than those in `draft`, by the same source, is worth its time.
-
-        Called before every draft token.
-        """
+        """Whether one more token than those in `draft`, by the same source, is worth its time."""
 
     def n_verified(self, draft: Draft) -> int:
-        """How many tokens of a draft the target verifies; asked once the draft is made.
+        """How many tokens of a draft the target verifies.
 
-        The first of the others is a *shadow*: it costs no position, and `Round.shadow` tells whether it would
-        have been accepted. Unless the rule `drops`, the answer must be settled before the first token is
-        drawn: none, or all.
+        `Round.shadow` tells whether the first of the others would have been accepted. Unless the rule
+        `drops`, the answer must be settled before the first token is drawn: none, or all.
         """
 
     def width(self, n_positions: int) -> int | None:
-        """How many positions to evaluate where `n_positions` are needed, by all rows together.
+        """How many positions to evaluate where all rows need `n_positions`: more is padding.
 
-        More is padding, for machines where a wider batch is cheaper, or exact where a narrower one is not.
         None: no evaluation as wide as that is allowed.
         """
 
@@ -215,24 +193,18 @@ class LengthPolicy(Protocol):
 
 
 class Drafter(Protocol):
-    """Whatever proposes tokens. Caches are welcome; state that can be wrong is not.
-
-    Both methods may be plain functions, or coroutines that yield what they want evaluated.
-    """
+    """Proposes tokens. Both methods may be plain functions, or coroutines that yield `ForwardRequest`s."""
 
     def prepare(self, context: TokenArray) -> Preparing | None:
-        """Take in a prompt ahead of the first round. Doing nothing is allowed."""
+        """Read a prompt before the first round, or do nothing."""
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
-        """Draft what follows the whole `context`, for as long as `length` wants more.
-
-        Fewer tokens, or none, are always allowed.
-        """
+        """Draft at most what `length` wants behind the whole `context`."""
 
 
 @runtime_checkable
 class Closing(Protocol):
-    """A drafter that wants to know that the sequence has ended."""
+    """A drafter with something to do when the sequence ends."""
 
     def close(self) -> None:
         """The sequence has ended; more than once is allowed."""
@@ -248,10 +220,10 @@ class Stream(IntEnum):
 
 
 class RandomStreams(Protocol):
-    """All chance of a text. The same (stream, position, attempt) has the same answer for the same seed.
+    """All chance of a text: a pure function of seed, stream, position and attempt.
 
-    `attempt` tells apart draws for one position that must be independent of each other: the index at
-    which the round began, or 0 where position alone decides.
+    `attempt` tells apart independent draws for one position: the index at which the round began, or 0 where
+    position alone decides.
     """
 
     def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
@@ -280,15 +252,15 @@ class Rule(Protocol):
 
     @property
     def drops(self) -> bool:
-        """Whether draft tokens may be left out of the verification for what they are, or how sure."""
+        """Whether the choice of the verified draft tokens may depend on the tokens drawn."""
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i`, counted from 0, of a round whose first one stands at index `start`."""
+        """Draw draft token `i`, from 0, of a round whose first one has index `start` in the sequence."""
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
-        """Verify a draft whose first token would stand at index `start` of the whole sequence."""
+        """Verify a draft whose first token has index `start` in the whole sequence."""
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """How likely a token drawn from q would have been accepted, where p gave `drawn` without it."""
+        """The chance that a token of q would have been accepted, where `drawn` came from p instead."""

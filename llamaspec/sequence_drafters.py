@@ -8,8 +8,7 @@ from functools import partial
 
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
-from llamaspec.drafters.fallback import FallbackDrafter
-from llamaspec.drafters.forced import ForcedDrafter
+from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter, PastTexts
 from llamaspec.drafters.tree import TreeDrafter, TreeLength

@@ -73,7 +73,7 @@ class SuffixStore:
             except (OSError, ValueError):
                 kept = ()
             for text in texts:
-                kept = latest([*kept, text], MAX_TOKENS)
+                kept = latest([*kept, text])
             body = np.concatenate([part for text in kept for part in (text, end)]).astype("<i4").tobytes()
             write_file(self.path, _MAGIC + hashlib.sha256(body).digest() + body, private=True)
 

@@ -1,7 +1,6 @@
-"""The values that flow between modules: frozen, validated where they are made, without behaviour.
+"""The values that flow between modules: frozen, and validated where they are made.
 
-A token sequence is always an int32 array of shape [n], never a list: a context of 32k tokens is then
-copied and compared in microseconds. `None` is the only "off".
+A token sequence is always an int32 array of shape [n]. `None` is the only "off".
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ Logits = npt.NDArray[np.float32]  # [n, V] scores before any sampling
 NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
-
 TARGET, DRAFT = "target", "draft"  # the models of a pair, as requests name them
 MTP = "mtp"  # the target's own prediction heads, as requests name them
 
@@ -38,11 +36,10 @@ class Source(str, Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardRequest:
-    """What a text wants evaluated: a sequence, and draft tokens behind it.
+    """A sequence to evaluate, and draft tokens behind it.
 
     The answer has a row of logits for each of the last `n_logits` tokens of the sequence, then one for each
-    draft token behind the first `n_read`. With n_logits = 0 and no draft the sequence only goes into the KV
-    cache (prefill).
+    draft token behind the first `n_read`. With n_logits = 0 and no draft it is a prefill.
 
     Raises
     ------
@@ -54,9 +51,7 @@ class ForwardRequest:
     tokens: TokenArray  # [n] the whole sequence
     n_logits: int = 1  # at most n
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    parents: TokenArray | None = (
-        None  # [K] index of the draft token before it, -1 = the sequence; None = chain
-    )
+    parents: TokenArray | None = None  # [K] index of the token before it, -1 = the sequence; None = chain
     n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
@@ -92,17 +87,14 @@ class Forward(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """How probable a token was to the model itself: of softmax(logits), before anything changes them."""
+    """The log-probabilities of softmax(logits), before anything changes them."""
 
     logprob: float  # natural logarithm
     top: tuple[tuple[int, float], ...]  # the most probable (token, logprob), best first
 
 
 class Distribution(NamedTuple):
-    """Probabilities after truncation: only the tokens that survived, in ascending order of id.
-
-    Where one token holds all the probability, drawing needs no chance.
-    """
+    """Probabilities after truncation: only the tokens that survived."""
 
     tokens: TokenArray  # [S] int32, ascending
     probabilities: npt.NDArray[np.float64]  # [S] float64, sums to 1
@@ -122,7 +114,7 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Draft tokens: a chain, or a tree whose first branch is what the drafter believes most.
+    """Draft tokens: a chain, or a tree whose first branch is the most probable.
 
     Raises
     ------
@@ -134,9 +126,7 @@ class Draft:
     distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty where unknown
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
     source: Source = Source.MODEL
-    parents: TokenArray | None = (
-        None  # [K] index of the draft token before it, -1 = the context; None = chain
-    )
+    parents: TokenArray | None = None  # [K] index of the token before it, -1 = the context; None = chain
     ahead: tuple[float, ...] = ()  # confidences of the tokens that can follow at no cost; empty where unknown
 
     def __post_init__(self) -> None:
@@ -202,14 +192,14 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """The same draft cut to its first `n` tokens."""
+        """Its first `n` tokens."""
         if n >= len(self):
             return self
         parents = None if self.parents is None else self.parents[:n]
         return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.source, parents)
 
     def without_distributions(self) -> Draft:
-        """The same draft without its arrays of vocabulary size."""
+        """Without its arrays of vocabulary size."""
         if not self.distributions:
             return self
         return Draft(self.tokens, (), self.confidences, self.source, self.parents)
@@ -223,13 +213,10 @@ def _check_parents(parents: TokenArray, n: int) -> None:
 
 
 NO_DRAFT = Draft()
-NO_NGRAM_DRAFT = Draft(source=Source.NGRAM)
-NO_STORE_DRAFT = Draft(source=Source.STORE)
-NO_GRAMMAR_DRAFT = Draft(source=Source.GRAMMAR)
 
 
 class Verification(NamedTuple):
-    """What the target made of a draft: the tokens along `path` are accepted, then comes `next_token`."""
+    """The tokens along `path` are accepted, then comes `next_token`."""
 
     path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
     next_token: int
@@ -238,7 +225,7 @@ class Verification(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One turn of the loop: a draft, one evaluation of the target, the tokens that it adds to the text."""
+    """A draft, one evaluation of the target, the tokens that it adds to the text."""
 
     draft: Draft  # what the target evaluated of it; without distributions
     path: tuple[int, ...]  # indices of the accepted draft tokens
@@ -247,11 +234,11 @@ class Round:
     n_rows: int = 1  # that shared the evaluation
     evaluation: int = 0  # serial number of the evaluation: several rows may share one
     n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
-    draft_seconds: float = 0.0  # these evaluations, and drawing from them; stamped by the scheduler, as all
+    draft_seconds: float = 0.0  # of these; all seconds are filled in by the scheduler
     verify_seconds: float = 0.0  # the target's evaluation
-    overhead_seconds: float = 0.0  # everything else that this row needed; its share of what rows prepare
+    overhead_seconds: float = 0.0  # everything else
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
-    n_draft_scored: int = 0  # positions that draft models scored: more than steps where trees grew
+    n_draft_scored: int = 0  # positions that draft models scored
     n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
     shadow: tuple[float, float] | None = None  # of the first of them: its confidence, and its acceptance

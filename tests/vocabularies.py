@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fakes import tokens
-from llamaspec.protocols import SpelledVocabulary
+from llamaspec.protocols import WholeVocabulary
 from llamaspec.values import TokenArray
 
 
@@ -53,6 +53,6 @@ class FakeVocabulary:
         return tokens(*found)
 
 
-def spelled(vocabulary: SpelledVocabulary, found: TokenArray) -> bytes:
+def spelled(vocabulary: WholeVocabulary, found: TokenArray) -> bytes:
     """The text of tokens, with the names of special ones."""
     return b"".join(vocabulary.specials.get(token) or vocabulary.piece(token) for token in found.tolist())

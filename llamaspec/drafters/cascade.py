@@ -1,9 +1,8 @@
 """A draft model that has a draft of its own: the same draft and verify, one level down.
 
-What the draft model writes is a text, too. A helper drafts for it, it evaluates its own text and that draft
-at once, and the rule keeps its law; under the coupled rule the noise is the same, so it drafts the very
-tokens that it would draft alone. A length policy of its own decides when that pays. To any depth, because the
-helper may be a cascade, too. tests/drafters/test_cascade.py.
+A helper drafts for the draft model, which verifies that by the same rule, so the law of its draft is kept;
+under the coupled rule it drafts the tokens that it would draft alone. A length policy of its own decides when
+that pays. The helper may be a cascade, too. tests/drafters/test_cascade.py.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.length.fixed import RowAtMost
 from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowLength
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import confidence
@@ -24,7 +24,8 @@ from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.sampling.sampler import LogitsTarget, Sampler
 from llamaspec.values import Distribution, Draft, Forward, ForwardRequest, Round, Source, TokenArray
 
-Metered: TypeAlias = Generator[ForwardRequest, Forward, tuple[Draft, "_Spent"]]
+Spent: TypeAlias = list[tuple[ForwardRequest, float]]  # evaluations, and the seconds of each
+Metered: TypeAlias = Generator[ForwardRequest, Forward, tuple[Draft, Spent]]
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class CascadeDrafter:
         """The draft with what a round of the model and its helper adds to it, as far as that is wanted."""
         model, shown = self.model, self.model.window(path)
         limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
-        asked = _HelperLength(self.length, wanted, draft, limit)
+        asked = _HelperLength(limit, self.length, wanted, draft)
         made, spent = yield from _metered(drafting(self.helper, path, asked))
         made = made.first(limit)
         helped = made.first(max(self.length.n_verified(made), 0))
@@ -87,10 +88,10 @@ class CascadeDrafter:
             forward.n_positions,
             forward.n_rows,
             forward.evaluation,
-            n_draft_steps=spent.n_steps,
-            draft_seconds=spent.seconds,
+            n_draft_steps=sum(request.n_scored > 0 for request, _ in spent),
+            draft_seconds=sum(seconds for _, seconds in spent),
             verify_seconds=forward.seconds,
-            n_draft_scored=spent.n_scored,
+            n_draft_scored=sum(request.n_scored for request, _ in spent),
             n_beside=forward.n_beside,
             n_dropped=len(made) - len(helped),
             shadow=counterfactual(made, helped, verification, model.rule, p),
@@ -113,18 +114,9 @@ def used(round_: Round, n: int) -> Round:
     return replace(round_, path=round_.path[:n_accepted], next_token=int(round_.tokens[n_accepted]))
 
 
-@dataclass(slots=True)
-class _Spent:
-    """What the helper's evaluations have cost."""
-
-    seconds: float = 0.0
-    n_steps: int = 0
-    n_scored: int = 0  # positions
-
-
 def _metered(proposing: Drafting) -> Metered:
     """A draft, and what it has cost."""
-    spent = _Spent()
+    spent: Spent = []
     try:
         request = next(proposing)
         while True:
@@ -133,41 +125,23 @@ def _metered(proposing: Drafting) -> Metered:
             except (ContextFullError, ScoresError) as error:  # the helper can do without
                 request = proposing.throw(error)
                 continue
-            spent.seconds += forward.seconds
-            spent.n_steps += bool(request.n_scored)
-            spent.n_scored += request.n_scored
+            spent.append((request, forward.seconds))
             request = proposing.send(forward)
     except StopIteration as end:
         return end.value, spent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _HelperLength:
+@dataclass(slots=True, eq=False)
+class _HelperLength(RowAtMost):
     """The helper's length: no more than the draft itself is wanted long."""
 
-    length: RowLength
-    wanted: RowLength  # how long that is
-    draft: Draft  # what there is of it
-    limit: int
+    wanted: RowLength  # how long the draft is wanted
+    draft: Draft  # as far as it is drawn
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether the model could use one more token; the one after them it makes itself."""
-        if len(draft) >= self.limit or not self.length.wants_more(draft):
+        """Whether the model could use one more token; it makes the one after them itself."""
+        if len(draft) >= self.limit or not self.row.wants_more(draft):
             return False
         tokens = np.concatenate((self.draft.tokens, draft.tokens, np.zeros(1, np.int32)))
         confidences = (*self.draft.confidences, *draft.confidences, 1.0)
         return self.wanted.wants_more(Draft(tokens, (), confidences, self.draft.source))
-
-    def n_verified(self, draft: Draft) -> int:
-        """As the helper's policy decides."""
-        return self.length.n_verified(draft)
-
-    def width(self, n_positions: int) -> int:
-        """Only evaluations of the target are padded."""
-        return n_positions
-
-    def observe(self, round_: Round) -> None:
-        """The policy itself observes what was used of a round."""
-
-    def close(self) -> None:
-        """The policy itself is closed."""

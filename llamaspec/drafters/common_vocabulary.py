@@ -1,7 +1,6 @@
-"""Drafts with a heterogeneous vocabulary: which tokens it has in common with the target's, and their numbers.
+"""Drafts with a heterogeneous vocabulary: which tokens it has in common with the target's, and their ids.
 
-The draft draws among the common tokens alone. Tokens that only the target has are spelled by several of the
-draft's when it reads them. All tables are arrays that are made once.
+The draft draws among the common tokens alone. It reads other tokens of the target as several of its own.
 
 References: token-level intersection (TLI), Timor et al., arXiv 2502.05202.
 """
@@ -105,7 +104,8 @@ class CommonTokens:
         n = self._n_values[tokens]
         if n.min(initial=1) < 0:
             for token in np.unique(tokens[n < 0]).tolist():
-                self._learn(token, self._greedy(self._text(token)))
+                text = self._target.piece(token) or self._target.specials.get(token, b"")
+                self._learn(token, self._greedy(text))
             n = self._n_values[tokens]
         if (n == 1).all():
             known: TokenArray = self._values[self._place[tokens]]
@@ -134,9 +134,6 @@ class CommonTokens:
     def _learn(self, token: int, spelled: TokenArray) -> None:
         self._place[token], self._n_values[token] = len(self._values), len(spelled)
         self._values = np.concatenate((self._values, spelled))
-
-    def _text(self, token: int) -> bytes:
-        return self._target.piece(token) or self._target.specials.get(token, b"")
 
     def _greedy(self, text: bytes) -> TokenArray:
         """A text in the draft's tokens, each the longest that fits; bytes that it lacks are left out."""

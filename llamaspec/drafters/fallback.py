@@ -1,4 +1,4 @@
-"""The simplest drafters: none at all, and the first of several that has a draft.
+"""Drafters without a model: none, the tokens that a constraint forces, and the first of several with a draft.
 
 Drafters may be plain functions or coroutines; `drafting` and `preparing` make coroutines of both.
 """
@@ -6,9 +6,10 @@ Drafters may be plain functions or coroutines; `drafting` and `preparing` make c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowLength
-from llamaspec.values import NO_DRAFT, Draft, TokenArray
+from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowConstraint, RowLength
+from llamaspec.values import NO_DRAFT, Distribution, Draft, Source, TokenArray
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: RowLength) -> Drafting:
@@ -35,24 +36,41 @@ class NoDrafter:
         return NO_DRAFT
 
 
+@dataclass(frozen=True, slots=True)
+class ForcedDrafter:
+    """Drafts the only tokens that a constraint allows, such as the keys of a JSON object."""
+
+    constraint: RowConstraint
+    n_prompt: int  # tokens before the first that was generated
+
+    def prepare(self, context: TokenArray) -> None:
+        """Needs no preparation."""
+
+    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        """The forced tokens, while the policy wants more."""
+        draft = Draft(source=Source.GRAMMAR)
+        if length.wants_more(draft):
+            for token in self.constraint.forced(context[self.n_prompt :]).tolist():
+                draft = draft.plus(token, Distribution.certain(token), 1.0)
+                if not length.wants_more(draft):
+                    break
+        return draft
+
+
+@dataclass(frozen=True, slots=True)
 class FallbackDrafter:
-    """Asks drafters in turn until one has a draft; those that cost nothing come first.
+    """Asks drafters in turn until one has a draft."""
 
-    With an automatic length the order does not matter: it lets a drafter copy only what is worth more than
-    the next one's draft.
-    """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = tuple(drafters)
+    drafters: Sequence[Drafter]
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Let every drafter read the prompt."""
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             yield from preparing(drafter, context)
 
     def propose(self, context: TokenArray, length: RowLength) -> Drafting:
         """The first draft that is not empty."""
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             draft = yield from drafting(drafter, context, length)
             if len(draft):
                 return draft
@@ -60,6 +78,6 @@ class FallbackDrafter:
 
     def close(self) -> None:
         """The sequence has ended."""
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             if isinstance(drafter, Closing):
                 drafter.close()

@@ -1,7 +1,7 @@
 """Draft tokens from a small model, one after the other, each from the model's own distribution.
 
-What the draft model has read stays in its KV cache, so every token costs one step, and accepted tokens are
-not read twice. Knows nothing of the target. tests/drafters/test_model.py counts the evaluations.
+What the draft model has read stays in its KV cache, so every token costs one step.
+tests/drafters/test_model.py counts the evaluations.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source,
 
 @dataclass(slots=True)
 class ModelDrafter:
-    """Draws draft tokens from a model.
-
-    Unless there are `tokens`, it must number the same tokens as the target. Where a constraint leaves no
-    choice, the model is not asked.
-    """
+    """Draws draft tokens from a model; where a constraint leaves no choice, the model is not asked."""
 
     vocabulary_size: int  # of the draft model
     context_size: int  # of the draft model, in tokens
@@ -35,7 +31,7 @@ class ModelDrafter:
     n_tokens: int | None = None  # the target's vocabulary size, where the draft's is another
     model: str = DRAFT  # its name in requests
     source: Source = Source.MODEL
-    tokens: CommonTokens | None = None  # of a draft that numbers tokens differently: it draws these
+    tokens: CommonTokens | None = None  # of a heterogeneous vocabulary: it draws these
     longest: int | None = None  # the most draft tokens of a round that it can make
     n_prompt: int = 0  # tokens before the first that was generated
     constraint: RowConstraint | None = None  # what the text must look like
@@ -65,10 +61,8 @@ class ModelDrafter:
             path = np.concatenate([known, tokens.spelled(draft.tokens)])
             try:
                 forward = yield ForwardRequest(self.model, self.window(path))
-            except ContextFullError:
-                break
-            except ScoresError:
-                self.is_silent = True
+            except (ContextFullError, ScoresError) as error:
+                self.is_silent = isinstance(error, ScoresError)
                 break
             logits = tokens.scores(forward.logits[0])
             q = sampler.distribution(logits, text, allowed)
@@ -88,8 +82,7 @@ class ModelDrafter:
     def window(self, path: TokenArray) -> TokenArray:
         """The end of the path that fits the model's context.
 
-        What is left out grows by half a context at a time: in between, the start stays where it is and the KV
-        cache stays useful.
+        Its start moves by half a context at a time: in between, the KV cache stays useful.
         """
         excess = len(path) - self.context_size
         if excess <= 0:

@@ -1,9 +1,8 @@
-"""Prompt lookup: draft tokens that need no model, because they followed the same tokens before.
+"""Prompt lookup: draft tokens copied from where the same tokens occurred before.
 
 The longest end of the text that also occurs earlier, in the text itself or in an earlier text, is found by
-comparing arrays: some 50 microseconds in 30,000 tokens, and no index that has to follow a text back.
-Editing, summarising and rewriting copy long passages, and there such draft tokens cost nothing.
-Knows no probabilities. tests/drafters/test_ngram.py compares with plain search.
+comparing arrays: some 50 microseconds in 30,000 tokens, and no index to keep in step with the text.
+tests/drafters/test_ngram.py compares with plain search.
 
 References: prompt lookup decoding (Saxena, 2023); SuffixDecoding, arXiv 2411.04975, with earlier texts.
 """
@@ -11,14 +10,13 @@ References: prompt lookup decoding (Saxena, 2023); SuffixDecoding, arXiv 2411.04
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from llamaspec.protocols import RowLength
-from llamaspec.values import NO_NGRAM_DRAFT, NO_STORE_DRAFT, NO_TOKENS, Distribution, Draft, TokenArray
+from llamaspec.values import NO_TOKENS, Distribution, Draft, Source, TokenArray
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_PAST_MATCH = 4  # tokens; shorter ones occur everywhere in much text
@@ -66,60 +64,63 @@ def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[
 
 
 class PastTexts:
-    """Texts of one model, the latest last. From any thread.
+    """Texts of one model, the latest last; the oldest beyond MAX_TOKENS are dropped. From any thread."""
 
-    Parameters
-    ----------
-    texts : iterable of [n] int32
-        Those of earlier runs.
-    max_tokens : int
-        The oldest texts are dropped beyond this.
-    """
-
-    def __init__(self, texts: Iterable[TokenArray] = (), max_tokens: int = MAX_TOKENS) -> None:
-        self._max_tokens = min(max_tokens, MAX_TOKENS)
+    def __init__(self, texts: Sequence[TokenArray] = ()) -> None:
         self._lock = threading.Lock()
         self.added: tuple[TokenArray, ...] = ()  # since it was made
-        self._keep(latest(list(texts), self._max_tokens))
-
-    @property
-    def n_tokens(self) -> int:
-        """Of all texts."""
-        return sum(map(len, self.texts))
+        self._keep(latest(texts))
 
     def keep_below(self, n_tokens: int) -> None:
-        """Drop texts with token ids that are not below this: they are no texts of the model at hand."""
-        self._keep(tuple(text for text in self.texts if text.min() >= 0 and text.max() < n_tokens))
+        """Drop texts with token ids that are not below this: they belong to another model."""
+        self._keep([text for text in self.texts if text.min() >= 0 and text.max() < n_tokens])
 
     def add(self, text: TokenArray) -> None:
-        """A text has ended. It replaces those that it continues."""
+        """Add a text; it replaces those that it continues."""
         text = text[-MAX_TOKENS // 4 :].copy()
         if len(text) <= MIN_PAST_MATCH:
             return
         with self._lock:
-            self.added = latest([*self.added, text], self._max_tokens)
-            self._keep(latest([*self.texts, text], self._max_tokens))
+            self.added = latest([*self.added, text])
+            self._keep(latest([*self.texts, text]))
 
     def find(self, path: TokenArray) -> Match:
-        """The longest end of a text that occurs in an earlier one, and what followed there; the latest."""
+        """The longest end of `path` that occurs in a text, the latest of several."""
         tokens = self._tokens
         length, begin = longest_match(tokens, path, MIN_PAST_MATCH)
         following = tokens[begin : begin + LONGEST_COPY]
         gaps = np.flatnonzero(following == _GAP)
         return Match(length, following[: gaps[0]] if len(gaps) else following) if length else NO_MATCH
 
-    def _keep(self, texts: tuple[TokenArray, ...]) -> None:
+    def _keep(self, texts: Sequence[TokenArray]) -> None:
         self.texts = tuple(text for text in texts if len(text))
         gap = np.full(1, _GAP, np.int32)
-        parts = [part for text in self.texts for part in (text, gap)]
-        self._tokens = np.concatenate(parts).astype(np.int32) if parts else NO_TOKENS
+        self._tokens = np.concatenate([NO_TOKENS, *(part for text in self.texts for part in (text, gap))])
+
+
+def latest(texts: Sequence[TokenArray], max_tokens: int = MAX_TOKENS) -> tuple[TokenArray, ...]:
+    """The latest texts that fit; of the last one and those that it continues, only the longest."""
+    if not texts:
+        return ()
+    last, kept = texts[-1], list[TokenArray]()
+    for text in texts[:-1]:
+        n = min(len(text), len(last))
+        if np.array_equal(text[:n], last[:n]):
+            last = max(text, last, key=len)
+        else:
+            kept.append(text)
+    kept.append(last)
+    n_tokens = sum(map(len, kept))
+    while len(kept) > 1 and n_tokens > max_tokens:
+        n_tokens -= len(kept.pop(0))
+    return tuple(kept)
 
 
 class NgramDrafter:
     """Copies what followed the longest earlier occurrence of the text's end.
 
-    Matches shorter than `min_match` in the text itself give no draft. If it `keeps`, the text becomes a past
-    one when it ends; not where it is a draft's own, whose end may be rejected.
+    Matches shorter than `min_match` in the text itself give no draft. Where it `keeps`, the text is added to
+    the past ones when it ends; not where the text is a draft's own, whose end may be rejected.
     """
 
     def __init__(
@@ -133,53 +134,29 @@ class NgramDrafter:
         self._read = context
 
     def propose(self, context: TokenArray, length: RowLength) -> Draft:
-        """Copy while the policy wants more.
-
-        The confidence of a token is that of the longer match that it would be part of.
-        """
+        """Copy while the policy wants more; a token's confidence is that of the match it would lengthen."""
         self._read = context
-        found, match = NO_MATCH if self._past is None else self._past.find(context), self._match(context)
-        draft = _copied(NO_STORE_DRAFT, found, length) if found.length > match.length else NO_STORE_DRAFT
-        return draft if len(draft) else _copied(NO_NGRAM_DRAFT, match, length)
-
-    def _match(self, context: TokenArray) -> Match:
-        """The longest in the text itself. Copying reaches what it has copied: text that repeats goes on."""
+        found = NO_MATCH if self._past is None else self._past.find(context)
         n, begin = longest_match(context, context, self._min_match)
-        return Match(n, np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)) if n else NO_MATCH
+        if found.length > n and len(draft := _copied(Source.STORE, found, length)):
+            return draft
+        # What is copied may itself be copied from: a text that repeats goes on.
+        following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY if n else 0)
+        return _copied(Source.NGRAM, Match(n, following), length)
 
     def close(self) -> None:
-        """The sequence has ended."""
+        """Add the text to the past ones."""
         if self._past is not None and self._keeps:
             self._past.add(self._read)
         self._read = NO_TOKENS
 
 
-def _copied(draft: Draft, match: Match, length: RowLength) -> Draft:
+def _copied(source: Source, match: Match, length: RowLength) -> Draft:
     """What followed a match, while the policy wants more."""
-    nothing, n = draft, match.length
-    draft = replace(draft, ahead=tuple([i / (i + 1.0) for i in range(n, n + len(match.following))]))
+    ahead = tuple([i / (i + 1.0) for i in range(match.length, match.length + len(match.following))])
+    draft = Draft(source=source, ahead=ahead)
     for token in match.following.tolist():
         if not length.wants_more(draft):
             break
         draft = draft.plus(token, Distribution.certain(token), draft.ahead[0])
-    return draft if len(draft) else nothing
-
-
-def latest(texts: Sequence[TokenArray], max_tokens: int) -> tuple[TokenArray, ...]:
-    """The latest texts that there is room for; of the last one and those it goes on from, the longest."""
-    if not texts:
-        return ()
-    last, others = texts[-1], []
-    for text in texts[:-1]:
-        n = min(len(text), len(last))
-        if bool((text[:n] == last[:n]).all()):
-            last = max(text, last, key=len)
-        else:
-            others.append(text)
-    kept, room = [last], max_tokens - len(last)
-    for text in reversed(others):
-        room -= len(text)
-        if room < 0:
-            break
-        kept.append(text)
-    return tuple(reversed(kept))
+    return draft

@@ -1,10 +1,10 @@
 """Trees of draft tokens from a small model, which reads a whole level in one step.
 
 The candidates of a position are the greatest log q + g, with the noise g that the target will draw with; the
-first is what a chain would draft. The value of a token is the chance that the text takes it: the product of
+first is what a chain would draft. The value of a token is the chance that it is accepted: the product of
 calibrated chances along its path. The target verifies the most valuable ones, as many as pay; the draft reads
-on where what it would find pays for one more step, or for several. With steep costs that is a chain.
-Only the coupled rule verifies trees. tests/drafters/test_tree.py.
+on where what it would find pays for the steps. Only the coupled rule verifies trees.
+tests/drafters/test_tree.py.
 """
 
 from __future__ import annotations
@@ -61,15 +61,13 @@ class CandidateTree:
 
         So accepted tokens mostly lie next to each other in the KV cache.
         """
-        order: list[int] = []
-        stack = sorted((i for i in kept if self.parents[i] < 0), reverse=True)
         below: dict[int, list[int]] = {}
-        for i in kept:
+        for i in sorted(kept, reverse=True):
             below.setdefault(self.parents[i], []).append(i)
+        order, stack = list[int](), below.get(CONTEXT, [])
         while stack:
-            i = stack.pop()
-            order.append(i)
-            stack += sorted(below.get(i, ()), reverse=True)
+            order.append(stack.pop())
+            stack += below.get(order[-1], ())
         confidences = tuple(self.confidences[i] for i in order)
         return Draft(self._tokens(order), (), confidences, source, self._parents(order))
 
@@ -109,7 +107,7 @@ class TreeLength(RowLength, Protocol):
 
 @dataclass(slots=True)
 class TreeDrafter(ModelDrafter):
-    """Draws draft tokens from a model: chains, or trees where the length policy lets them grow."""
+    """Drafts trees where the length policy lets them grow, else chains."""
 
     trees: TreeLength = field(kw_only=True)
 
@@ -126,10 +124,8 @@ class TreeDrafter(ModelDrafter):
         while (nodes := growth.expand(tree)) and not self.is_silent:
             try:
                 forward = yield tree.request(self.model, known, nodes)
-            except ContextFullError:
-                break
-            except ScoresError:
-                self.is_silent = True
+            except (ContextFullError, ScoresError) as error:
+                self.is_silent = isinstance(error, ScoresError)
                 break
             for node, logits in zip(nodes, forward.logits[:, : self.n_drawn], strict=True):
                 path = np.concatenate([known, tree.path(node)])
@@ -145,28 +141,9 @@ class TreeGrowth:
     _values: list[float] = field(default_factory=list)
 
     def expand(self, tree: CandidateTree) -> list[int]:
-        """What the draft reads next: where it pays."""
-        return self._most_promising(tree) if len(tree) else [CONTEXT]
-
-    def keep(self, tree: CandidateTree) -> list[int]:
-        """The most valuable tokens, as many as pay."""
-        values = self._valued(tree)
-        order = (-values).argsort(kind="stable")
-        n, _ = _best(values[order], self.plan.prices)
-        return sorted(order[:n].tolist())
-
-    def _valued(self, tree: CandidateTree) -> Array:
-        """The chance of each candidate that the text takes it: less than that of the one before it."""
-        values = self._values
-        for i in range(len(values), len(tree)):
-            chance = self.plan.acceptance.chance(tree.ranks[i], tree.confidences[i])
-            before = values[tree.parents[i]] if tree.parents[i] != CONTEXT else 1.0
-            if tree.ranks[i]:  # no likelier than its better sibling
-                chance = min(chance, values[i - 1] / max(before, 1e-12))
-            values.append(chance * before)
-        return np.array(values)
-
-    def _most_promising(self, tree: CandidateTree) -> list[int]:
+        """What the draft reads next: where looking some levels ahead pays most."""
+        if not len(tree):
+            return [CONTEXT]
         values = self._valued(tree)
         is_open = np.ones(len(values), dtype=bool)
         is_open[tree.read] = False
@@ -185,6 +162,24 @@ class TreeGrowth:
             if len(nodes) and worth > best:
                 best, chosen = worth, nodes.tolist()
         return chosen
+
+    def keep(self, tree: CandidateTree) -> list[int]:
+        """The most valuable tokens, as many as pay."""
+        values = self._valued(tree)
+        order = (-values).argsort(kind="stable")
+        n, _ = _best(values[order], self.plan.prices)
+        return sorted(order[:n].tolist())
+
+    def _valued(self, tree: CandidateTree) -> Array:
+        """The chance of each candidate that the text takes it: less than that of the one before it."""
+        values = self._values
+        for i in range(len(values), len(tree)):
+            chance = self.plan.acceptance.chance(tree.ranks[i], tree.confidences[i])
+            before = values[tree.parents[i]] if tree.parents[i] != CONTEXT else 1.0
+            if tree.ranks[i]:  # no likelier than its better sibling
+                chance = min(chance, values[i - 1] / max(before, 1e-12))
+            values.append(chance * before)
+        return np.array(values)
 
 
 def _best(values: Array, prices: Array) -> tuple[int, float]:

@@ -185,7 +185,7 @@ def texts_findings(files: PairFiles) -> Iterator[Finding]:
     yield Finding(
         OK,
         "past texts",
-        f"{len(past.texts)} of this target are kept, {past.n_tokens} tokens; of {kept.n_models} "
+        f"{len(past.texts)} of this target are kept, {sum(map(len, past.texts))} tokens; of {kept.n_models} "
         f"model{'s' if kept.n_models > 1 else ''} {kept.n_bytes / 1e6:.1f} MB in {folder()}",
         settings=() if fault else ("past_texts",),
     )

@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
-from llamaspec.protocols import SpelledVocabulary
+from llamaspec.protocols import WholeVocabulary
 from llamaspec.values import NO_TOKENS, TokenArray
 
 Result = TypeVar("Result")
@@ -111,7 +111,7 @@ class Grammars:
 
     Parameters
     ----------
-    vocabulary : SpelledVocabulary
+    vocabulary : WholeVocabulary
 
     Raises
     ------
@@ -119,7 +119,7 @@ class Grammars:
         The vocabulary has no end-of-text token: nothing could be complete.
     """
 
-    def __init__(self, vocabulary: SpelledVocabulary) -> None:
+    def __init__(self, vocabulary: WholeVocabulary) -> None:
         ends = list(vocabulary.ends)
         if not ends:
             raise ConstraintError("the model has no end-of-text token, so no text is complete; use another")
@@ -217,7 +217,7 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, vocabulary: SpelledVocabulary) -> None:
+    def __init__(self, vocabulary: WholeVocabulary) -> None:
         self._vocabulary = vocabulary
         specials = vocabulary.specials
         self.tokens = [

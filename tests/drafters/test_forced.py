@@ -6,7 +6,7 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import Length, tokens
-from llamaspec.drafters.forced import ForcedDrafter
+from llamaspec.drafters.fallback import ForcedDrafter
 from llamaspec.values import Source, TokenArray
 
 N_PROMPT = 2

@@ -13,6 +13,7 @@ from llamaspec.drafters.ngram import (
     MIN_PAST_MATCH,
     NgramDrafter,
     PastTexts,
+    latest,
     longest_match,
 )
 from llamaspec.length.fixed import FixedLength
@@ -152,9 +153,9 @@ def test_no_more_is_copied_than_pays() -> None:
 def test_texts_too_short_to_be_found_are_not_kept() -> None:
     past = PastTexts()
     past.add(tokens(1, 2, 3, 4))
-    assert (past.texts, past.added, past.n_tokens) == ((), (), 0)
+    assert (past.texts, past.added) == ((), ())
     past.add(tokens(1, 2, 3, 4, 5))
-    assert (len(past.texts), len(past.added), past.n_tokens) == (1, 1, 5)
+    assert [len(text) for text in (*past.texts, *past.added)] == [5, 5]
     assert past.find(tokens(2, 3, 4)).length == 0
     assert past.find(tokens(1, 2, 3, 4)).length == 4
 
@@ -190,17 +191,19 @@ def test_a_text_takes_the_place_of_its_beginning() -> None:
 
 
 def test_the_oldest_texts_go_first() -> None:
-    past = PastTexts([tokens(*range(i, i + 10)) for i in range(5)], max_tokens=25)
-    assert [int(text[0]) for text in past.texts] == [3, 4]
-    past.add(tokens(*range(50, 60)))
-    assert [int(text[0]) for text in past.texts] == [4, 50]
-    assert past.n_tokens == 20
+    texts = [tokens(*range(i, i + 10)) for i in range(5)]
+    assert [int(text[0]) for text in latest(texts, 25)] == [3, 4]
+    assert [int(text[0]) for text in latest(texts, 5)] == [4]
+    n = MAX_TOKENS // 4
+    past = PastTexts([np.full(n, i, np.int32) for i in range(4)])
+    past.add(np.full(9, 4, np.int32))
+    assert [int(text[0]) for text in past.texts] == [1, 2, 3, 4]
 
 
 def test_one_text_may_not_fill_everything() -> None:
     past = PastTexts()
     past.add(np.arange(MAX_TOKENS, dtype=np.int32))
-    assert past.n_tokens == MAX_TOKENS // 4
+    assert [len(text) for text in past.texts] == [MAX_TOKENS // 4]
     assert past.find(np.arange(MAX_TOKENS - 50, MAX_TOKENS - 10, dtype=np.int32)).following.tolist()
 
 

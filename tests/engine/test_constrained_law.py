@@ -27,8 +27,7 @@ from exact_law import (
 )
 from fake_constraint import Steps
 from fakes import Branching, CountingUp, Length
-from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.forced import ForcedDrafter
+from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter, NoDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
 from llamaspec.sampling.acceptance_rules import RULES
