@@ -21,7 +21,7 @@ from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength, LearnedPrior
-from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
+from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,
     ModelFile,
@@ -33,8 +33,8 @@ from llamaspec.measure.store import (
 )
 
 N = 100  # damaged copies of each file
-TIMING = Timing(0.01, 0.009, 0.012)
-PROBE = Probe((64,), (), (WidthTiming(1, (TIMING,), 0.0, 8),), TIMING, (CatchUp(2, 0.002),), 1e-4)
+TIMING = Spread(0.009, 0.01, 0.012)
+PROBE = Probe((64,), (), (WidthTiming(1, (TIMING,), 0.0),), TIMING)
 MESSAGES = (Message("user", "hello"), Message("assistant", "hi \u4e2d"))
 OWN = Entry(name="mine", path="~/model.gguf", notes="x")
 VALUES: tuple[Any, ...] = (

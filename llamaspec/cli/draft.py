@@ -21,7 +21,7 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
-from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Spread
 from llamaspec.sampling.filters import Sampling
 
 MOST_TEXT_BYTES = 1 << 30

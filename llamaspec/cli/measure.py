@@ -50,16 +50,15 @@ from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
-from llamaspec.measure.compare import Arm, Comparison, Spread, Task, run_compare
+from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
 from llamaspec.measure.doctor import examine
 from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
-from llamaspec.measure.probe import FULL, QUICK, Probe, Timing, measure
+from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
     best_length,
     conclusions,
     dips,
-    knees,
     round_seconds,
     saturation_width,
     verdict,
@@ -187,9 +186,9 @@ def _show_probe(found: Probe) -> None:
     _show_conclusions(found, console)
 
 
-def _milliseconds(timing: Timing) -> str:
+def _milliseconds(timing: Spread) -> str:
     """How far it varied, too, where there was time to measure more than once."""
-    varied = f" ±{timing.spread:.0%}" if timing.low < timing.high else ""
+    varied = f" ±{timing.half / timing.median:.0%}" if timing.low < timing.high else ""
     return f"{1e3 * timing.median:.2f}{varied}"
 
 
@@ -197,14 +196,9 @@ def _show_conclusions(found: Probe, console: Console) -> None:
     curve = found.curve
     if found.draft_step is not None:
         console.print(f"a draft token: {1e3 * found.draft_step.median:.2f} ms")
-        behind = ", ".join(f"{c.n_tokens} in {1e3 * c.seconds:.2f} ms" for c in found.catch_ups)
-        console.print(f"tokens that the draft prefills at once: {behind}")
-    console.print(f"sampling: {1e6 * found.sampling_seconds:.0f} µs for each position")
     console.print(
         f"a position more costs less than half of a single one up to {saturation_width(curve)} at once"
     )
-    if found_knees := knees(curve):
-        console.print(f"the cost rises sharply after {', '.join(map(str, found_knees))} positions")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens takes too long to prefill here; it was left out")
     if found.identical_widths == {1}:

@@ -307,8 +307,8 @@ def verdict(reasons: Reasons) -> str:
 
 def explain(reasons: Reasons, console: Console) -> None:
     """Print the lengths, the costs, the acceptance, what was gained and the verdict."""
-    n_rounds = sum(count.n_rounds for count in reasons.lengths) or 1
-    lengths = (f"{count.n_draft} in {count.n_rounds / n_rounds:.0%}" for count in reasons.lengths)
+    n_rounds = sum(reasons.lengths.values()) or 1
+    lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
     costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
     print_table(("positions at once", "ms", "rounds timed"), costs, console)

@@ -29,7 +29,7 @@ from llamaspec.hub import DRAFT_FOR, identity, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
-from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Spread
 
 FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first copies leave out
 SILENT = 1e-3  # a layer that changes less than this is left out before anything else is tried

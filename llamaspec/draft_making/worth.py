@@ -16,8 +16,8 @@ import numpy.typing as npt
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.measure.compare import Spread, Task
-from llamaspec.measure.probe import QUICK, TEXT, Effort, measure
+from llamaspec.measure.compare import Task
+from llamaspec.measure.probe import QUICK, TEXT, Effort, Spread, measure
 from llamaspec.measure.reasons import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream

@@ -8,21 +8,19 @@ there the token must at least be possible.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from llamaspec.engine.events import Completion
 from llamaspec.measure.compare import Task
-from llamaspec.measure.probe import Measurement, compare_widths
+from llamaspec.measure.probe import Measurement, Report, compare_widths
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
-Report = Callable[[float], None]  # the finished fraction, 0 to 1
 WIDEST = 16  # positions; widths up to this are compared
 
 
@@ -112,8 +110,8 @@ def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> d
     path = np.concatenate([prompt, np.array(drafted.tokens[:widest], dtype=np.int32)])
     pair.forget()
     widths = range(1, widest + 1)
-    found = pair.run(compare_widths(path, len(prompt), widths, lambda part: True, lambda done: None))
-    return {width: found[width].largest for width in widths[1:]}
+    found = pair.run(compare_widths(path, len(prompt), widths))
+    return {width: found[width] for width in widths[1:]}
 
 
 def _text(pair: Pair, token: int) -> str:

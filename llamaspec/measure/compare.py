@@ -7,19 +7,16 @@ quartiles; the speed-up is that of each run against the plain run beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.events import Completion
+from llamaspec.measure.probe import Report, Spread
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
-
-Report = Callable[[float], None]  # the finished fraction, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,25 +56,6 @@ class Task:
     def run_plain(self, pair: Pair, *, n_before: int = 0) -> Completion:
         """The same by plain decoding."""
         return self.run(pair, n_before=n_before, drafter=NoDrafter())
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Values of several runs."""
-
-    low: float  # lower quartile
-    median: float
-    high: float  # upper quartile
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Fold values; at least one."""
-        return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
-
-    @property
-    def half(self) -> float:
-        """Half of the distance between the quartiles."""
-        return (self.high - self.low) / 2
 
 
 @dataclass(frozen=True, slots=True)

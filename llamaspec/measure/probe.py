@@ -9,10 +9,9 @@ short, the widest batches, long contexts and further turns are left out. Measure
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -21,25 +20,20 @@ from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
 from llamaspec.pair import Pair
-from llamaspec.protocols import Stream, Vocabulary
+from llamaspec.protocols import Vocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.filters import Sampling, distribution
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, MTP, TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
 
 Result = TypeVar("Result")
 Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
-Clock = Callable[[], float]  # seconds
 Report = Callable[[float], None]  # the finished fraction, 0 to 1
-FULL_WIDTHS = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
-QUICK_WIDTHS = (*range(1, 10), 12, 16)
-FULL_DEPTHS = (64, 1024)  # tokens in memory
-QUICK_DEPTHS = (64, 320)  # more than 256, where kernels change
-CATCH_UPS = (2, 4, 8, 16)  # tokens that the draft has missed, and the one before its draft token
+STEP = 0  # in place of a width: a draft step
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
+READING = 0.25  # part of the time left that reading on to a longer context may take
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
-READING = 0.5  # part of the time left that reading on to a longer context may take
 # On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
 EXACT_DEPTHS = (32, 320)  # tokens in the cache
 EXACT_COMPARED = 34  # positions at each depth
@@ -72,45 +66,34 @@ def sample_tokens(vocabulary: Vocabulary, n: int) -> TokenArray:
 class Effort:
     """How much to measure."""
 
-    widths: tuple[int, ...] = FULL_WIDTHS
-    depths: tuple[int, ...] = FULL_DEPTHS
+    widths: tuple[int, ...] = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
+    depths: tuple[int, ...] = (64, 1024)  # tokens in memory
     most_turns: int = 15
     seconds: float = 100.0  # for all together; one turn may go over
     n_compared: int = 64  # positions at each depth that are also evaluated one by one
 
 
 FULL = Effort()
-QUICK = Effort(QUICK_WIDTHS, QUICK_DEPTHS, most_turns=5, seconds=15.0, n_compared=32)
+QUICK = Effort((*range(1, 10), 12, 16), (64, 320), most_turns=5, seconds=15.0, n_compared=32)
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one thing measured several times.
+class Spread:
+    """Values of several runs."""
 
-    Raises
-    ------
-    ValueError
-        They are not positive, or not in order.
-    """
-
-    median: float
     low: float  # lower quartile
+    median: float
     high: float  # upper quartile
 
-    def __post_init__(self) -> None:
-        if not 0 < self.low <= self.median <= self.high <= MOST_SECONDS:
-            raise ValueError("seconds must be positive, and a median between its quartiles")
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Fold values; at least one."""
+        return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
 
     @property
-    def spread(self) -> float:
-        """Half of the distance between the quartiles, relative to the median."""
-        return (self.high - self.low) / 2 / self.median
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
-        """Fold measurements; at least one."""
-        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-        return cls(median, low, high)
+    def half(self) -> float:
+        """Half of the distance between the quartiles."""
+        return (self.high - self.low) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +101,8 @@ class WidthTiming:
     """One width of the target's evaluation."""
 
     width: int
-    timings: tuple[Timing, ...]  # one for each depth
+    timings: tuple[Spread, ...]  # seconds at each depth
     logit_difference: float  # largest against width 1, over the same positions; 0 = bit-identical
-    n_compared: int  # positions
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """The draft reads several tokens at once and scores the last."""
-
-    n_tokens: int
-    seconds: float  # median
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +112,25 @@ class Probe:
     Raises
     ------
     ValueError
-        The parts do not belong together.
+        The parts do not belong together, or cannot have been measured.
     """
 
     depths: tuple[int, ...]
     left_out_depths: tuple[int, ...]  # reading so many tokens would have taken too long
     widths: tuple[WidthTiming, ...]
-    draft_step: Timing | None  # one draft token, drawing included; None without a draft
-    catch_ups: tuple[CatchUp, ...]
-    sampling_seconds: float  # the distribution and the draw of one scored position, default sampling
+    draft_step: Spread | None  # seconds of one draft token, drawing included; None without a draft
 
     def __post_init__(self) -> None:
         if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
             raise ValueError("a probe needs one time for each width at each depth")
-        numbers = (*self.depths, *self.left_out_depths, *(c.n_tokens for c in self.catch_ups))
-        compared = (number for width in self.widths for number in (width.width, width.n_compared))
-        if not all(0 <= number <= MOST_TOKENS for number in (*numbers, *compared)):
-            raise ValueError(f"numbers of tokens must be from 0 to {MOST_TOKENS}")
+        if not all(0 <= depth <= MOST_TOKENS for depth in (*self.depths, *self.left_out_depths)):
+            raise ValueError(f"depths must be from 0 to {MOST_TOKENS}")
         if any(width.logit_difference < 0 for width in self.widths):
             raise ValueError("differences must be >= 0")
-        seconds = (self.sampling_seconds, *(c.seconds for c in self.catch_ups))
-        if not all(0 <= value <= MOST_SECONDS for value in seconds):
-            raise ValueError(f"seconds must be from 0 to {MOST_SECONDS:g}")
+        seconds = [timing for width in self.widths for timing in width.timings]
+        seconds += [self.draft_step] if self.draft_step else []
+        if not all(0 < each.low <= each.median <= each.high <= MOST_SECONDS for each in seconds):
+            raise ValueError("seconds must be positive, and a median between its quartiles")
         _ = self.curve  # its widths ascend from 1
 
     @property
@@ -184,156 +155,110 @@ class Probe:
 
 def measure(pair: Pair, effort: Effort, on_progress: Report | None = None) -> Probe:
     """Measure a pair. The KV caches of both models are emptied."""
-    clock = pair.clock
-    report, begin = on_progress or (lambda fraction: None), clock()
-    target = pair.target
+    begin, target = pair.clock(), pair.target
     room = min(model.context_size for model in (target, pair.draft) if model is not None)
     widths = tuple(w for w in effort.widths if w <= min(target.max_scored, room // 2))
-    longest = max(*widths, *CATCH_UPS, DRAFT_STEPS)
-    depths = sorted({max(1, min(depth, room - longest)) for depth in effort.depths})
-    tokens = sample_tokens(target.vocabulary, min(room, depths[-1] + max(longest, effort.n_compared)))
+    longest = max(*widths, DRAFT_STEPS)
+    coming = sorted({max(1, min(depth, room - longest)) for depth in effort.depths})
+    tokens = sample_tokens(target.vocabulary, min(room, coming[-1] + max(longest, effort.n_compared)))
     pair.forget()
-    parts: list[_Part] = []
+    parts: list[_AtDepth] = []
     left_out: list[int] = []
-    for i, depth in enumerate(depths):
-        left = effort.seconds - (clock() - begin)
-        if parts and parts[-1].reading_seconds(depth) > READING * left:
-            left_out.append(depth)
-            continue
-        part = _Part(pair, effort, tokens, depth)
-        pair.run(part.read())
-        left = effort.seconds - (clock() - begin)
-        n_more = sum(part.pace * (deeper - depth) <= READING * left / 2 for deeper in depths[i + 1 :])
+    while coming:
+        part = _AtDepth(pair, effort, tokens, coming.pop(0))
+        pace = pair.run(part.read())
+        left = effort.seconds - (pair.clock() - begin)
+        slow = [deeper for deeper in coming if pace * (deeper - part.depth) > READING * left]
+        coming, left_out = [depth for depth in coming if depth not in slow], left_out + slow
+        n_done, n = len(parts), len(parts) + 1 + len(coming)
 
-        def tell(done: float, i: int = i, n: int = i + 1 + n_more) -> None:
-            report((i + done) / n)
+        def tell(done: float, n_done: int = n_done, n: int = n) -> None:
+            if on_progress is not None:
+                on_progress((n_done + done) / n)
 
-        pair.run(part.measure(widths, left / (1 + n_more), with_draft=i == 0, report=tell))
+        pair.run(part.measure(widths, left / (1 + len(coming)), with_draft=not parts, report=tell))
         parts.append(part)
-    return _folded(parts, tuple(left_out), pair.run(_time_sampling(tokens[: depths[0]], clock)))
+    return _folded(parts, tuple(left_out))
 
 
-class _Part:
+@dataclass
+class _AtDepth:
     """Measures behind a context of one length."""
 
-    def __init__(self, pair: Pair, effort: Effort, tokens: TokenArray, depth: int) -> None:
-        self._pair, self._effort, self._clock, self._tokens = pair, effort, pair.clock, tokens
-        self.depth = depth
-        self.pace = 0.0  # seconds that a token took to read
-        self.differences: Mapping[int, Difference] = {}
-        self.seconds: dict[tuple[str, int], list[float]] = {}  # by what is timed, and its width
+    pair: Pair
+    effort: Effort
+    tokens: TokenArray
+    depth: int
+    differences: dict[int, float] = field(default_factory=dict)  # by width
+    seconds: dict[int, list[float]] = field(default_factory=dict)  # by width, or STEP
 
-    def read(self) -> Measurement[None]:
-        """Take in the context; before that a token, which reads the weights where they are still on disk."""
-        yield ForwardRequest(TARGET, self._tokens[:1])
-        begin = self._clock()
-        yield ForwardRequest(TARGET, self._tokens[: self.depth])
-        self.pace = (self._clock() - begin) / self.depth
+    def read(self) -> Measurement[float]:
+        """Prefill the context; before that a token, which reads weights from disk. Seconds of a token."""
+        yield ForwardRequest(TARGET, self.tokens[:1])
+        begin = self.pair.clock()
+        yield ForwardRequest(TARGET, self.tokens[: self.depth])
+        return (self.pair.clock() - begin) / self.depth
 
     def measure(
         self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Report
     ) -> Measurement[None]:
         """Compare, warm up, and take times until some seconds have passed."""
-        clock, start, effort = self._clock, self._clock(), self._effort
+        clock, start, effort = self.pair.clock, self.pair.clock(), self.effort
         self.differences = yield from compare_widths(
-            self._tokens[: self.depth + effort.n_compared],
+            self.tokens[: self.depth + effort.n_compared],
             self.depth,
             widths,
             lambda part: clock() - start < part * COMPARING * seconds,
             lambda done: report(COMPARING * done),
         )
-        jobs = [("target", width) for width in self.differences]
-        if with_draft and self._pair.sources & {Source.MODEL, Source.MTP}:
-            jobs += [("step", 1), *(("catch-up", n) for n in CATCH_UPS)]
+        jobs = [*self.differences]
+        if with_draft and self.pair.sources & {Source.MODEL, Source.MTP}:
+            jobs.append(STEP)
         shuffled = random.Random(0)
         for turn in range(effort.most_turns + 1):  # the first one warms up
             begin = clock()
-            for what, width in shuffled.sample(jobs, len(jobs)):
-                taken = yield from self._time(what, width)
+            for job in shuffled.sample(jobs, len(jobs)):
+                taken = yield from self._draft_step() if job == STEP else self._evaluation(job)
                 if turn:
-                    self.seconds.setdefault((what, width), []).append(taken)
+                    self.seconds.setdefault(job, []).append(taken)
             report(COMPARING + (1 - COMPARING) * (turn + 1) / (effort.most_turns + 1))
             if turn and clock() - start + (clock() - begin) > seconds:
                 break
 
-    def reading_seconds(self, depth: int) -> float:
-        """What reading on to a longer context will take, at most."""
-        each = min(
-            statistics.median(s) / width for (what, width), s in self.seconds.items() if what == "target"
-        )
-        return (depth - self.depth) * min(each, self.pace)
-
-    def _time(self, what: str, width: int) -> Measurement[float]:
-        if what == "step":
-            return (yield from self._time_steps())
-        name, model = TARGET, self._pair.draft or self._pair.target
-        if what == "target":
-            model = self._pair.target
-        elif self._pair.heads is None:
-            name = DRAFT
-        else:  # which need the hidden rows of what they read
-            name = MTP
-            yield ForwardRequest(TARGET, self._tokens[: self.depth + width], n_logits=0)
-        # A draft may lack some of the target's tokens.
-        tokens = np.where(self._tokens < model.vocabulary_size, self._tokens, np.int32(0))
+    def _evaluation(self, width: int) -> Measurement[float]:
         # Another token first, so that nothing of what is timed is cached.
-        other = (tokens[self.depth] + 1) % model.vocabulary_size
-        yield ForwardRequest(name, np.append(tokens[: self.depth], other).astype(np.int32))
-        n_logits = width if what == "target" else 1
-        forward = yield ForwardRequest(name, tokens[: self.depth + width], n_logits)
+        other = (self.tokens[self.depth] + 1) % self.pair.target.vocabulary_size
+        yield ForwardRequest(TARGET, np.append(self.tokens[: self.depth], other).astype(np.int32))
+        forward = yield ForwardRequest(TARGET, self.tokens[: self.depth + width], width)
         return forward.seconds
 
-    def _time_steps(self) -> Measurement[float]:
-        """Seconds of one draft token among some in a row, with all that a drafter does."""
-        context = self._tokens[: self.depth]
-        drafter = self._pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
+    def _draft_step(self) -> Measurement[float]:
+        """One draft token among some in a row, with all that a drafter does."""
+        context, clock = self.tokens[: self.depth], self.pair.clock
+        drafter = self.pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
         yield from preparing(drafter, context)
-        start = self._clock()
+        start = clock()
         yield from drafting(drafter, context, FixedLength(DRAFT_STEPS))
-        return (self._clock() - start) / DRAFT_STEPS
+        return (clock() - start) / DRAFT_STEPS
 
 
-def _folded(parts: Sequence[_Part], left_out: tuple[int, ...], sampling_seconds: float) -> Probe:
+def _folded(parts: Sequence[_AtDepth], left_out: tuple[int, ...]) -> Probe:
     """One answer from all depths; widths that the time did not allow at some depth are left out."""
-    first = parts[0]
-    widths = [w for w in first.differences if all(("target", w) in part.seconds for part in parts)]
-    step = first.seconds.get(("step", 1))
+    step = parts[0].seconds.get(STEP)
     return Probe(
         depths=tuple(part.depth for part in parts),
         left_out_depths=left_out,
         widths=tuple(
             WidthTiming(
                 width,
-                tuple(Timing.of(part.seconds["target", width]) for part in parts),
-                max(part.differences[width].largest for part in parts),
-                sum(part.differences[width].n_compared for part in parts),
+                tuple(Spread.of(part.seconds[width]) for part in parts),
+                max(part.differences[width] for part in parts),
             )
-            for width in widths
+            for width in parts[0].differences
+            if all(width in part.seconds for part in parts)
         ),
-        draft_step=Timing.of(step) if step else None,
-        catch_ups=tuple(
-            CatchUp(n, statistics.median(first.seconds["catch-up", n])) for n in CATCH_UPS if step
-        ),
-        sampling_seconds=sampling_seconds,
+        draft_step=Spread.of(step) if step else None,
     )
-
-
-def _time_sampling(tokens: TokenArray, clock: Clock) -> Measurement[float]:
-    forward = yield ForwardRequest(TARGET, tokens)
-    streams, times = SeededStreams(0), []
-    for position in range(25):
-        start = clock()
-        streams.choose(distribution(forward.logits[0], Sampling()), Stream.TOKEN, position)
-        times.append(clock() - start)
-    return statistics.median(times)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far the scores of one width are from those of width 1."""
-
-    largest: float  # of any logit; 0 = bit-identical
-    n_compared: int  # positions
 
 
 def exact_widths(pair: Pair) -> frozenset[int]:
@@ -341,35 +266,31 @@ def exact_widths(pair: Pair) -> frozenset[int]:
     target, begin = pair.target, time.perf_counter()
     widths = range(1, min(18, target.max_scored + 1, target.context_size // 2))
     pair.forget()
-    exact = frozenset(widths)
+    exact = {1, *widths}
     for depth in sorted({max(1, min(d, target.context_size - EXACT_COMPARED)) for d in EXACT_DEPTHS}):
         tokens = sample_tokens(target.vocabulary, min(depth + EXACT_COMPARED, target.context_size))
         found = pair.run(
             compare_widths(
-                tokens,
-                depth,
-                widths,
-                lambda part: time.perf_counter() - begin < part * EXACT_SECONDS,
-                lambda done: None,
+                tokens, depth, widths, lambda part: time.perf_counter() - begin < part * EXACT_SECONDS
             )
         )
-        exact &= {width for width, difference in found.items() if difference.largest == 0}
-    return exact | {1}
+        exact &= {width for width, difference in found.items() if difference == 0}
+    return frozenset(exact)
 
 
 def compare_widths(
     tokens: TokenArray,
     depth: int,
     widths: Sequence[int],
-    in_time: Callable[[float], bool],
-    report: Callable[[float], None],
-) -> Measurement[dict[int, Difference]]:
-    """Compare widths behind the first `depth` tokens, over all positions behind them.
+    in_time: Callable[[float], bool] = lambda part: True,
+    report: Report = lambda done: None,
+) -> Measurement[dict[int, float]]:
+    """Compare widths with width 1 behind the first `depth` tokens, over all positions behind them.
 
     Parameters
     ----------
     tokens : [n] int32, n > depth
-        The positions from `depth` on are compared.
+    depth : int
     widths : sequence of int
         Ascending from 1.
     in_time : callable
@@ -379,29 +300,29 @@ def compare_widths(
 
     Returns
     -------
-    dict of width -> Difference
-        Widths 1 and 2 at least. One batch of every width comes first, narrow widths before wide ones: where
-        time is short, the widest are left out.
+    dict of width -> float
+        Largest difference of any logit; 0 = bit-identical. Widths 1 and 2 at least: one batch of every
+        width comes first, narrow before wide ones, so where time is short the widest are left out.
     """
     alone = yield from _one_at_a_time(tokens, depth, in_time)
     report(0.3)
-    found = {1: Difference(0.0, len(alone))}
+    found = {1: 0.0}
     for width in widths[1:]:
         if len(found) > 1 and not in_time(1.0):
             break
-        found[width] = yield from _compare(tokens, depth, width, alone[:width])
+        found[width] = yield from _difference(tokens, depth, width, alone[:width])
     report(0.6)
     # More positions only for widths that still seem identical.
-    unsure = [width for width in found if found[width].largest == 0 and 2 * width <= len(alone) and width > 1]
+    unsure = [width for width in found if found[width] == 0 and 2 * width <= len(alone) and width > 1]
     for done, width in enumerate(unsure):
         if not in_time(1.0):
             break
-        found[width] = yield from _compare(tokens, depth, width, alone[: len(alone) // width * width])
+        found[width] = yield from _difference(tokens, depth, width, alone[: len(alone) // width * width])
         report(0.6 + 0.4 * (done + 1) / len(unsure))
     return found
 
 
-def _compare(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measurement[Difference]:
+def _difference(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measurement[float]:
     """One width against known logits [n, V], batch behind batch, with no other width in the KV cache."""
     largest = 0.0
     yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
@@ -409,7 +330,7 @@ def _compare(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measu
         known = alone[first : first + width]
         together = yield ForwardRequest(TARGET, tokens[: depth + first + width], n_logits=width)
         largest = max(largest, float(np.abs(together.logits[: len(known)] - known).max()))
-    return Difference(largest, len(alone))
+    return largest
 
 
 def _one_at_a_time(tokens: TokenArray, depth: int, in_time: Callable[[float], bool]) -> Measurement[Logits]:

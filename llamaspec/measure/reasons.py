@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.probe import Probe
@@ -58,14 +57,7 @@ def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
     --------
     >>> best_length([1.0, 1.25], acceptance=0.5)
     BestFixedLength(n_guesses=1, speed_up=1.2)
-
-    Raises
-    ------
-    ValueError
-        The acceptance is no probability.
     """
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance must be in [0, 1], got {acceptance}")
     n_tokens = np.cumsum(float(acceptance) ** np.arange(len(seconds)))
     speeds = n_tokens * seconds[0] / np.asarray(seconds)
     best = int(np.argmax(speeds))
@@ -86,21 +78,13 @@ def break_even(seconds: Sequence[float]) -> float | None:
 def round_seconds(curve: CostCurve, overhead: float = 0.0) -> list[float]:
     """[K] a round with K draft tokens: straight lines between widths, padded where a wider one is cheaper."""
     widths = np.arange(1, curve.widths[-1] + 1)
-    padded = _padded(np.interp(widths, curve.widths, curve.verify_seconds))
+    padded = np.minimum.accumulate(np.interp(widths, curve.widths, curve.verify_seconds)[::-1])[::-1]
     rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds + overhead).tolist()
     return rounds
 
 
 def break_even_seconds(curve: CostCurve) -> list[float]:
-    """[n] what evaluating each measured width may cost, drafting aside, to be as fast as single tokens.
-
-    If all draft tokens are accepted; where fewer are, a batch must cost less.
-
-    Examples
-    --------
-    >>> break_even_seconds(CostCurve((1, 2), (1.0, 1.0), 0.25))
-    [1.0, 1.75]
-    """
+    """[n] what evaluating each measured width may cost to pay, if all draft tokens are accepted."""
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     return [width * single - (width - 1) * step for width in curve.widths]
 
@@ -115,17 +99,6 @@ def dips(curve: CostCurve) -> list[Dip]:
     return found
 
 
-def knees(curve: CostCurve) -> list[int]:
-    """Widths after which a position more costs more than twice as much as the one before.
-
-    Padding to a cheaper width is reckoned in; a rise below a tenth of a single position is none.
-    """
-    rises = np.diff(_padded(curve.verify_seconds)) / curve.verify_seconds[0] / np.diff(curve.widths)
-    before = np.concatenate([[0.0], rises[:-1]])
-    is_knee = rises > np.maximum(2 * before, 0.1)
-    return [width for width, sharp in zip(curve.widths, is_knee, strict=False) if sharp]
-
-
 def saturation_width(curve: CostCurve) -> int:
     """The width up to which a position more costs less than half of a single one, as seen from width 1."""
     first, widest = curve.verify_seconds[0], 1
@@ -134,12 +107,6 @@ def saturation_width(curve: CostCurve) -> int:
             break
         widest = width
     return widest
-
-
-def _padded(seconds: ArrayLike) -> NDArray[np.float64]:
-    """Each width at the price of the cheapest that is at least as wide."""
-    padded: NDArray[np.float64] = np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1]
-    return padded
 
 
 def verdict(curve: CostCurve) -> str:
@@ -162,20 +129,11 @@ def conclusions(found: Probe) -> dict[str, Any]:
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
         "saturation_width": saturation_width(curve),
-        "knees": knees(curve),
         "dips": [asdict(dip) for dip in dips(curve)],
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class LengthCount:
-    """How often a number of draft tokens was verified."""
-
-    n_draft: int
-    n_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +159,7 @@ class ConfidenceBin:
 class Reasons:
     """What drafting cost and gained in one text."""
 
-    lengths: tuple[LengthCount, ...]  # ascending
+    lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
     widths: tuple[WidthCost, ...]  # ascending
     bins: tuple[ConfidenceBin, ...]  # without tokens that were copied, or forced by a constraint
     draft_step_seconds: float | None  # None: nothing drafted, and no price is known
@@ -257,9 +215,8 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
     n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
     spent = sum(round_.seconds for round_ in rounds)
     expected = {} if curve is None else dict(zip(curve.widths, curve.verify_seconds, strict=True))
-    counts = Counter(len(round_.draft) for round_ in rounds)
     return Reasons(
-        lengths=tuple(LengthCount(n, counts[n]) for n in sorted(counts)),
+        lengths=dict(sorted(Counter(len(round_.draft) for round_ in rounds).items())),
         widths=tuple(
             WidthCost(w, statistics.fmean(timed[w]) if timed[w] else expected[w], len(timed[w]))
             for w in sorted({*timed, *expected})

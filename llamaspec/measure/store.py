@@ -1,7 +1,7 @@
 """What was measured and learnt of a pair on this machine, kept for later runs, and the length policy from it.
 
 It lies in the user's cache folder. A file that is damaged or foreign counts as none, with a reason, and is
-replaced by the next write; one of another version counts as none silently.
+replaced by the next write. Another version has other file names.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import CascadeLevel
 
-FORMAT = 2  # of probes
-PRIOR_FORMAT = 7  # of learned priors
+FORMAT = 8  # of what is kept
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 WORTH_KEEPING = 64  # tokens of which a run has learnt something
 _MAX_BYTES = 4 << 20
-
-Tell = Callable[[str], None]  # receives a remark for the person
 
 T = TypeVar("T")
 
@@ -68,9 +65,6 @@ class PairFiles:
         return self.draft is not None or self.ngram or self.heads
 
 
-ModelOnDisk: TypeAlias = (
-    ModelFile | LlamaModel
-)  # a model file and the way it is loaded; it need not be loaded
 PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair
 
 
@@ -82,27 +76,9 @@ class Kept(Generic[T]):
     fault: str | None = None  # one line
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    format: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ProbeFile:
-    format: int
-    probe: Probe
-
-
-@dataclass(frozen=True, slots=True)
-class _PriorFile:
-    format: int
-    experience: LearnedPrior
-
-
 def stored_probe(pair: PairOnDisk) -> Kept[Probe]:
     """What was found for this pair on this machine."""
-    found = _read(_probe_path(pair), _ProbeFile, FORMAT)
-    return Kept(found.value.probe if found.value is not None else None, found.fault)
+    return _read(_path(pair, Probe), Probe)
 
 
 def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
@@ -113,10 +89,10 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
     LlamaspecError
         The cache folder cannot be written.
     """
-    path = _probe_path(pair)
+    path = _path(pair, Probe)
     try:
-        _write(path, _ProbeFile(FORMAT, probe))
-        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, LearnedPrior(probe.curve)))
+        _write(path, probe)
+        _write(_path(pair, LearnedPrior), LearnedPrior(probe.curve))
     except OSError as error:
         raise LlamaspecError(
             f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
@@ -126,43 +102,44 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
 
 def stored_prior(pair: PairOnDisk) -> Kept[LearnedPrior]:
     """What a probe has found and earlier runs have learnt since, however attention is computed."""
-    found = _read(_prior_path(pair), _PriorFile, PRIOR_FORMAT)
-    return Kept(found.value.experience if found.value is not None else None, found.fault)
+    return _read(_path(pair, LearnedPrior), LearnedPrior)
 
 
 def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
     """Keep what a run has learnt, if it can be kept."""
     with suppress(OSError):  # the text is what people came for
-        _write(_prior_path(pair), _PriorFile(PRIOR_FORMAT, prior))
+        _write(_path(pair, LearnedPrior), prior)
 
 
 def forget(pair: PairOnDisk) -> bool:
     """Drop what is kept; answers whether there was anything."""
-    paths = [path for path in (_probe_path(pair), _prior_path(pair)) if os.path.lexists(path)]
+    paths = [path for kind in (Probe, LearnedPrior) if os.path.lexists(path := _path(pair, kind))]
     for path in paths:
         path.unlink()
     return bool(paths)
 
 
 def auto_length(
-    pair: Pair, widths: frozenset[int] | None = None, tell: Tell | None = None, *, trees: bool = False
+    pair: Pair,
+    widths: frozenset[int] | None = None,
+    tell: Callable[[str], None] = lambda fault: None,
+    *,
+    trees: bool = False,
 ) -> AutoLength:
     """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
 
     The pair's drafts that have drafts get one, too.
     """
+
+    def begun(level: Pair | CascadeLevel, widths: frozenset[int] | None, trees: bool) -> AutoLength:
+        kept = stored_prior(level)
+        if kept.fault is not None:
+            tell(kept.fault)
+        return AutoLength(kept.value, widths, sources=level.sources, trees=trees)
+
     for level in pair.cascade:
-        level.length = _begun(level, None, tell)
-    return _begun(pair, widths, tell, trees=trees)
-
-
-def _begun(
-    pair: Pair | CascadeLevel, widths: frozenset[int] | None, tell: Tell | None, *, trees: bool = False
-) -> AutoLength:
-    kept = stored_prior(pair)
-    if kept.fault is not None and tell is not None:
-        tell(kept.fault)
-    return AutoLength(kept.value, widths, sources=pair.sources, trees=trees)
+        level.length = begun(level, None, trees=False)
+    return begun(pair, widths, trees)
 
 
 def known_exact_widths(pair: Pair) -> frozenset[int]:
@@ -185,12 +162,9 @@ def keep_prior(pair: Pair | CascadeLevel, policy: LengthPolicy) -> None:
             keep_prior(level, level.length)
 
 
-def _read(path: Path, kind: type[T], version: int) -> Kept[T]:
+def _read(path: Path, kind: type[T]) -> Kept[T]:
     try:
-        content = read_file(path, _MAX_BYTES)
-        if parse_json(_Version, content, unknown="ignore").format != version:
-            return Kept()
-        return Kept(parse_json(kind, content))
+        return Kept(parse_json(kind, read_file(path, _MAX_BYTES)))
     except FileNotFoundError:
         return Kept()
     except OSError as error:
@@ -200,37 +174,27 @@ def _read(path: Path, kind: type[T], version: int) -> Kept[T]:
     return Kept(fault=f"{path} counts as empty, it cannot be used: {reason}")
 
 
-def _write(path: Path, content: _ProbeFile | _PriorFile) -> None:
+def _write(path: Path, content: Probe | LearnedPrior) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(asdict(content)))
 
 
-def _prior_path(pair: PairOnDisk) -> Path:
-    return _curve_path(pair, with_memory=False).with_suffix(".runs.json")
+def _path(pair: PairOnDisk, kind: type[Probe | LearnedPrior]) -> Path:
+    """Of what belongs to a pair; a probe also to how attention is computed, on which bits depend."""
+    models = [pair.target, *pair.draft_models]
+    key: list[object] = [FORMAT, *(_model_key(model) for model in models), bool(pair.heads)]
+    if kind is Probe:
+        options = [model.options for model in models]
+        key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
+    key += [runtime.backend_description(), platform.node()]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    return cache_folder() / "curves" / f"{name}{'' if kind is Probe else '.runs'}.json"
 
 
-def _probe_path(pair: PairOnDisk) -> Path:
-    return _curve_path(pair, with_memory=True)
-
-
-def _curve_path(pair: PairOnDisk, *, with_memory: bool) -> Path:
-    """Of what belongs to a pair, and perhaps to the way in which attention is computed."""
-    models = [_model_key(model) for model in (pair.target, *pair.draft_models)]
-    memory = [_memory_key(model.options) for model in (pair.target, *pair.draft_models) if with_memory]
-    heads = ["heads"] if pair.heads else []
-    key = json.dumps([*models, *memory, *heads, runtime.backend_description(), platform.node()])
-    return cache_folder() / "curves" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _model_key(model: ModelOnDisk) -> list[object]:
+def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     """What tells a model file and where it computes from others."""
     beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
     threads = options.threads or runtime.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]
     return [model.path.stat().st_size, beginning, *placement]
-
-
-def _memory_key(options: ModelOptions) -> list[str | None]:
-    """How attention is computed, on which the bits of an evaluation depend."""
-    return [options.flash_attention, options.cache_type_k, options.cache_type_v]

@@ -17,7 +17,7 @@ from llamaspec.draft_making.skip_layers import Candidate, Found, Made
 from llamaspec.draft_making.worth import TrialSettings, Worth
 from llamaspec.hub import DRAFT_FOR, find_draft, identity, made_path
 from llamaspec.llama.quantize import Copy, write_copy
-from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Spread
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import LearnedPrior
-from llamaspec.measure.probe import Probe, Timing, WidthTiming
+from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     WORTH_KEEPING,
     auto_length,
@@ -42,9 +42,9 @@ def kept(tmp_path: Path) -> list[Path]:
 def test_the_next_run_learns_more_and_says_the_same(models: list[Path], tmp_path: Path) -> None:
     first = text(models)
     (file,) = kept(tmp_path)
-    known = json.loads(file.read_text())["experience"]
+    known = json.loads(file.read_text())
     assert text(models) == first
-    assert json.loads(file.read_text())["experience"] != known
+    assert json.loads(file.read_text()) != known
 
 
 def test_a_few_tokens_teach_nothing(models: list[Path], tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_a_few_tokens_teach_nothing(models: list[Path], tmp_path: Path) -> None:
     assert kept(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"format": 2}', '{"format": 2, "experience": {"costs": 3}}'])
+@pytest.mark.parametrize("content", ["", "{", '{"format": 2}', '{"curve": 3}'])
 def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path, content: str) -> None:
     first = text(models)
     kept(tmp_path)[0].write_text(content)
     assert text(models) == first
-    assert "experience" in json.loads(kept(tmp_path)[0].read_text())
+    assert "curve" in json.loads(kept(tmp_path)[0].read_text())
 
 
 @pytest.mark.parametrize("option", ["--quick", "--forget"])
@@ -83,9 +83,9 @@ def test_a_policy_begins_with_it(models: list[Path]) -> None:
 
 def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path]) -> None:
     """What an earlier run has learnt is newer."""
-    one, four, step = (Timing(seconds, seconds, seconds) for seconds in (3.0, 4.5, 0.6))
-    widths = WidthTiming(1, (one,), 0.0, 8), WidthTiming(4, (four,), 0.0, 8)
-    probe = Probe((64,), (), widths, step, (), 1e-4)
+    one, four, step = (Spread(seconds, seconds, seconds) for seconds in (3.0, 4.5, 0.6))
+    widths = WidthTiming(1, (one,), 0.0), WidthTiming(4, (four,), 0.0)
+    probe = Probe((64,), (), widths, step)
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
         pair = Pair(target, draft, 0.0)
         store_probe(pair, probe)

@@ -27,15 +27,15 @@ from llamaspec.cli.output import (
     write_timeline,
 )  # fmt: skip
 from llamaspec.measure.compare import Arm, Comparison
-from llamaspec.measure.probe import CatchUp, Probe, Timing, WidthTiming
-from llamaspec.measure.reasons import ConfidenceBin, LengthCount, Reasons, WidthCost
+from llamaspec.measure.probe import Probe, Spread, WidthTiming
+from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
 from llamaspec.measure.store import Kept
 from llamaspec.values import ForwardRequest, Logits, Source
 from rounds import a_round, a_text, taking
 from texts import Letters
 
 REASONS = Reasons(
-    lengths=(LengthCount(0, 10), LengthCount(3, 30)),
+    lengths={0: 10, 3: 30},
     widths=(WidthCost(1, 0.010, 12), WidthCost(3, 0.025, 0), WidthCost(4, 0.020, 7)),
     bins=(ConfidenceBin(0.0, 0.1, 0, 0), ConfidenceBin(0.9, 1.0, 8, 6)),
     draft_step_seconds=0.004,
@@ -295,14 +295,12 @@ PROBE = Probe(
     depths=(64, 1024),
     left_out_depths=(4096,),
     widths=(
-        WidthTiming(1, (Timing(0.010, 0.009, 0.013), Timing(0.020, 0.018, 0.022)), 0.0, 8),
-        WidthTiming(2, (Timing(0.011, 0.011, 0.011), Timing(0.021, 0.021, 0.021)), 0.0, 8),
-        WidthTiming(4, (Timing(0.030, 0.024, 0.036), Timing(0.040, 0.030, 0.050)), 0.125, 8),
-        WidthTiming(5, (Timing(0.024, 0.024, 0.024), Timing(0.034, 0.034, 0.034)), 0.0, 8),
+        WidthTiming(1, (Spread(0.009, 0.010, 0.013), Spread(0.018, 0.020, 0.022)), 0.0),
+        WidthTiming(2, (Spread(0.011, 0.011, 0.011), Spread(0.021, 0.021, 0.021)), 0.0),
+        WidthTiming(4, (Spread(0.024, 0.030, 0.036), Spread(0.030, 0.040, 0.050)), 0.125),
+        WidthTiming(5, (Spread(0.024, 0.024, 0.024), Spread(0.034, 0.034, 0.034)), 0.0),
     ),
-    draft_step=Timing(0.002, 0.002, 0.002),
-    catch_ups=(CatchUp(2, 0.003), CatchUp(8, 0.0045)),
-    sampling_seconds=25e-6,
+    draft_step=Spread(0.002, 0.002, 0.002),
 )
 
 
@@ -324,10 +322,7 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
         "4 30.00 ±20% 40.00 ±25% 3.00 7.50 ± 0.12",
         "5 24.00 34.00 2.40 4.80 yes",
         "a draft token: 2.00 ms",
-        "tokens that the draft prefills at once: 2 in 3.00 ms, 8 in 4.50 ms",
-        "sampling: 25 µs for each position",
         "a position more costs less than half of a single one up to 2 at once",
-        "the cost rises sharply after 2 positions",
         "a context of 4096 tokens takes too long to prefill here; it was left out",
         "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v bf16 "
         "avoids the kernel that differs in long contexts",

@@ -11,9 +11,8 @@ from command import generate, invoke, naming, run
 from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure import store as curves
 from llamaspec.measure.probe import Effort, exact_widths, measure
-from llamaspec.measure.reasons import Dip, dips, knees, saturation_width, verdict
+from llamaspec.measure.reasons import Dip, dips, saturation_width, verdict
 from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
@@ -29,8 +28,6 @@ def test_what_the_curve_says() -> None:
     assert dips(FOURS) == [Dip(3, 4)]
     assert dips(FLAT) == []
     assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
-    stairs = CostCurve((1, 2, 3, 4, 5, 6, 8, 16), (1.0, 1.2, 1.4, 1.05, 1.4, 1.41, 1.8, 1.9), 0.05)
-    assert [knees(curve) for curve in (stairs, FLAT)] == [[4, 6], []]
     wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
     assert verdict(wide).endswith("at any acceptance")
     assert verdict(STEEP).endswith("not known yet: only 3 widths timed, up to 4")
@@ -149,4 +146,3 @@ def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: 
     answer = generate("-n", "80", "--seed", "1", "--exact", "--json", "hello", models=models)
     assert answer.code == 0
     assert set(asked) <= {0, 1, 3}
-    assert curves.FORMAT == 2

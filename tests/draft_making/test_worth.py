@@ -20,8 +20,8 @@ from llamaspec.draft_making.worth import (
 )
 from llamaspec.engine.events import Completion
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.compare import Spread, Task
-from llamaspec.measure.probe import Probe, Timing, WidthTiming, sample_tokens
+from llamaspec.measure.compare import Task
+from llamaspec.measure.probe import Probe, Spread, WidthTiming, sample_tokens
 from llamaspec.sampling.filters import Sampling
 from rounds import taking
 from tiny_models import Recipe, write_llama
@@ -31,12 +31,10 @@ PROBE = Probe(
     depths=(64,),
     left_out_depths=(),
     widths=(
-        WidthTiming(1, (Timing(0.010, 0.008, 0.020),), 0.0, 1),
-        WidthTiming(3, (Timing(0.014, 0.012, 0.015),), 0.0, 1),
+        WidthTiming(1, (Spread(0.008, 0.010, 0.020),), 0.0),
+        WidthTiming(3, (Spread(0.012, 0.014, 0.015),), 0.0),
     ),
-    draft_step=Timing(0.003, 0.002, 0.005),
-    catch_ups=(),
-    sampling_seconds=0.0,
+    draft_step=Spread(0.002, 0.003, 0.005),
 )
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from llamaspec import AutoLength, LlamaModel, ModelOptions, Pair
-from llamaspec.length.costs import CostCurve
 from llamaspec.measure.audit import Audit, Fork
-from llamaspec.measure.compare import Arm, Comparison, Spread
-from llamaspec.measure.probe import Probe, Timing, WidthTiming
-from llamaspec.measure.store import auto_length, known_exact_widths, store_prior, store_probe
+from llamaspec.measure.compare import Arm, Comparison
+from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from rounds import a_round, a_text, taking
 
 
 def test_a_median_lies_between_its_quartiles() -> None:
     assert Spread.of([4.0, 1.0, 2.0, 16.0, 8.0]) == Spread(2.0, 4.0, 8.0)
     assert Spread(2.0, 4.0, 8.0).half == 3.0
-    assert Timing.of([4.0, 1.0, 2.0, 16.0, 8.0]) == Timing(4.0, 2.0, 8.0)
-    assert Timing(4.0, 2.0, 8.0).spread == 0.75
 
 
 def test_an_arm_is_told_by_its_median_run() -> None:
@@ -70,39 +63,18 @@ PROBE = Probe(
     depths=(64, 1024),
     left_out_depths=(),
     widths=(
-        WidthTiming(1, (Timing(0.010, 0.009, 0.020), Timing(1.0, 0.9, 1.1)), 0.0, 8),
-        WidthTiming(2, (Timing(0.011, 0.010, 0.021), Timing(1.1, 1.0, 1.2)), 0.0, 8),
-        WidthTiming(4, (Timing(0.014, 0.013, 0.024), Timing(1.4, 1.3, 1.5)), 0.1, 8),
+        WidthTiming(1, (Spread(0.009, 0.010, 0.020), Spread(0.9, 1.0, 1.1)), 0.0),
+        WidthTiming(2, (Spread(0.010, 0.011, 0.021), Spread(1.0, 1.1, 1.2)), 0.0),
+        WidthTiming(4, (Spread(0.013, 0.014, 0.024), Spread(1.3, 1.4, 1.5)), 0.1),
     ),
-    draft_step=Timing(0.001, 0.001, 0.001),
-    catch_ups=(),
-    sampling_seconds=1e-4,
+    draft_step=Spread(0.001, 0.001, 0.001),
 )
-STEEP = CostCurve((1, 2, 4), (1.0, 2.0, 4.0), 0.5)
 
 
 def test_the_curve_is_that_of_the_shortest_context() -> None:
     assert PROBE.curve.widths == (1, 2, 4)
     assert PROBE.curve.verify_seconds == (0.010, 0.011, 0.014)
     assert PROBE.curve.draft_step_seconds == 0.001
-
-
-def test_a_run_begins_with_what_a_probe_or_an_earlier_run_has_found(
-    models: list[Path], own_cache: None
-) -> None:
-    options = ModelOptions(threads=1)
-    with LlamaModel(models[0], options) as target, LlamaModel(models[1], options) as draft:
-        pair = Pair(target, draft, 0.0)
-        unknown = AutoLength(sources=pair.sources).experience()
-        assert auto_length(pair).experience() == unknown
-        store_probe(pair, PROBE)
-        probed = AutoLength(PROBE.curve, sources=pair.sources).experience()
-        assert auto_length(pair).experience() == probed != unknown
-        assert known_exact_widths(pair) == {1, 2}
-        earlier = AutoLength(STEEP, sources=pair.sources).experience()
-        store_prior(pair, earlier)
-        learnt = AutoLength(earlier, sources=pair.sources).experience()
-        assert auto_length(pair).experience() == learnt != probed
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0]])

@@ -146,9 +146,6 @@ def test_the_draft_is_timed_by_its_own_steps() -> None:
     found = probe(model, QUICK, draft)
     assert found.draft_step is not None
     assert found.draft_step.median == pytest.approx(draft.seconds(1))
-    assert [c.seconds for c in found.catch_ups] == pytest.approx(
-        [draft.seconds(c.n_tokens) for c in found.catch_ups]
-    )
 
 
 def test_small_contexts_shrink_widths_and_depths() -> None:
@@ -158,10 +155,10 @@ def test_small_contexts_shrink_widths_and_depths() -> None:
 
 
 def test_every_position_is_compared_where_time_allows() -> None:
-    model = SlowModel()
-    tokens = np.arange(50, dtype=np.int32)
-    pair, widths = pair_of(model), (1, 2, 3, 16)
-    found = pair.run(compare_widths(tokens, 18, widths, lambda part: True, lambda done: None))
-    assert {width: d.n_compared for width, d in found.items()} == {1: 32, 2: 32, 3: 30, 16: 32}
-    hurried = pair.run(compare_widths(tokens, 18, widths, lambda part: False, lambda done: None))
-    assert {width: d.n_compared for width, d in hurried.items()} == {1: 1, 2: 1}
+    """Behind 240 tokens only the last positions differ; of width 3 the last two are no whole batch."""
+    model, tokens = SlowModel(rounds_deep_batches=True), np.arange(260, dtype=np.int32) % 256
+    pair, widths = pair_of(model), (1, 2, 16, 3)
+    found = pair.run(compare_widths(tokens, 242, widths))
+    assert [found[width] for width in widths] == pytest.approx([0.0, 0.1, 0.1, 0.1])
+    hurried = pair.run(compare_widths(tokens, 242, widths, lambda part: False))
+    assert hurried == {1: 0.0, 2: 0.0}
