@@ -187,7 +187,10 @@ def _stop(scheduler: Scheduler, inbox: Inbox, thread: threading.Thread, process:
     if os.getpid() != process or not thread.ident:
         return
     inbox.put(None)
-    while thread is not threading.current_thread() and thread.is_alive():
+    if thread is threading.current_thread():
+        return
+    thread.join(0.01)  # an idle thread ends at once; aborting it would abort a model's next evaluation
+    while thread.is_alive():
         scheduler.abort()
         thread.join(0.05)
 
