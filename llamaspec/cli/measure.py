@@ -51,8 +51,7 @@ from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
-from llamaspec.measure.doctor import examine
-from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
+from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
@@ -206,8 +205,8 @@ def _show_conclusions(found: Probe, console: Console) -> None:
             "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v "
             "bf16 avoids the kernel that differs in long contexts"
         )
-    for dip in dips(curve):
-        console.print(f"{dip.width} positions cost more than {dip.cheaper_width}: they are padded")
+    for width, cheaper in dips(curve).items():
+        console.print(f"{width} positions cost more than {cheaper}: they are padded")
     if found.draft_step is None:
         return
     best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]

@@ -334,10 +334,6 @@ def explain(reasons: Reasons, console: Console) -> None:
     gained = reasons.gained_seconds
     if gained is not None:
         console.print(f"against plain decoding: {abs(gained):.2f} s {'saved' if gained >= 0 else 'lost'}")
-    if reasons.n_unverified:
-        console.print(
-            f"{reasons.n_unverified} drafts were not worth verifying: {reasons.unverified_seconds:.2f} s"
-        )
     console.print(verdict(reasons))
 
 

@@ -9,6 +9,7 @@ there the token must at least be possible.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -63,7 +64,8 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Report = lam
     first_difference = None
     if task.repeats:
         pair.forget()
-        first_difference = _first_difference(drafted.tokens, task.run_plain(pair).tokens)
+        pairs = zip_longest(drafted.tokens, task.run_plain(pair).tokens)
+        first_difference = next((i for i, (mine, plain) in enumerate(pairs) if mine != plain), None)
     report(0.5)
     pair.forget()
     forks = pair.run(_forks(pair, task, drafted))
@@ -77,15 +79,10 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Report = lam
     )
 
 
-def _first_difference(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[Fork, ...]]:
     """Replay the text one position at a time."""
     forks: list[Fork] = []
+    vocabulary = pair.target.vocabulary
     streams = SeededStreams(task.seed)
     path = np.concatenate([task.prompt, np.array(drafted.tokens, dtype=np.int32)])
     widths = [round_.width for round_ in drafted.rounds for _ in round_.tokens]
@@ -98,7 +95,8 @@ def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[For
         if alone == said or (not task.repeats and choices.probability(said) > 0):
             continue
         second, best = np.partition(scores, -2)[-2:]
-        forks.append(Fork(i, widths[i], _text(pair, said), _text(pair, alone), float(best - second)))
+        told = [vocabulary.piece(token).decode("utf-8", errors="replace") for token in (said, alone)]
+        forks.append(Fork(i, widths[i], told[0], told[1], float(best - second)))
     return tuple(forks)
 
 
@@ -112,7 +110,3 @@ def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> d
     widths = range(1, widest + 1)
     found = pair.run(compare_widths(path, len(prompt), widths))
     return {width: found[width] for width in widths[1:]}
-
-
-def _text(pair: Pair, token: int) -> str:
-    return pair.target.vocabulary.piece(token).decode("utf-8", errors="replace")

@@ -35,27 +35,22 @@ class Task:
         return self.rule == "coupled" or self.sampling.temperature == 0
 
     def run(
-        self,
-        pair: Pair,
-        policy: LengthPolicy | None = None,
-        *,
-        n_before: int = 0,
-        drafter: Drafter | None = None,
+        self, pair: Pair, policy: LengthPolicy | None = None, *, drafter: Drafter | None = None
     ) -> Completion:
-        """Generate with a pair; `n_before` runs before this one had the seeds before."""
+        """Generate with a pair."""
         return pair.stream(
             self.prompt,
             sampling=self.sampling,
-            seed=self.seed + n_before,
+            seed=self.seed,
             max_tokens=self.max_tokens,
             rule=self.rule,
             policy=policy,
             drafter=drafter,
         ).run()
 
-    def run_plain(self, pair: Pair, *, n_before: int = 0) -> Completion:
+    def run_plain(self, pair: Pair) -> Completion:
         """The same by plain decoding."""
-        return self.run(pair, n_before=n_before, drafter=NoDrafter())
+        return self.run(pair, drafter=NoDrafter())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +122,19 @@ def run_compare(
     pair: Pair, task: Task, n_runs: int, policy: LengthPolicy, report: Report = lambda fraction: None
 ) -> Comparison:
     """Measure all arms, after one run of each that warms up. The KV caches of both models are emptied."""
-    ways: dict[str, Callable[[int], Completion]] = {
-        "target alone": lambda run: task.run_plain(pair, n_before=run),
-        "speculative": lambda run: task.run(pair, policy, n_before=run),
+    ways: dict[str, Callable[[Task], Completion]] = {
+        "target alone": lambda task: task.run_plain(pair),
+        "speculative": lambda task: task.run(pair, policy),
     }
     if pair.draft is not None:
         alone = Pair(pair.draft, None, 0.0)
-        own = task if pair.common is None else replace(task, prompt=pair.common.read(task.prompt))
-        ways["draft alone"] = lambda run: own.run(alone, n_before=run)
+        prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
+        ways["draft alone"] = lambda task: replace(task, prompt=prompt).run(alone)
     runs: dict[str, list[Completion]] = {name: [] for name in ways}
     for run in range(-1, n_runs):  # run -1 warms up
         for i, (name, start) in enumerate(ways.items()):
             pair.forget()
-            completion = start(run)
+            completion = start(replace(task, seed=task.seed + run))
             if run >= 0:
                 runs[name].append(completion)
             report(((run + 1) * len(ways) + i + 1) / ((n_runs + 1) * len(ways)))

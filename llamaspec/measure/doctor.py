@@ -1,6 +1,8 @@
 """Looks at the machine and at two models, and yields what will go wrong or be slow.
 
 The models are loaded one by one, so that a damaged one is a finding and the other is examined all the same.
+A finding that is not ok names its remedy and the settings for it: by the role of the model and the field of
+its options, such as "draft.n_ctx".
 """
 
 from __future__ import annotations
@@ -9,45 +11,35 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from rich.filesize import decimal
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
-from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file, what_it_reads
-from llamaspec.llama.options import find_devices
+from llamaspec.llama.options import CACHE_BYTES, Device, ModelOptions, as_size, find_devices
 from llamaspec.llama.threads import usage
-from llamaspec.llama.vocabulary import difference
-from llamaspec.llama.weights import LoadProgress
-from llamaspec.measure.findings import (
-    OK,
-    WARNING,
-    Examined,
-    Finding,
-    Machine,
-    busy_finding,
-    machine_findings,
-    model_findings,
-    overlap_finding,
-    pace_findings,
-    room_finding,
-    thread_finding,
-    vocabulary_findings,
-)
+from llamaspec.llama.vocabulary import LlamaVocabulary, difference
+from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.probe import sample_tokens
 from llamaspec.measure.store import PairFiles
 from llamaspec.pair import Pair
-from llamaspec.suffix_store import SuffixStore, folder, kept_texts
+from llamaspec.suffix_store import folder, kept_texts
 from llamaspec.values import TARGET, ForwardRequest
 
 Clock = Callable[[], float]  # seconds
 Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> told how much is loaded
 
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+CHEAP = 3.0  # a draft should be at least so many times cheaper than its target
+CROWDED = 0.9  # of the free memory; computing needs some more than weights and contexts
 STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
 PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
 LOOK_SECONDS = 0.3  # at what other programs do
@@ -57,11 +49,76 @@ FEW = 0.3  # of the draft tokens: below that drafting hardly ever pays
 N_BEFORE = 16  # cached tokens when the first step is timed
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: str  # ok, warning or problem
+    topic: str
+    text: str
+    remedy: str | None = None  # None where nothing needs to be done
+    settings: tuple[str, ...] = ()  # with which something can be done
+    error: LlamaspecError | None = None  # what it was made of
+
+    @classmethod
+    def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
+        """A problem; our errors end with their remedy, behind a semicolon."""
+        text, _, remedy = str(error).rpartition("; ")
+        return cls(PROBLEM, topic, text or str(error), remedy if text else None, error=error)
+
+
+def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settings: str) -> Finding:
+    """OK where all is fine; else a warning whose text ends with the fault."""
+    if is_fine:
+        return Finding(OK, topic, text)
+    return Finding(WARNING, topic, text + fault, remedy, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the models will run on."""
+
+    system: str  # sys.platform
+    backend: str  # build and CPU features, in one line
+    devices: tuple[Device, ...]
+    can_offload: bool  # whether this build computes on GPUs
+    has_nvidia: bool  # whether this machine has a GPU that CUDA would use
+    repacking_is_safe: bool  # False: the build has AMX, which crashes
+    free_bytes: int | None  # before any model was loaded; None where the system does not say
+    n_physical: int  # cores at full speed
+    n_logical: int  # threads of the processor
+    n_taken: float = 0.0  # of these, how many other programs use at the moment
+
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """Those that this build computes on."""
+        return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
+
+    def offloads(self, options: ModelOptions) -> bool:
+        """Whether a model loaded like this computes on a GPU."""
+        return bool(self.gpus) and options.offloads
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A loaded model and what was measured of it."""
+
+    role: str  # target or draft
+    name: str  # of the file
+    description: str  # architecture, size and quantisation
+    facts: ModelFacts
+    memory: MemoryFacts
+    options: ModelOptions
+    context_size: int
+    trained_context_size: int
+    flash_attention: bool | None  # what llama.cpp chose; None where it did not say
+    step_seconds: float  # one token
+
+
 def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """All findings, the machine's first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
-    yield from busy_finding(machine)
     draft = files.draft
     reads = None if draft is None else what_it_reads(draft.path)
     if draft is not None and reads:  # without its target it is nothing
@@ -84,17 +141,17 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             yield from model_findings(machine, examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
-        yield from heads_findings(files)
-        yield from texts_findings(files)
-        if files.draft is None:
-            yield from _no_draft_findings(files)
-        elif len(examined) == len(wanted):
+        yield from file_findings(files)
+        if files.draft is not None and len(examined) == len(wanted):
             vocabularies = models["target"].vocabulary, models["draft"].vocabulary
             if difference(*vocabularies) is None:
                 yield from vocabulary_findings(*vocabularies)
             else:
                 yield from foreign_findings(models["target"], models["draft"], clock)
-            yield from pace_findings(examined["target"], examined["draft"])
+            yield pace_finding(examined["target"], examined["draft"])
+
+
+# The machine
 
 
 def look_at_machine() -> Machine:
@@ -121,6 +178,69 @@ def _taken_cores() -> float:
     wall = after.wall - before.wall
     idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
     return max(0.0, runtime.n_hardware_threads() - idle - own)
+
+
+def machine_findings(machine: Machine) -> Iterator[Finding]:
+    """Build, devices, and whether other programs use the cores."""
+    fault = ": a build with AMX, which crashes, so its fast kernels stay off"
+    remedy = "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
+    yield check("backend", machine.backend, machine.repacking_is_safe, fault, remedy)
+    shown, fault, option = ", ".join(_device(device) for device in machine.devices), "", ""
+    if machine.system == "darwin" and not machine.can_offload:
+        fault, option = "; this build has no Metal", "METAL"
+    elif machine.has_nvidia and not machine.can_offload:
+        fault, option = "; an NVIDIA GPU is here, but this build computes on the CPU only", "CUDA"
+    elif not machine.can_offload:
+        shown += "; no GPU offload"
+    remedy = f"build llama.cpp anew with CMAKE_ARGS=-DGGML_{option}=on"
+    yield check("devices", shown, not fault, fault, remedy)
+    if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
+        text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
+        fault = "; llamaspec computes with fewer threads while they do, and is slower than on a quiet machine"
+        yield Finding(WARNING, "load", text + fault, "close what computes beside it")
+
+
+def _device(device: Device) -> str:
+    free = f", {as_size(device.free_bytes)} free" if device.is_gpu else ""
+    return f"{device.name} ({device.description}{free})"
+
+
+def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
+    """Threads of one model."""
+    n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
+    text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
+    text += " (default)" if asked is None else ""
+    is_fine, remedy = n <= machine.n_physical, f"ask for {machine.n_physical}"
+    return check(topic, text, is_fine, ": too many wait for each other", remedy, f"{role}.threads")
+
+
+def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
+    """Weights and contexts on this machine against what was free before."""
+    sizes = [
+        (model.role, model.facts.weights_bytes, model.memory.size(model.context_size))
+        for model in models
+        if not model.options.workers
+    ]
+    if not sizes:
+        return Finding(OK, "memory", "weights and context lie on the workers")
+    needed = sum(weights + context for _, weights, context in sizes)
+    on_gpu = any(machine.offloads(model.options) for model in models)
+    free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
+    parts = " + ".join(f"{role} {as_size(w)} weights, {as_size(c)} context" for role, w, c in sizes)
+    text = f"{as_size(needed)} needed ({parts})"
+    if free is None:
+        return Finding(OK, "memory", f"{text}; the system does not say what is free")
+    text += f", {as_size(free)} free {'on the GPU' if on_gpu else 'in main memory'}"
+    if needed <= CROWDED * free:
+        return Finding(OK, "memory", text)
+    remedy = "open a smaller context, choose a smaller quantisation, or close programs"
+    if on_gpu:
+        settings = ("target.n_ctx", "target.gpu_layers")
+        return Finding(WARNING, "memory", text, f"{remedy}; or put fewer layers on the GPU", settings)
+    return Finding(PROBLEM if needed > free else WARNING, "memory", text, remedy, ("target.n_ctx",))
+
+
+# One model
 
 
 def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:
@@ -155,55 +275,133 @@ def step_seconds(model: LlamaModel, clock: Clock) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def heads_findings(files: PairFiles) -> Iterator[Finding]:
-    """What is to say of prediction heads in the target's file."""
+def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
+    """What is to say of one model alone."""
+    role, facts, options = model.role, model.facts, model.options
+    parameters = f"{_count(facts.n_parameters)} parameters"
+    if facts.n_active_parameters is not None:
+        parameters += f", about {_count(facts.n_active_parameters)} of them active"
+    yield Finding(OK, role, f"{model.name}: {model.description}, {parameters}")
+    context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
+    asked, most = options.n_ctx, model.trained_context_size
+    yield check(
+        f"{role} context", context, asked is None or asked <= most,
+        ": its text may break down beyond that", f"open {most} tokens or less", f"{role}.n_ctx",
+    )  # fmt: skip
+    yield _rollback_finding(model)
+    types = options.cache_type_k, options.cache_type_v
+    yield check(
+        f"{role} KV types", f"keys {types[0]}, values {types[1]}",
+        role != "draft" or min(CACHE_BYTES[kind] for kind in types) >= CACHE_BYTES["q8_0"],
+        ": below q8_0 draft tokens get worse", "raise both to q8_0 or f16",
+        "draft.cache_type_k", "draft.cache_type_v",
+    )  # fmt: skip
+    on_gpu = machine.offloads(options) or options.workers != ()
+    yield _flash_finding(model, on_gpu=on_gpu)
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} billion" if n >= 1e8 else f"{n / 1e6:.2f} million"
+
+
+def _rollback_finding(model: Examined) -> Finding:
+    """What the KV cache did when draft tokens were taken back."""
+    facts, memory, topic = model.facts, model.memory, f"{model.role} rollback"
+    kinds = [
+        name
+        for name, keeps in (("states", facts.keeps_states), ("positions", facts.keeps_positions))
+        if keeps
+    ]
+    kind = f"keeps {' and '.join(kinds)}"
+    if facts.window is not None:
+        kind += f", some layers see the last {facts.window}"
+    if memory.n_reread and not memory.n_kept:
+        fault = "; it cannot go back, so after a rejected draft token the whole text is evaluated again"
+        remedy = "keep texts short, decode plainly, or choose a model that keeps positions only"
+        return Finding(WARNING, topic, kind + fault, remedy, ("draft_length",))
+    how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
+    if memory.n_reread:
+        size, cost = decimal(memory.snapshot_bytes), f"{1e3 * memory.snapshot_seconds:.1f} ms"
+        how = (
+            f"from a snapshot ({size}, {cost} to copy and put back), {memory.n_reread} of {memory.n_right} "
+            "tokens were evaluated again in a trial"
+        )
+    return Finding(OK, topic, f"{kind}; rejected draft tokens are taken back {how}")
+
+
+def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
+    """On CPUs attention without it may be the faster: no reason to warn."""
+    asked, topic = model.options.flash_attention, f"{model.role} flash attention"
+    if not model.facts.keeps_positions:
+        return Finding(OK, topic, "not needed, there is no attention")
+    text = asked or "auto"
+    if asked == "auto" and model.flash_attention is not None:
+        text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
+    fault, setting = ": long contexts are slower and larger", f"{model.role}.flash_attention"
+    return check(topic, text, not (asked == "off" and on_gpu), fault, "leave it on", setting)
+
+
+# Both together
+
+
+def file_findings(files: PairFiles) -> Iterator[Finding]:
+    """The target's own heads, texts that are kept, and whether anything drafts."""
     try:
         found = heads_in_file(files.target.path)
     except LlamaspecError:
-        return  # said before
-    if not found.n_heads:
-        return
-    if found.fault is not None:
-        yield Finding(OK, "target heads", f"the file {found.fault}")
-    elif files.heads:
-        yield Finding(OK, "target heads", f"{found.n_heads} in the file; they draft")
+        pass  # said before
     else:
-        yield Finding(OK, "target heads", f"{found.n_heads} in the file; they can draft", settings=("heads",))
-
-
-def texts_findings(files: PairFiles) -> Iterator[Finding]:
-    """What is kept of earlier texts."""
+        if found.n_heads and found.fault is not None:
+            yield Finding(OK, "target heads", f"the file {found.fault}")
+        elif found.n_heads:
+            can = "they draft" if files.heads else "they can draft"
+            settings = () if files.heads else ("heads",)
+            yield Finding(OK, "target heads", f"{found.n_heads} in the file; {can}", settings=settings)
     kept = kept_texts()
-    if not kept.n_bytes:
-        return
-    try:
-        past, fault = SuffixStore.of(files.target.path).read()
-    except OSError:
-        return  # said before
-    if fault is not None:
-        yield Finding(WARNING, "past texts", fault, "delete it", ("past_texts",))
-    yield Finding(
-        OK,
-        "past texts",
-        f"{len(past.texts)} of this target are kept, {sum(map(len, past.texts))} tokens; of {kept.n_models} "
-        f"model{'s' if kept.n_models > 1 else ''} {kept.n_bytes / 1e6:.1f} MB in {folder()}",
-        settings=() if fault else ("past_texts",),
-    )
-
-
-def _no_draft_findings(files: PairFiles) -> Iterator[Finding]:
-    if files.heads:
-        return
-    if files.ngram:
+    if kept.n_bytes:
+        text = (
+            f"{kept.n_bytes / 1e6:.1f} MB of {kept.n_models} model{'s' if kept.n_models > 1 else ''} are kept"
+        )
+        yield Finding(OK, "past texts", f"{text} in {folder()}", settings=("past_texts",))
+    if files.ngram and files.draft is None and not files.heads:
         yield Finding(OK, "draft", "none: draft tokens are looked up in earlier text")
-        return
-    yield Finding(
-        WARNING,
-        "draft",
-        "none given: plain decoding, one token at a time",
-        "name a small model of the target's family, or look draft tokens up in earlier text",
-        ("draft", "ngram"),
+    elif not files.drafts:
+        remedy = "name a small model of the target's family, or look draft tokens up in earlier text"
+        text = "none given: plain decoding, one token at a time"
+        yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
+
+
+def pace_finding(target: Examined, draft: Examined) -> Finding:
+    """Whether the draft is cheap enough for its target."""
+    ratio = target.step_seconds / draft.step_seconds
+    text = (
+        f"a token takes {1e3 * target.step_seconds:.2f} ms in the target, "
+        f"{1e3 * draft.step_seconds:.2f} ms in the draft: {ratio:.1f} times cheaper"
     )
+    fault = f", {CHEAP:.0f} times are wanted"
+    remedy = "choose a smaller draft, or a larger target; a comparison shows whether drafting pays"
+    return check("draft cost", text, ratio >= CHEAP, fault, remedy)
+
+
+def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
+    """Of two that number the same tokens: whether both begin and end a text alike."""
+    sizes = f"{target.size} tokens"
+    if target.size != draft.size:
+        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, those of both equal"
+    yield Finding(OK, "vocabulary", f"the same: {sizes}")
+    ends = ("start", target.bos, draft.bos), ("end", target.eos, draft.eos)
+    differing = [
+        f"the {name} of a text is {_token(mine)} in the target and {_token(its)} in the draft"
+        for name, mine, its in ends
+        if mine != its
+    ]
+    text = "; ".join(differing) or f"start {_token(target.bos)}, end {_token(target.eos)} in both"
+    remedy = "choose a draft tuned like the target, both for chat or neither"
+    yield check("special tokens", text, not differing, ": draft tokens there are wrong", remedy)
+
+
+def _token(token: int) -> str:
+    return "none" if token < 0 else f"token {token}"
 
 
 def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Iterator[Finding]:
@@ -213,7 +411,9 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
     except LlamaspecError as error:
         yield Finding.of_error("vocabulary", error)
         return
-    yield overlap_finding(common)
+    shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
+    text = f"differs: the draft has {shared}, and {common.of_text:.0%} of those of an ordinary text; "
+    yield Finding(OK, "vocabulary", text + "it draws among these")
     yield acceptance_finding(target, draft, common, clock)
 
 
@@ -228,11 +428,8 @@ def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonToke
     stream.close()
     pair.forget()
     summary = stream.completion.summary
-    rate = summary.acceptance_rate
-    if rate is None:
+    if summary.acceptance_rate is None:
         return Finding(OK, "acceptance", "not tried: the draft proposed nothing")
-    text = f"{rate:.0%} of {summary.n_verified} draft tokens in a trial on a short text"
-    if rate >= FEW:
-        return Finding(OK, "acceptance", text)
+    text = f"{summary.acceptance_rate:.0%} of {summary.n_verified} draft tokens in a trial on a short text"
     remedy = "choose a draft of the target's family; a comparison shows whether drafting pays"
-    return Finding(WARNING, "acceptance", text, remedy)
+    return check("acceptance", text, summary.acceptance_rate >= FEW, "", remedy)

@@ -33,14 +33,6 @@ class BestFixedLength:
     speed_up: float  # predicted tokens per second, divided by those of plain decoding
 
 
-@dataclass(frozen=True, slots=True)
-class Dip:
-    """A wider batch that costs less than a narrower one."""
-
-    width: int
-    cheaper_width: int
-
-
 def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
     """The constant number of draft tokens with the highest predicted speed.
 
@@ -89,13 +81,13 @@ def break_even_seconds(curve: CostCurve) -> list[float]:
     return [width * single - (width - 1) * step for width in curve.widths]
 
 
-def dips(curve: CostCurve) -> list[Dip]:
-    """Widths for which a wider batch is at least 3 % cheaper: the cheapest of these."""
-    found = []
+def dips(curve: CostCurve) -> dict[int, int]:
+    """Widths for which a wider batch is at least 3 % cheaper -> the cheapest of these."""
+    found = {}
     for i, (width, seconds) in enumerate(zip(curve.widths, curve.verify_seconds, strict=True)):
-        wider = [(s, w) for w, s in zip(curve.widths[i + 1 :], curve.verify_seconds[i + 1 :], strict=True)]
-        if wider and min(wider)[0] < 0.97 * seconds:
-            found.append(Dip(width, min(wider)[1]))
+        least, wider = min(zip(curve.verify_seconds[i:], curve.widths[i:], strict=True))
+        if least < 0.97 * seconds:
+            found[width] = wider
     return found
 
 
@@ -129,7 +121,7 @@ def conclusions(found: Probe) -> dict[str, Any]:
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
         "saturation_width": saturation_width(curve),
-        "dips": [asdict(dip) for dip in dips(curve)],
+        "dips": dips(curve),
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),
@@ -166,8 +158,6 @@ class Reasons:
     overhead_seconds: float  # of a round
     n_copies_judged: int  # draft tokens that were copied from earlier text
     n_copies_accepted: int
-    n_unverified: int  # rounds whose draft tokens were all dropped before verification
-    unverified_seconds: float  # lost by these
     plain_seconds: float | None  # a round without a draft; None: unknown
     gained_seconds: float | None  # against plain decoding; < 0: lost
     break_even_acceptance: float | None  # above which drafting pays at these costs; None: never
@@ -185,15 +175,7 @@ class Reasons:
 
 
 def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
-    """What drafting cost and gained.
-
-    Parameters
-    ----------
-    rounds : iterable of Round
-        All of a text that ran alone.
-    curve : CostCurve, optional
-        What the length policy knows of costs, from this text and from earlier ones.
-    """
+    """What drafting cost and gained in all rounds of a text that ran alone; `curve` is the policy's."""
     rounds = list(rounds)
     judged, accepted, timed = Counter[int](), Counter[int](), defaultdict[int, list[float]](list)
     for round_ in rounds:
@@ -203,7 +185,6 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
             judged[group] += 1
             accepted[group] += is_accepted
     overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
-    unverified = [round_ for round_ in rounds if round_.n_dropped and not len(round_.draft)]
     n_steps = sum(round_.n_draft_steps for round_ in rounds)
     step = sum(round_.draft_seconds for round_ in rounds) / n_steps if n_steps else None
     if step is None and curve is not None:
@@ -228,8 +209,6 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
         overhead_seconds=overhead,
         n_copies_judged=judged[_COPIED],
         n_copies_accepted=accepted[_COPIED],
-        n_unverified=len(unverified),
-        unverified_seconds=sum(round_.draft_seconds for round_ in unverified),
         plain_seconds=plain_seconds,
         gained_seconds=None if plain_seconds is None else n_tokens * plain_seconds - spent,
         break_even_acceptance=None if curve is None else break_even(round_seconds(curve, overhead)),

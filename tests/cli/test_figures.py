@@ -42,8 +42,6 @@ REASONS = Reasons(
     overhead_seconds=0.0015,
     n_copies_judged=10,
     n_copies_accepted=4,
-    n_unverified=7,
-    unverified_seconds=0.25,
     plain_seconds=0.011,
     gained_seconds=1.5,
     break_even_acceptance=0.5,
@@ -71,7 +69,6 @@ def test_what_explain_says_of_known_reasons() -> None:
         "0.9-1.0 8 75%",
         "looked up in earlier text: 4 of 10 verified draft tokens accepted (40%)",
         "against plain decoding: 1.50 s saved",
-        "7 drafts were not worth verifying: 0.25 s",
         "drafting paid in this text: at these costs it needs an acceptance of 0.50, verified draft tokens "
         "had 0.75",
     ]

@@ -12,7 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.probe import Effort, exact_widths, measure
-from llamaspec.measure.reasons import Dip, dips, saturation_width, verdict
+from llamaspec.measure.reasons import dips, saturation_width, verdict
 from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_what_the_curve_says() -> None:
-    assert dips(FOURS) == [Dip(3, 4)]
-    assert dips(FLAT) == []
+    assert dips(FOURS) == {3: 4}
+    assert dips(FLAT) == {}
     assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
     wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
     assert verdict(wide).endswith("at any acceptance")
