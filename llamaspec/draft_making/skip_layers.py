@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from llamaspec.draft_making.worth import (
     Machine,
     TrialSettings,
     WrittenText,
+    acceptance,
     draft_options,
-    read_along,
-    replay,
     write_texts,
 )
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
@@ -30,6 +27,7 @@ from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
 from llamaspec.measure.probe import Spread
+from llamaspec.measure.reasons import best_length
 
 FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first copies leave out
 SILENT = 1e-3  # a layer that changes less than this is left out before anything else is tried
@@ -86,16 +84,12 @@ def make_draft(
 
     Parameters
     ----------
-    target : LlamaModel
-    settings : TrialSettings
     tell : callable
         Hears what happens, a line at a time.
     types : tuple of str
         Types of weights to try; none = those that make the target smaller.
     output : Path, optional
         Default: beside the target.
-    machine : Machine, optional
-        What things cost; default: this machine.
 
     Raises
     ------
@@ -122,13 +116,13 @@ def make_draft(
                 target, len(influence), texts, seconds, settings, Path(unfinished), machine, deadline, tell
             )
             found = tuple(search(influence, types or _types(target), bench))
-            best, file = bench.best, bench.best_file
-            if best is None or file is None:
+            if not found:
                 return Made(found, None, None, "no smaller copy of this target can be made")
-            label = bench.label(best.candidate)
+            best, label = found[0], bench.label(found[0].candidate)
             if best.speed_up < LEAST_SPEED_UP:
                 reason = f"the best one, {label}, is predicted to give {best.speed_up:.2f}x"
                 return Made(found, None, None, reason)
+            file = bench.path(best.candidate)
             tell(f"measuring {label} together with its target")
             measured = machine.speed_up(target, file, tasks)
             if measured.median < LEAST_SPEED_UP:
@@ -183,8 +177,12 @@ def search(
             step //= 2
     for file_type in types[1:]:
         value(best, file_type)
-    results = [result for result in found.values() if result is not None]
-    return sorted(results, key=lambda result: (-result.speed_up, result.n_bytes))
+    return sorted((result for result in found.values() if result is not None), key=rank)
+
+
+def rank(found: Found) -> tuple[float, int]:
+    """The best comes first; of equals the smallest."""
+    return -found.speed_up, found.n_bytes
 
 
 @dataclass
@@ -201,37 +199,37 @@ class _Bench:
     deadline: float  # time.monotonic()
     tell: Tell
     best: Found | None = None
-    best_file: Path | None = None
     longest: float = 0.0  # seconds of one candidate
-    n_measured: int = 0
 
     def __call__(self, candidate: Candidate) -> Found | None:
         """What a candidate is worth; None where it cannot be used, or the time is over."""
         start = time.monotonic()
         is_target = not candidate.pruned and candidate.file_type == COPY
-        if is_target or (self.n_measured and start + self.longest > self.deadline):
+        if is_target or (self.longest and start + self.longest > self.deadline):
             return None
-        self.n_measured += 1
-        path = self.folder / f"{self.n_measured}.gguf"
+        path = self.path(candidate)
         try:
             found = self._measure(candidate, path)
         except (ModelFileError, EvaluationError, MemoryFullError) as error:
             self.tell(f"{self.label(candidate)}: not possible: {error}")
             path.unlink(missing_ok=True)
             return None
-        self.longest = max(self.longest, time.monotonic() - start)
+        finally:
+            self.longest = max(self.longest, time.monotonic() - start)
         self.tell(
             f"{self.label(candidate)}: {found.n_bytes / 1e6:.0f} MB, a draft token costs "
             f"{found.cost_ratio:.3f} of a target token, acceptance {found.acceptance:.2f}, "
             f"predicted {found.speed_up:.2f}x"
         )
-        if self.best is not None and found.speed_up <= self.best.speed_up:
-            path.unlink()
-            return found
-        if self.best_file is not None:
-            self.best_file.unlink()
-        self.best, self.best_file = found, path
+        ranked = sorted([self.best, found] if self.best else [found], key=rank)
+        self.best = ranked[0]
+        for worse in ranked[1:]:
+            self.path(worse.candidate).unlink()
         return found
+
+    def path(self, candidate: Candidate) -> Path:
+        """Its file."""
+        return self.folder / f"{self.label(candidate)}.gguf"
 
     def label(self, candidate: Candidate) -> str:
         """A short name: L12-Q4_0."""
@@ -239,15 +237,13 @@ class _Bench:
 
     def _measure(self, candidate: Candidate, path: Path) -> Found:
         write_copy(self.target.path, path, self._copy(candidate), self.target.options.threads or 0)
-        settings = self.settings
         with LlamaModel(path, draft_options(self.target)) as draft:
-            agreed = [read_along(draft, text, settings.sampling, settings.seed) for text in self.texts]
+            accepted = acceptance(draft, self.texts, self.settings)
             ratio = self.machine.step_ratio(self.target, draft)
         step = ratio * self.round_seconds[0]
-        n_guesses, speed_up = replay(agreed, [s + n * step for n, s in enumerate(self.round_seconds)])
-        acceptance = float(np.concatenate(agreed).mean())
+        best = best_length([s + n * step for n, s in enumerate(self.round_seconds)], accepted, least=1)
         n_left, n_bytes = self.n_layers - len(candidate.pruned), path.stat().st_size
-        return Found(candidate, n_left, n_bytes, ratio, acceptance, n_guesses, speed_up)
+        return Found(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
     def _copy(self, candidate: Candidate) -> Copy:
         """Without prediction heads, and with the numbers that count layers set right."""

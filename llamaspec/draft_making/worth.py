@@ -1,7 +1,7 @@
 """What a draft is worth to its target on this machine: how often it is right, what it costs, what both gain.
 
 Under the coupled rule a draft token is accepted where draft and target draw the same token with the same
-noise. So the acceptance comes from one reading of the text, and rounds of any length can be replayed.
+noise, so the acceptance comes from one reading of the target's text by the draft.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
@@ -31,8 +30,6 @@ N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of e
 WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
 STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
 N_RUNS = 2  # of each text, for a speed-up
-
-Agreed = npt.NDArray[np.bool_]  # [n] for each token of a text, whether the draft would have drawn it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +54,7 @@ class TrialSettings:
             )
 
     def prompts(self, target: LlamaModel) -> list[TokenArray]:
-        """Beginnings at even distances over all texts.
-
-        Raises
-        ------
-        PromptError
-            There is hardly any text.
-        """
+        """Beginnings at even distances over all texts; a PromptError where there is hardly any text."""
         vocabulary, room = target.vocabulary, max(2, target.context_size - LEAST_WRITTEN)
         length = min(PROMPT, room)
         texts = self.texts or (TEXT.encode(),)
@@ -89,13 +80,7 @@ class WrittenText:
 
 
 def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
-    """Let the target write; what ends before its first token is left out.
-
-    Raises
-    ------
-    PromptError
-        Nothing is left.
-    """
+    """Let the target write; a PromptError where every text ends before its first token."""
     pair, written = Pair(target, None, 0.0), []
     for task in tasks:
         tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
@@ -106,55 +91,23 @@ def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
     return written
 
 
-def read_along(draft: LlamaModel, text: WrittenText, sampling: Sampling, seed: int) -> Agreed:
-    """Where the draft would have drawn the target's token; its KV cache is emptied."""
-    streams, sampler = SeededStreams(seed), Sampler(sampling, text.n_prompt)
-    agreed: list[bool] = []
-    draft.forget()
-    for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
-        end = min(start + draft.max_scored, len(text.tokens))
-        begin = max(0, end - 1 - draft.context_size)
-        logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
-        for position, scores in zip(range(start, end), logits, strict=True):
-            if not np.isfinite(scores.max()):
-                agreed.append(False)
-                continue
-            q = sampler.distribution(scores, text.tokens[:position])
-            agreed.append(streams.choose(q, Stream.TOKEN, position) == text.tokens[position])
+def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialSettings) -> float:
+    """The part of the target's tokens that the draft would have drawn; its KV cache is emptied."""
+    streams = SeededStreams(settings.seed)
+    n_agreed = 0
+    for text in texts:
+        sampler = Sampler(settings.sampling, text.n_prompt)
+        draft.forget()
+        for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
+            end = min(start + draft.max_scored, len(text.tokens))
+            begin = max(0, end - 1 - draft.context_size)
+            logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
+            for position, scores in zip(range(start, end), logits, strict=True):
+                if np.isfinite(scores.max()):
+                    q = sampler.distribution(scores, text.tokens[:position])
+                    n_agreed += streams.choose(q, Stream.TOKEN, position) == text.tokens[position]
     draft.release(-1)
-    return np.array(agreed, dtype=np.bool_)
-
-
-def replay(agreed: Sequence[Agreed], seconds: Sequence[float]) -> tuple[int, float]:
-    """The best constant number of draft tokens, at least 1, on these texts; its speed next to plain decoding.
-
-    Parameters
-    ----------
-    agreed : sequence of [n] bool
-        At least one text.
-    seconds : [longest + 1]
-        Of a round with 0, 1, ... draft tokens.
-
-    Examples
-    --------
-    >>> replay([np.array([True, True, False])], [1.0, 1.1, 1.2])
-    (2, 1.25)
-    """
-    n_tokens = sum(map(len, agreed))
-    rounds = [sum(_n_rounds(one, n) for one in agreed) for n in range(1, len(seconds))]
-    speeds = [n_tokens * seconds[0] / (n * each) for n, each in zip(rounds, seconds[1:], strict=True)]
-    best = int(np.argmax(speeds))
-    return best + 1, speeds[best]
-
-
-def _n_rounds(agreed: Agreed, n: int) -> int:
-    """Rounds of `n` draft tokens that a text takes."""
-    n_rounds = at = 0
-    while at < len(agreed):
-        rejected = np.flatnonzero(~agreed[at : at + n])
-        at += (int(rejected[0]) if len(rejected) else n) + 1
-        n_rounds += 1
-    return n_rounds
+    return n_agreed / sum(len(text.tokens) - text.n_prompt for text in texts)
 
 
 class Machine:
@@ -214,7 +167,5 @@ def judge_draft(
     tasks = settings.tasks(settings.prompts(target), machine.round_seconds(target)[0])
     texts = write_texts(target, tasks)
     with LlamaModel(draft_file, draft_options(target)) as draft:
-        agreed = [read_along(draft, text, settings.sampling, settings.seed) for text in texts]
-        ratio = machine.step_ratio(target, draft)
-    acceptance = float(np.concatenate(agreed).mean())
-    return Worth(ratio, acceptance, machine.speed_up(target, draft_file, tasks))
+        accepted, ratio = acceptance(draft, texts, settings), machine.step_ratio(target, draft)
+    return Worth(ratio, accepted, machine.speed_up(target, draft_file, tasks))

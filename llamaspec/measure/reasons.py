@@ -33,7 +33,7 @@ class BestFixedLength:
     speed_up: float  # predicted tokens per second, divided by those of plain decoding
 
 
-def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
+def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> BestFixedLength:
     """The constant number of draft tokens with the highest predicted speed.
 
     Section 3 of Leviathan et al., arXiv 2211.17192, with a measured cost for every width.
@@ -44,6 +44,8 @@ def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
         Of a round with 0, 1, ... draft tokens.
     acceptance : float
         Probability that a draft token is accepted given that those before it are, in [0, 1].
+    least : int
+        The smallest number to consider.
 
     Examples
     --------
@@ -52,7 +54,7 @@ def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
     """
     n_tokens = np.cumsum(float(acceptance) ** np.arange(len(seconds)))
     speeds = n_tokens * seconds[0] / np.asarray(seconds)
-    best = int(np.argmax(speeds))
+    best = least + int(np.argmax(speeds[least:]))
     return BestFixedLength(best, float(speeds[best]))
 
 

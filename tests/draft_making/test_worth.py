@@ -13,10 +13,9 @@ from llamaspec.draft_making.worth import (
     Machine,
     TrialSettings,
     WrittenText,
+    acceptance,
     draft_options,
     judge_draft,
-    read_along,
-    replay,
 )
 from llamaspec.engine.events import Completion
 from llamaspec.errors import LlamaspecError
@@ -78,16 +77,8 @@ def test_a_target_agrees_with_itself_at_every_position(target_file: Path) -> Non
         task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
         tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
         text = WrittenText(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20)
-        assert read_along(model, text, Sampling(), 5).all()
-        assert not read_along(model, text, Sampling(), 6).all()
-
-
-def test_rounds_are_replayed() -> None:
-    agreed = [np.array([True, True, False, True, True]), np.array([False, True])]
-    # One draft token: rounds of 2, 1, 2 and 1, 1 tokens.
-    assert replay(agreed, [1.0, 1.0]) == (1, 7 / 5)
-    assert replay(agreed, [1.0, 1.0, 9.0])[0] == 1
-    assert replay([np.array([False] * 4)], [1.0, 1.25]) == (1, 0.8)
+        assert acceptance(model, [text], TrialSettings(seed=5)) == 1.0
+        assert acceptance(model, [text, text], TrialSettings(seed=6)) < 1.0
 
 
 class KnownCosts(Machine):

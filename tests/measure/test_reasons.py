@@ -45,6 +45,10 @@ def test_the_best_fixed_length(curve: CostCurve, acceptance: float, n_guesses: i
     assert best == BestFixedLength(n_guesses, pytest.approx(speed_up))  # type: ignore[arg-type]
 
 
+def test_the_best_of_those_that_draft() -> None:
+    assert best_length([1.0, 2.0, 2.5], 0.5, least=1) == BestFixedLength(1, 0.75)
+
+
 @pytest.mark.parametrize(
     ("curve", "acceptance"),
     [
