@@ -150,10 +150,13 @@ class Checked:
         *,
         can_copy: bool = True,
         max_garbage: float = 1.0,
+        evicts: bool = False,
     ) -> None:
         self.size, self.garbage = size, n_sequences
         self.cells = SimulatedCells(size, can_copy=can_copy)
-        self.cache = KVCache(self.cells, size, n_sequences, n_branches, max_garbage, min_garbage=0)
+        self.cache = KVCache(
+            self.cells, size, n_sequences, n_branches, max_garbage, min_garbage=0, evicts=evicts
+        )
 
     def held(self, row: int) -> CachedSequence:
         return self.cache.sequence(row)

@@ -3,7 +3,7 @@
 Cells below the top are full, those from there on are empty. A cell that no sequence holds any more becomes
 empty if it is the last full one, and garbage otherwise, which a llama.cpp sequence of its own holds. So new
 cells are only appended, and the cells of a sequence ascend with its positions: attention adds up in the same
-order as for that text alone. tests/llama/test_kv_cache.py checks every cell.
+order as for that text alone.
 """
 
 from __future__ import annotations
@@ -23,18 +23,13 @@ from llamaspec.values import NO_TOKENS, TokenArray
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.float32]  # [n, E] hidden rows
 
-LARGE = 64 << 20  # bytes of copies from which on the machine is asked whether it has room
+LARGE = 64 << 20  # bytes of copies from which on free memory is checked
 KEPT_ROWS = 512  # hidden rows kept of a running text, if there were so many: one part of a prompt
-TAIL_ROWS = (
-    65  # hidden rows kept before new ones, and of a text that ended: what a round may have left unread
-)
+TAIL_ROWS = 65  # hidden rows kept of a text that ended: what a round may have left unread
 
 
 class Cells:
-    """llama.cpp's cells of one context whose layers keep keys and values.
-
-    `can_copy`: a copy of a sequence has all its positions, because no layer has a sliding window.
-    """
+    """llama.cpp's cells of one context; they can be copied unless a layer has a sliding window."""
 
     def __init__(self, context: Any, *, can_copy: bool) -> None:
         self._context, self._can_copy = context, can_copy
@@ -56,10 +51,7 @@ class Cells:
         return n_bytes < LARGE or runtime.available_bytes() >= 2 * n_bytes
 
     def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on; it gives up the cells before it.
-
-        None if the content cannot be copied, or the machine has no room for it.
-        """
+        """The content of a sequence's cells from a position on, if it can be copied; it gives up the rest."""
         if not self._can_copy:
             return None
         lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
@@ -123,7 +115,7 @@ class CachedSequence:
     """Tokens whose keys and values are cached, and for whom."""
 
     number: int  # llama.cpp's seq_id
-    row: int | None = None  # the row that uses it; None = a prefix that nobody uses
+    row: int | None = None  # the row that uses it; None = an unused prefix
     last_used: int = 0
     n_reserved: int = 0  # cells that its row will fill next
     n_padding: int = 0  # of these, cells for padding
@@ -160,13 +152,11 @@ class CopiedSequence:
 
 
 class CellTable:
-    """Which sequences hold which of `size` cells; changes llama.cpp's cells and its own notes together.
-
-    `garbage` is llama.cpp's seq_id of the sequence that holds the garbage.
-    """
+    """Which sequences hold which of `size` cells; changes llama.cpp's cells and its own notes together."""
 
     def __init__(self, cells: Cells, size: int, garbage: int) -> None:
-        self.cells, self.size, self.garbage = cells, size, garbage
+        self.cells, self.size = cells, size
+        self.garbage = garbage  # llama.cpp's seq_id of what holds the garbage
         self.top = 0  # cells below are full, cells from here on are empty
         self.n_garbage = 0
         self._n_owners = np.zeros(size, dtype=np.int16)  # [size] sequences that hold each cell
@@ -184,10 +174,9 @@ class CellTable:
 
     def take(self, n: int) -> TokenArray:
         """The next empty cells, which an evaluation has just filled, in order: [n] int32."""
-        top = self.top + n
-        self._n_owners[self.top : top] = 1
-        taken = np.arange(self.top, top, dtype=np.int32)
-        self.top = top
+        taken = np.arange(self.top, self.top + n, dtype=np.int32)
+        self._n_owners[taken] = 1
+        self.top += n
         return taken
 
     def drop(self, cells: TokenArray, n_top: int) -> None:

@@ -1,7 +1,7 @@
 """A llama.cpp context over loaded weights: evaluates rows in one batch, with its KV cache as their memory.
 
 Several contexts may lie over the same weights. Logits are views of llama.cpp's buffer, and a view keeps the
-context alive. tests/test_rows.py compares rows with texts that are alone.
+context alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from llamaspec.llama.options import (
     find_devices,
 )
 from llamaspec.llama.recurrent import RecurrentCache
-from llamaspec.llama.runtime import Handle
+from llamaspec.llama.runtime import AbortFlag, Handle
 from llamaspec.llama.threads import governor
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
@@ -60,6 +60,8 @@ class Context:
         Compute this prediction head, counted from 0, in place of the model.
     other : Context, optional
         Read the KV cache of this one: for a head that has none.
+    abort : AbortFlag, optional
+        Shared by contexts of which one evaluates at a time; default one of its own.
 
     Raises
     ------
@@ -75,6 +77,7 @@ class Context:
         options: ModelOptions,
         head: int | None = None,
         other: Context | None = None,
+        abort: AbortFlag | None = None,
     ) -> None:
         self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
@@ -83,14 +86,14 @@ class Context:
         n_cells = -(-max(self.context_size, options.n_cells or 0) // BLOCK) * BLOCK
         self.max_scored = options.max_scored
         pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
-        self._abort = runtime.AbortFlag()
+        self._abort = abort or AbortFlag()
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):
             self.close()
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
-        lib.llama_set_abort_callback(pointer, runtime.AbortFlag.ASK, self._abort.address)
+        lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
         self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
         if head is not None:
             nextn.choose_head(pointer, head)
@@ -109,7 +112,9 @@ class Context:
             n_branches = 0 if head is not None else N_BRANCHES
             # A GPU passes over garbage fast, and moving cells goes through main memory.
             max_garbage = 1.0 if leaves_main_memory(weights, options) else GARBAGE
-            self.cache = KVCache(cells, n_cells, _n_sequences(options), n_branches, max_garbage)
+            evicts = options.flash_attention == "off"
+            n_sequences = _n_sequences(options)
+            self.cache = KVCache(cells, n_cells, n_sequences, n_branches, max_garbage, evicts=evicts)
 
     @property
     def pointer(self) -> Any:
@@ -132,15 +137,10 @@ class Context:
             half = len(batch) // 2
             first = [logits.copy() for logits in self.evaluate(batch[:half])]
             return first + self.evaluate(batch[half:], n_padding)
-        segments: list[Segment] = []
-        new: list[tuple[int, TokenArray]] = []
-        n_positions, n_scored = n_padding, 0
-        for row, request in batch:
-            segment = self._segment(row, request, batch)
-            segments.append(segment)
-            new.append((row, segment.tokens))
-            n_positions += len(segment.tokens)
-            n_scored += segment.n_scored
+        segments = [self._segment(row, request, batch) for row, request in batch]
+        new = [(row, segment.tokens) for (row, _), segment in zip(batch, segments, strict=True)]
+        n_positions = n_padding + sum([len(segment.tokens) for segment in segments])
+        n_scored = sum([segment.n_scored for segment in segments])
         if n_padding:
             segments.append(padding(segments[-1], n_padding, self.max_scored - n_scored))
             n_scored += segments[-1].n_scored
@@ -150,7 +150,11 @@ class Context:
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
             self._keep_hidden(new)
-        return self._answers(batch, n_scored)
+        logits, end, answers = self.logits(n_scored), 0, []
+        for _, request in batch:
+            start, end = end, end + request.n_scored
+            answers.append(logits[start:end])
+        return answers
 
     def decode(self, segments: Sequence[Segment]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed.
@@ -175,7 +179,14 @@ class Context:
             self._abort.clear()  # after it: who cancels just before an evaluation ends it, too
             if self._governor is not None:
                 self._governor.finish()
-        self._check(status)
+        if status == 0:
+            return
+        if status == 2:
+            raise EvaluationAbortedError("the evaluation was aborted")
+        self.cache.forget()
+        if status == 1:
+            raise MemoryFullError("the KV cache is full; use a larger context")
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.failure_reason()}")
 
     def _choose_threads(self, pointer: Any) -> None:
         if self._governor is not None and self._governor.n_threads != self._n_threads:
@@ -183,16 +194,12 @@ class Context:
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
     def logits(self, n: int) -> Logits:
-        """The first `n` rows of llama.cpp's own buffer; the view keeps the context alive.
-
-        Raises
-        ------
-        ScoresError
-            They are not numbers. The KV cache is empty: its cells would spoil every row.
-        """
+        """The first `n` rows of llama.cpp's own buffer; ScoresError if they are not numbers."""
+        if not n:
+            return np.empty((0, self._n_vocabulary), dtype=np.float32)
         logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
-        if n and not np.isfinite(logits.max(axis=1)).all():
-            self.cache.forget()
+        if not np.isfinite(logits.max(axis=1)).all():
+            self.cache.forget()  # its cells would spoil every row
             raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
         return logits
 
@@ -200,17 +207,13 @@ class Context:
         """The same for hidden rows, of all positions or the scored ones: [n, E]."""
         return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
 
-    def release(self, row: int) -> None:
-        """The row has ended."""
-        self.cache.release(row)
-
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
         _ = self.pointer
         self.cache.forget()
 
     def abort(self) -> None:
-        """End a running evaluation soon; from any thread."""
+        """End a running evaluation, or else the next one, soon; from any thread."""
         self._abort.set()
 
     def close(self) -> None:
@@ -221,7 +224,7 @@ class Context:
         self, row: int, request: ForwardRequest, batch: Sequence[tuple[int, ForwardRequest]]
     ) -> Segment:
         held = self.cache.sequence(row)
-        if request.is_tree:
+        if request.is_tree:  # checked: not where layers keep states
             assert isinstance(self.cache, KVCache)
             tree = self.cache.grow(row, request, [other for other, _ in batch])
             return tree_segment(held.number, held.n, request, tree)
@@ -239,26 +242,6 @@ class Context:
             sequence = self.cache.sequence(row)
             n_text = self.cache.n_text(row, len(tokens))
             sequence.hidden.add(sequence.n - n_text, rows[start : start + n_text])
-
-    def _check(self, status: int) -> None:
-        """Raise what llama.cpp's answer means."""
-        if status == 0:
-            return
-        if status == 2:
-            raise EvaluationAbortedError("the evaluation was aborted")
-        self.cache.forget()
-        if status == 1:
-            raise MemoryFullError("the KV cache is full; use a larger context")
-        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.failure_reason()}")
-
-    def _answers(self, batch: Sequence[tuple[int, ForwardRequest]], n_scored: int) -> list[Logits]:
-        if not n_scored:
-            return [np.empty((0, self._n_vocabulary), dtype=np.float32) for _ in batch]
-        logits, end, answers = self.logits(n_scored), 0, []
-        for _, request in batch:
-            start, end = end, end + request.n_scored
-            answers.append(logits[start:end])
-        return answers
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))

@@ -121,7 +121,7 @@ class Head:
 
     def release(self, row: int) -> None:
         """The row has ended."""
-        self.context.release(row)
+        self.context.cache.release(row)
         self._gaps.pop(row, None)
 
     def forget(self) -> None:

@@ -24,6 +24,7 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import SCORED_ROWS_ONLY, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
@@ -102,8 +103,9 @@ class PredictionHeads:
                 check_pair(target.vocabulary, self._weights.vocabulary)
                 self._heads.append(SharedHead.over(self._weights, target))
             # A context for each: its KV cache holds what this head has read.
+            abort = AbortFlag()
             for i in range(n_heads if path is None else 0):
-                context = Context(target.weights, self.options, head=i)
+                context = Context(target.weights, self.options, head=i, abort=abort)
                 self._heads.append(Head(context, scored_only=scored_only))
         except BaseException:
             self.close()

@@ -3,7 +3,7 @@
 Before an evaluation a row's sequence is cut to what it shares with the request, and takes over what another
 sequence knows more of; sharing costs no memory. If room is needed, the least recently used prefixes that
 nobody uses are evicted. If that is not enough, or rejected tokens have left much garbage between the rows'
-cells, the cache is defragmented. tests/test_rows.py compares, bit by bit, with texts that are alone.
+cells, the cache is defragmented.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ TAKE_OVER = 32  # tokens that another sequence must know more for a running row 
 SLACK = 0.875  # part of the cells that may be live when unused prefixes are evicted
 BLOCK = 256  # cells: llama.cpp's attention goes over whole blocks
 GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others then pays within 50 steps
+SPARE = 1024  # cells of unused prefixes that may always stay, beside as many as running rows use
+RECENT = 512  # requests within which a prefix was used that stays in any case
 
 
 class KVCache:
@@ -29,7 +31,8 @@ class KVCache:
 
     Of llama.cpp's sequences the first `n_sequences` are for rows and prefixes, the next one holds garbage,
     and `n_branches` behind that are for trees. The cache is defragmented if more than `min_garbage` cells and
-    more than `max_garbage` of the full ones are garbage; 1 = only if it is full.
+    more than `max_garbage` of the full ones are garbage; 1 = only if it is full. With `evicts`, many unused
+    prefixes are given up before their room is needed: without flash attention they slow every evaluation.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class KVCache:
         n_branches: int = 0,
         max_garbage: float = GARBAGE,
         min_garbage: int = BLOCK,
+        *,
+        evicts: bool = False,
     ) -> None:
-        self._cells, self.size = cells, size
+        self._cells, self.size, self._evicts = cells, size, evicts
         self._max_garbage, self._min_garbage = max_garbage, min_garbage
         self._table = CellTable(cells, size, garbage=n_sequences)
         self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
@@ -59,15 +64,12 @@ class KVCache:
 
     @property
     def has_rows(self) -> bool:
-        """Whether some row is running."""
+        """Whether a row is running."""
         return bool(self._of_row)
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Prepare several rows; for each the number of cached tokens, or why it has no room.
-
-        Starts again if cells had to be moved: what could not be moved is cached no more.
-        """
-        while True:
+        """Prepare several rows; for each the number of cached tokens, or why it has no room."""
+        while True:  # again if cells had to be moved: what could not be moved is cached no more
             n_before = self.n_defragmentations
             answers = [self._answer(*entry) for entry in batch]
             least = max(self._min_garbage, self._max_garbage * self._table.top)
@@ -77,13 +79,14 @@ class KVCache:
                 return answers
 
     def _answer(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
-        if self._is_changing or self._is_evaluating:
-            self._settle()
+        self._settle()
         self._is_changing = True
         try:
             n_cached: int | ContextFullError = self._prepare(row, request, n_padding)
         except ContextFullError as error:
             n_cached = error
+            if row in self._of_row:
+                self._of_row[row].n_reserved = 0
         self._is_changing = False
         return n_cached
 
@@ -102,11 +105,7 @@ class KVCache:
             n = sequence.n + n_read
             sequence.n_reserved, sequence.n_padding = request.n_tokens - n + n_padding, n_padding
         sequence.last_used = next(self._clock)
-        try:
-            self._make_room(sequence)
-        except ContextFullError:
-            sequence.n_reserved = 0
-            raise
+        self._make_room(sequence)
         return n
 
     def _assign(self, row: int) -> CachedSequence:
@@ -153,10 +152,7 @@ class KVCache:
         self._is_evaluating = True
 
     def commit(self, evaluated: Sequence[tuple[int, TokenArray]], n_padding: int = 0) -> None:
-        """Note what an evaluation has put into the cells, in this order: rows and their new tokens.
-
-        The padding lies behind the last row's tokens, and is taken out again.
-        """
+        """Note what an evaluation has put into the cells, in this order: rows and their new tokens."""
         self._is_changing = True
         for row, tokens in evaluated:
             sequence = self._of_row[row]
@@ -166,7 +162,7 @@ class KVCache:
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
-        if n_padding:
+        if n_padding:  # it lies behind the last row's tokens
             last = self._of_row[evaluated[-1][0]]
             self._cells.remove(last.number, self._trees.n_positions(last))
         self._is_evaluating = self._is_changing = False
@@ -192,11 +188,7 @@ class KVCache:
         self._is_evaluating = self._is_changing = False
 
     def defragment(self) -> None:
-        """Move what is held to the beginning, in order and without garbage.
-
-        What two sequences share is moved once, and shared again. What cannot be moved is given up: its row
-        reads its text again.
-        """
+        """Move what is held to the beginning, without garbage; what cannot be moved is given up."""
         for sequence in self._of_row.values():
             self._trees.drop(sequence)
         copied = [*self._table.copy_out(self._prefixes())]
@@ -255,6 +247,8 @@ class KVCache:
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty, or raise ContextFullError."""
         table, size = self._table, self.size
+        if self._evicts:
+            self._evict_old(asking.last_used - RECENT)
         n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
         if table.top + n_reserved <= size:
             return
@@ -273,3 +267,14 @@ class KVCache:
             raise ContextFullError(f"the context of {size} tokens is full: this text needs {n_own}{others}")
         if table.top + n_reserved > size:
             self.defragment()
+
+    def _evict_old(self, before: int) -> None:
+        """Evict unused prefixes of more cells than may stay, if they were not used since a request."""
+        most = SPARE + 2 * sum([sequence.n + sequence.n_reserved for sequence in self._of_row.values()])
+        if self._table.n_live <= most:
+            return
+        for sequence in self._prefixes():
+            if self._table.n_live <= most or sequence.last_used >= before:
+                return
+            if sequence.row is None:
+                self._table.cut(sequence, 0)

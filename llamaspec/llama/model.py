@@ -2,7 +2,6 @@
 
 Where the KV cache is made of keys and values, all rows share one context. Where layers keep recurrent states,
 every row has a context of its own, because such memories cannot be rolled back side by side.
-tests/llama/test_model.py: over random calls, cached answers equal those of a fresh model.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.recurrent import RecurrentCache
+from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, Logits
 
 TILE = 64  # positions
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
-
-N_READ, N_DRAFTED = 16, 4  # tokens of a trial of the memory
-N_REJECTED = 2  # the last draft tokens, which the trial rejects
-_ROW = -1
+N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,6 @@ class MemoryFacts:
     fixed_bytes: int  # of states, whatever the length of the text
     n_right: int  # tokens of the trial that stayed right
     n_kept: int  # of them, those that the memory still held
-    snapshot_bytes: int = 0  # of a copy of the states; 0 where none are taken
-    snapshot_seconds: float = 0.0  # to copy the states once and to put them back
 
     @property
     def n_reread(self) -> int:
@@ -90,13 +85,14 @@ class LlamaModel:
         self._chosen = replace(self.options, flash_attention=self.flash_attention)
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
+        self._abort = AbortFlag()
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = Context(self.weights, self._chosen)
+            context = Context(self.weights, self._chosen, abort=self._abort)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -132,6 +128,10 @@ class LlamaModel:
         """One metadata entry of the file as text; None where there is none."""
         return self.weights.metadata(key)
 
+    def facts(self) -> ModelFacts:
+        """What the weights are."""
+        return self.weights.facts()
+
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests: how many tokens of each are cached, or why there is no room.
 
@@ -153,39 +153,29 @@ class LlamaModel:
         ------
         EvaluationAbortedError
             `abort` was called.
-        EvaluationError, MemoryFullError
-            llama.cpp failed. The KV cache is empty.
-        ScoresError
-            The scores are not numbers. The KV cache is empty.
+        EvaluationError, MemoryFullError, ScoresError
+            llama.cpp failed, or the scores are not numbers. The KV cache is empty.
         """
         if not self.weights.keeps_states:
             return self._contexts[0].evaluate(batch, n_padding)
         return [self._evaluate_alone(row, request) for row, request in batch]
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
-        """Evaluate one request at once: for measurements and tests, beside no other row.
-
-        Raises
-        ------
-        ContextFullError
-            There is no room.
-        """
+        """Prepare and evaluate one request, beside no other row; raises ContextFullError, too."""
         (n_cached,) = self.prepare([(row, request, 0)])
         if isinstance(n_cached, ContextFullError):
             raise n_cached
         n_before = len(request.tokens) - request.n_logits
         while request.n_tokens - n_cached > self.batch_size:
-            n_next = min(n_cached + self.batch_size, n_before)
-            part = ForwardRequest(request.model, request.tokens[:n_next], n_logits=0)
-            self.evaluate([(row, part)])
-            n_cached = n_next
+            n_cached = min(n_cached + self.batch_size, n_before)
+            self.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_cached], n_logits=0))])
         return self.evaluate([(row, request)])[0]
 
     def release(self, row: int) -> None:
         """The row has ended. What is cached of it may serve others, until its room is needed."""
         context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
         if context is not None:
-            context.release(row)
+            context.cache.release(row)
 
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
@@ -193,9 +183,8 @@ class LlamaModel:
             context.forget()
 
     def abort(self) -> None:
-        """End a running evaluation soon; from any thread."""
-        for context in self._contexts:
-            context.abort()
+        """End a running evaluation, or else the next one, soon; from any thread."""
+        self._abort.set()
 
     def cached(self, row: int) -> CachedSequence | None:
         """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
@@ -213,18 +202,30 @@ class LlamaModel:
         cache = self._contexts[0].cache
         return cache if isinstance(cache, KVCache) and self.weights.window is None else None
 
-    def context_beside(self, weights: Weights, options: ModelOptions | None = None) -> Context:
+    def context_beside(self, weights: Weights) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        options = replace(options or self._chosen, n_ctx=self.context_size)
+        options = replace(self._chosen, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
-
-    def facts(self) -> ModelFacts:
-        """What the weights are."""
-        return self.weights.facts()
 
     def try_memory(self) -> MemoryFacts:
         """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
-        return _try_memory(self, self._contexts[0])
+        tokens, context, sizes = np.ones(N_READ + N_DRAFTED, dtype=np.int32), self._contexts[0], []
+        try:
+            for n in (1, N_READ):
+                self.forget()
+                self.forward(ForwardRequest(TARGET, tokens[:n]))
+                number = context.cache.sequence(-1).number
+                sizes.append(int(lib.llama_state_seq_get_size(context.pointer, number)))
+            per_token = (sizes[1] - sizes[0]) / (N_READ - 1)
+            self.forward(ForwardRequest(TARGET, tokens, min(N_DRAFTED + 1, self.max_scored)))
+            tokens[-N_REJECTED:] = 0
+            (n_kept,) = self.prepare([(-1, ForwardRequest(TARGET, tokens), 0)])
+            n_kept = n_kept if isinstance(n_kept, int) else 0
+            fixed_bytes = max(0, round(sizes[0] - per_token))
+            return MemoryFacts(per_token, fixed_bytes, len(tokens) - N_REJECTED, n_kept)
+        finally:
+            self.forget()
+            self.release(-1)
 
     def check(self, request: ForwardRequest) -> None:
         """Raise ValueError where llama.cpp would abort the process."""
@@ -263,10 +264,10 @@ class LlamaModel:
                 if len(self._contexts) >= N_SEQUENCES:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
-                free = [Context(self.weights, replace(self._chosen, n_ctx=self.context_size))]
+                options = replace(self._chosen, n_ctx=self.context_size)
+                free = [Context(self.weights, options, abort=self._abort)]
                 self._contexts += free
-            n_shared = [_recurrent(context).shared(request.tokens) for context in free]
-            self._of_row[row] = free[n_shared.index(max(n_shared))]
+            self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
         return self._of_row[row].prepare([entry])[0]
 
     def _evaluate_alone(self, row: int, request: ForwardRequest) -> Logits:
@@ -289,41 +290,3 @@ def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int
     if not is_tiled or leaves_main_memory(weights, options):
         return context.batch_size
     return min(context.batch_size, TILE - 1)
-
-
-def _try_memory(model: LlamaModel, context: Context) -> MemoryFacts:
-    """Try the KV cache of a model with no rows, which is emptied before and afterwards."""
-    tokens = np.ones(N_READ + N_DRAFTED, dtype=np.int32)
-    try:
-        first = _held_bytes(model, context, tokens[:1])
-        all_read = _held_bytes(model, context, tokens[:N_READ])
-        per_token = (all_read - first) / (N_READ - 1)
-        if model.max_scored > N_DRAFTED:  # draft tokens are verified at once
-            model.forward(ForwardRequest(TARGET, tokens, N_DRAFTED + 1), _ROW)
-        else:  # they are drafted one by one
-            for n in range(N_READ + 1, len(tokens) + 1):
-                model.forward(ForwardRequest(TARGET, tokens[:n]), _ROW)
-        turned = tokens.copy()
-        turned[-N_REJECTED:] = 0
-        (n_kept,) = model.prepare([(_ROW, ForwardRequest(TARGET, turned), 0)])
-        cache = context.cache
-        snapshot_bytes, snapshot_seconds = (
-            cache.time_checkpoint() if isinstance(cache, RecurrentCache) else (0, 0.0)
-        )
-        return MemoryFacts(
-            bytes_per_token=per_token,
-            fixed_bytes=max(0, round(first - per_token)),
-            n_right=len(tokens) - N_REJECTED,
-            n_kept=n_kept if isinstance(n_kept, int) else 0,
-            snapshot_bytes=snapshot_bytes,
-            snapshot_seconds=snapshot_seconds,
-        )
-    finally:
-        model.forget()
-        model.release(_ROW)
-
-
-def _held_bytes(model: LlamaModel, context: Context, tokens: TokenArray) -> int:
-    model.forget()
-    model.forward(ForwardRequest(TARGET, tokens), _ROW)
-    return int(lib.llama_state_seq_get_size(context.pointer, context.cache.sequence(_ROW).number))

@@ -4,12 +4,10 @@ Every token overwrites a state, so llama.cpp cannot forget a part of it. It goes
 llama.cpp kept itself (`n_rs_seq`; right only within the last evaluation, though llama.cpp allows more), or to
 a checkpoint copied before an evaluation; the tokens since then are read again. Keys and values of a hybrid
 are cut as always. Rows cannot share such a memory, so every row has a context of its own.
-tests/llama/test_model.py compares every answer with that of a model that has cached nothing.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,15 +114,6 @@ class RecurrentCache:
         lib.llama_memory_clear(self._memory, True)
         self._is_settled = True
 
-    def time_checkpoint(self) -> tuple[int, float]:
-        """Bytes of a checkpoint, and seconds to take it and put it back; zeros without any."""
-        if not self._can_restore or not self._held.n:
-            return 0, 0.0
-        start = time.perf_counter()
-        self._take_checkpoint()
-        self._restore(self._held.n)
-        return self._checkpoint_bytes(), time.perf_counter() - start
-
     def _cut(self, n: int) -> int:
         """Go back to at most `n` tokens; answers how many are held then."""
         n_held, self._held.n = self._held.n, 0  # first, so that an exception in between does no harm
@@ -158,7 +147,7 @@ class RecurrentCache:
 
     def _take_checkpoint(self) -> None:
         """Copy the state, if there are enough in place of the checkpoint whose neighbours are closest."""
-        size = self._checkpoint_bytes()
+        size = int(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, _FLAGS))
         self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
         state = np.empty(0, dtype=np.uint8)
         if len(self._checkpoints) == MOST:
@@ -170,6 +159,3 @@ class RecurrentCache:
         pointer = as_pointer(state)
         if lib.llama_state_seq_get_data_ext(self._context, pointer, size, SEQUENCE, _FLAGS) == size:
             self._checkpoints.append(Checkpoint(self._held.n, state))
-
-    def _checkpoint_bytes(self) -> int:
-        return int(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, _FLAGS))

@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.filesize import decimal
-
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed import FixedLength
@@ -321,11 +319,8 @@ def _rollback_finding(model: Examined) -> Finding:
         return Finding(WARNING, topic, kind + fault, remedy, ("draft_length",))
     how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
     if memory.n_reread:
-        size, cost = decimal(memory.snapshot_bytes), f"{1e3 * memory.snapshot_seconds:.1f} ms"
-        how = (
-            f"from a snapshot ({size}, {cost} to copy and put back), {memory.n_reread} of {memory.n_right} "
-            "tokens were evaluated again in a trial"
-        )
+        again = f"{memory.n_reread} of {memory.n_right} tokens were evaluated again in a trial"
+        how = f"from a snapshot, {again}"
     return Finding(OK, topic, f"{kind}; rejected draft tokens are taken back {how}")
 
 

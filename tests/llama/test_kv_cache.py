@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from forward_requests import RandomRows, RandomTrees, request, text
 from llamaspec.errors import ContextFullError
+from llamaspec.llama import kv_cache
 from llamaspec.llama.cells import KEPT_ROWS, TAIL_ROWS, CachedSequence, HiddenRows, shared
-from llamaspec.llama.kv_cache import TAKE_OVER, KVCache
+from llamaspec.llama.kv_cache import RECENT, SPARE, TAKE_OVER, KVCache
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.values import TARGET, ForwardRequest
 from simulated_cells import Checked, SimulatedCells
@@ -78,6 +79,22 @@ def test_eviction_takes_the_prefix_that_was_used_least_recently() -> None:
     assert checked.run(4, request(18, 1)) == 17
     assert checked.run(5, request(18, 2)) == 17
     assert checked.run(6, request(18, 0)) == 0
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_old_prefixes_that_slow_evaluations_are_evicted(evicts: bool) -> None:
+    """Without flash attention: those used least recently, beyond what rows use and a number that stays."""
+    checked = Checked(4 * SPARE, evicts=evicts, max_garbage=0.1)
+    for row in range(3):
+        checked.run(row, request(600, row))
+        checked.cache.release(row)
+    checked.run(3, request(20, 3))
+    assert checked.cache.n_used == 1820  # all were used a moment ago
+    for _ in range(RECENT):
+        checked.cache.prepare_all([(3, request(20, 3), 0)])
+    checked.run(3, request(20, 3))
+    assert checked.cache.n_used == (620 if evicts else 1820)
+    assert checked.run(4, request(600, 2)) == 599
 
 
 def test_defragmentation_keeps_rows_and_what_they_share() -> None:
@@ -238,12 +255,16 @@ def test_an_exception_at_any_line_leaves_no_wrong_note() -> None:
 @pytest.mark.parametrize("can_copy", [True, False])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations(seed: int, trees: bool, can_copy: bool, max_garbage: float) -> None:
+def test_random_operations(
+    monkeypatch: pytest.MonkeyPatch, seed: int, trees: bool, can_copy: bool, max_garbage: float
+) -> None:
     """Trees have hardly more branches than one of them needs, so rows take them from each other."""
     rng = np.random.default_rng(seed)
-    checked = Checked(160, 7, 10 if trees else 0, can_copy=can_copy, max_garbage=max_garbage)
+    monkeypatch.setattr(kv_cache, "SPARE", 20)
+    monkeypatch.setattr(kv_cache, "RECENT", 5)
+    n_trees, options = 0, {"can_copy": can_copy, "evicts": seed == 0}
+    checked = Checked(160, 7, 10 if trees else 0, max_garbage=max_garbage, **options)
     rows, n_full = (RandomTrees if trees else RandomRows)(rng, longest=50, n_rows=5), 0
-    n_trees = 0
     for _ in range(400):
         for row in rows.leaving():
             checked.cache.release(row)
