@@ -15,23 +15,17 @@ from llamaspec.llama.tree_cells import Tree
 from llamaspec.values import ForwardRequest, TokenArray
 
 
-class TreePlaces(NamedTuple):
-    """Positions of a segment that branches, and their sequences."""
-
-    positions: TokenArray  # [n]
-    owners: Sequence[Sequence[int]]  # [n] the sequences that hold each; at least one
-    end: int  # position behind the last of the segment's own sequence
-
-
 class Segment(NamedTuple):
-    """Consecutive positions of one sequence, or of one with branches."""
+    """Positions of one sequence: consecutive ones, or a text and a tree behind it."""
 
     sequence: int
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # the last of them whose logits are wanted
     hidden: Rows | None = None  # [n, E] what a prediction head gets with the tokens
-    places: TreePlaces | None = None  # None = one after the other
+    positions: TokenArray | None = None  # [n] of a tree; None = one after the other
+    owners: Sequence[Sequence[int]] = ()  # [n] the sequences that hold each position of a tree
+    end: int = 0  # position behind the last of `sequence`, where there is a tree
 
 
 class Batch:
@@ -68,49 +62,48 @@ class Batch:
         for segment in segments:
             start, end = end, end + len(segment.tokens)
             self._token[start:end] = segment.tokens
-            self._position[start:end] = np.arange(segment.start, segment.start + end - start, dtype=np.int32)
             self._sequence[start:end] = segment.sequence
             self._wanted[start:end] = 0
             self._wanted[end - segment.n_scored : end] = 1
             if self._hidden is not None and segment.hidden is not None:
                 self._hidden[start:end] = segment.hidden
-            if segment.places is not None:
-                self._position[start:end] = segment.places.positions
-                branches = True
+            if segment.positions is None:
+                positions = np.arange(segment.start, segment.start + end - start, dtype=np.int32)
+            else:
+                positions, branches = segment.positions, True
+            self._position[start:end] = positions
         if branches:
             self._set_owners(segments)
         self._batch.n_tokens = end
         return self._batch
 
     def _set_owners(self, segments: Sequence[Segment]) -> None:
-        """Let positions that branch belong to all their sequences."""
-        lists = [segment.places.owners for segment in segments if segment.places is not None]
-        self._owners = np.array([number for owners in lists for each in owners for number in each], np.int32)
+        """Let positions of trees belong to all their sequences."""
+        numbers = [number for segment in segments for owners in segment.owners for number in owners]
+        self._owners = np.array(numbers, dtype=np.int32)
         end, address = 0, self._owners.ctypes.data
         for segment in segments:
             start, end = end, end + len(segment.tokens)
-            if segment.places is not None:
-                for i, owners in enumerate(segment.places.owners, start):
-                    self._n_sequences[i], self._pointers[i] = len(owners), address
-                    address += self._owners.itemsize * len(owners)
+            for i, owners in enumerate(segment.owners, start):
+                self._n_sequences[i], self._pointers[i] = len(owners), address
+                address += self._owners.itemsize * len(owners)
 
 
 def tree_segment(number: int, start: int, request: ForwardRequest, tree: Tree) -> Segment:
-    """What of a tree is not cached: text of sequence `number` from `start` on, and draft tokens behind it."""
+    """What is not cached of a tree: text of sequence `number` from `start` on, and draft tokens behind it."""
     n, n_old = len(request.tokens), tree.n_old
-    behind = [n + depth for depth in tree.depths]
-    positions = np.array([*range(start, n), *behind[n_old:]], dtype=np.int32)
-    tip = tree.tips[number]
+    places = [*range(start, n), *[n + depth for depth in tree.depths[n_old:]]]
     owners = [list(tree.tips)] * (n - start) + tree.owners[n_old:]
-    places = TreePlaces(positions, owners, n if tip < 0 else behind[tip] + 1)
     new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
-    return Segment(number, start, new, request.n_scored, places=places)
+    tip, positions = tree.tips[number], np.array(places, dtype=np.int32)
+    end = n if tip < 0 else n + tree.depths[tip] + 1
+    return Segment(number, start, new, request.n_scored, None, positions, owners, end)
 
 
 def padding(last: Segment, n: int, n_scorable: int) -> Segment:
     """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
+    end = last.end or last.start + len(last.tokens)
     tokens = np.full(n, last.tokens[-1], dtype=np.int32)
-    end = last.start + len(last.tokens) if last.places is None else last.places.end
     return Segment(last.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 

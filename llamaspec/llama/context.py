@@ -50,18 +50,10 @@ STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 
 
 
 class Context:
-    """A context; `close` it.
+    """A context for a model, or for its prediction head `head`, counted from 0; `close` it.
 
-    Parameters
-    ----------
-    weights : Weights
-    options : ModelOptions
-    head : int, optional
-        Compute this prediction head, counted from 0, in place of the model.
-    other : Context, optional
-        Read the KV cache of this one: for a head that has none.
-    abort : AbortFlag, optional
-        Shared by contexts of which one evaluates at a time; default one of its own.
+    A head without a KV cache of its own reads that of `other`. Contexts of which one evaluates at a time may
+    share `abort`.
 
     Raises
     ------
@@ -256,14 +248,14 @@ def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
 
 def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool) -> Any:
     """Make a llama_context; `other` is one whose KV cache it reads."""
-    if not is_head:  # one layer
-        _check_room(weights, options, n_cells)
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
     keeps_states = weights.keeps_states and not is_head
-    if is_head:
+    if is_head:  # one layer
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
+    else:
+        _check_room(weights, options, n_cells)
     if other is not None:
         parameters.ctx_other = other
     n_branches = 0 if is_head else N_BRANCHES

@@ -140,7 +140,8 @@ class KVCache:
     def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Tree:
         """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
         self._is_evaluating = True
-        return self._trees.grow(self._of_row[row], request, self._of_row, rows)
+        waiting = [sequence for other, sequence in self._of_row.items() if other not in rows]
+        return self._trees.grow(self._of_row[row], request, waiting)
 
     def n_text(self, row: int, n_new: int) -> int:
         """How many of a row's positions that were just committed are text, not draft tokens of a tree."""

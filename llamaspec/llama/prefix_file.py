@@ -1,9 +1,8 @@
 """Prefixes that outlive a process: what the KV caches hold, in a private folder of bounded size.
 
 One file for each model and way to compute its keys and values: for each prefix its tokens, and the content
-of its cells. llama.cpp checks little of what it is given, so nothing reaches it that is not, bit by bit, what
-was written for the same model: a hash runs on from the key of the file over all entries. Models that keep
-states, or have a sliding window, have nothing that could be copied.
+of its cells. llama.cpp checks little of what it is given, so a hash runs on from the key of the file over all
+entries: nothing else than what was written for the same model reaches it.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import replacing
 from llamaspec.llama import runtime
-from llamaspec.llama.cells import Bytes, CachedSequence, CopiedSequence
+from llamaspec.llama.cells import CachedSequence, CopiedSequence
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.trial import file_identity
-from llamaspec.values import TokenArray
 
 SUFFIX = ".prefixes"
 _MAGIC = b"llamaspec prefixes 2\n"
@@ -40,24 +37,9 @@ class DamagedError(Exception):
     """The file is not as it was written, or was written for something else."""
 
 
-class Prefix(NamedTuple):
-    """One entry."""
-
-    tokens: TokenArray  # [n] int32
-    trunk: int | None  # the entry whose first `n_shared` tokens are the same cells
-    n_shared: int
-    content: Bytes  # of the other cells
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixFolder:
-    """A folder with the prefixes of models.
-
-    Raises
-    ------
-    LlamaspecError
-        It cannot be made, or others can write there.
-    """
+    """A folder with the prefixes of models; LlamaspecError if it cannot be made or others can write there."""
 
     path: Path
     limit: int  # bytes of all files together
@@ -84,7 +66,7 @@ class PrefixFolder:
                 tell(f"prefixes of {model.path.name} are not saved: its memory cannot be copied")
                 continue
             try:
-                _put_in(cache, _read_prefixes(path, path.stem))
+                _read_prefixes(path, path.stem, cache)
                 n_tokens += cache.n_used
             except FileNotFoundError:
                 pass
@@ -121,20 +103,8 @@ class PrefixFolder:
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
 
 
-def _put_in(cache: KVCache, prefixes: Iterable[Prefix]) -> None:
-    """Put prefixes into an empty cache; without one that found no room, what shares its cells has none."""
-    held: list[CachedSequence | None] = []
-    for tokens, place, n_shared, content in prefixes:
-        trunk = None if place is None else held[place]
-        has_trunk = place is None or trunk is not None
-        held.append(cache.put_in(tokens, content, trunk, n_shared) if has_trunk else None)
-
-
 def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limit: int) -> int:
-    """Write prefixes as they come, as long as the file has at most `limit` bytes; how many bytes it has.
-
-    After an OSError the file is as it was.
-    """
+    """Write prefixes as long as the file has at most `limit` bytes; how many it has. May raise OSError."""
     places: dict[int, int] = {}  # of sequences, by their numbers
     if path.is_symlink():
         path.unlink()  # not ours, and a link would stay one
@@ -156,16 +126,17 @@ def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limi
         return file.tell()
 
 
-def _read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
-    """The prefixes of a file, each once it is known to be what was written for this key.
+def _read_prefixes(path: Path, key: str, cache: KVCache) -> None:
+    """Put the prefixes of a file into an empty cache, each once it is known to be what was written for `key`.
 
-    Raises OSError or DamagedError.
+    A prefix whose trunk found no room has none. Raises OSError or DamagedError.
     """
+    held: list[CachedSequence | None] = []
     with open(path, "rb", opener=_open_private) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise DamagedError
         n_left = os.fstat(file.fileno()).st_size - len(_MAGIC)
-        digest, n_read = _digest(b"", key.encode()), 0
+        digest = _digest(b"", key.encode())
         while n_left:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
@@ -176,10 +147,11 @@ def _read_prefixes(path: Path, key: str) -> Iterator[Prefix]:
                 raise DamagedError
             tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
             digest = _digest(digest, head, tokens.data, content.data)
-            if file.read(len(digest)) != digest or not -1 <= trunk < n_read:
+            if file.read(len(digest)) != digest or not -1 <= trunk < len(held):
                 raise DamagedError
-            yield Prefix(tokens.view(np.int32), trunk if trunk >= 0 else None, n_shared, content)
-            n_read += 1
+            base = held[trunk] if trunk >= 0 else None
+            fits = trunk < 0 or base is not None
+            held.append(cache.put_in(tokens.view(np.int32), content, base, n_shared) if fits else None)
 
 
 def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:

@@ -1,7 +1,6 @@
 """What llama.cpp needs of a process: its start, its log, a way to abort, memory, and a number of threads.
 
-llama.cpp explains failures only in its log. Its error lines are kept here, so that an exception can say what
-went wrong while the log itself stays silent.
+llama.cpp explains failures only in its log: its error lines are kept, so that exceptions can give the reason.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def set_verbose(verbose: bool) -> None:
 
 
 def clear_errors() -> None:
-    """Forget what was said before, ahead of an attempt whose failure is to be explained."""
+    """Forget earlier errors, ahead of an attempt whose failure is to be explained."""
     _log.errors.clear()
 
 
@@ -90,10 +89,7 @@ def flash_attention() -> bool | None:
 
 @contextmanager
 def raising_callbacks() -> Iterator[None]:
-    """Raise what Python callbacks raise during a call of llama.cpp, once the call is over.
-
-    ctypes would print it and go on; Ctrl-C is met in a callback more often than not.
-    """
+    """Raise what Python callbacks raise in a call of llama.cpp after it; ctypes would print it and go on."""
     raised: list[BaseException] = []
     usual = sys.unraisablehook
 
@@ -113,7 +109,7 @@ def raising_callbacks() -> Iterator[None]:
 
 
 class AbortFlag:
-    """Ends a running evaluation of one context; from any thread.
+    """Ends a running evaluation; from any thread.
 
     llama.cpp asks "abort?" at every node of its graph by calling a function with an address. Asking Python
     would take the interpreter's lock each time, so the function is C's strlen: an empty string is no.
@@ -126,7 +122,7 @@ class AbortFlag:
         self.address = ctypes.addressof(self._text)
 
     def set(self) -> None:
-        """Abort the evaluation."""
+        """Abort the evaluation that runs, or the next one."""
         self._text[0] = b"1"
 
     def clear(self) -> None:
@@ -183,12 +179,14 @@ def container_room(root: Path) -> int | None:
     """
     rooms = []
     for group in _control_groups(root, "memory"):
-        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
-        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
-        if limit is not None and used is not None:
-            facts = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat") if " " in line)
-            n_cached = int(facts.get("file") or facts.get("total_cache") or 0)
-            rooms.append(limit - used + n_cached - int(facts.get("shmem") or facts.get("total_shmem") or 0))
+        limit = _words(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _words(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit and limit[0].isdigit() and used:
+            words = _words(group / "memory.stat")
+            facts = dict(zip(words[::2], map(int, words[1::2]), strict=False))
+            n_cached = facts.get("total_cache", facts.get("file", 0))
+            n_pinned = facts.get("total_shmem", facts.get("shmem", 0))
+            rooms.append(int(limit[0]) - int(used[0]) + n_cached - n_pinned)
     return max(0, min(rooms)) if rooms else None
 
 
@@ -196,13 +194,8 @@ def cpu_quota(root: Path) -> float | None:
     """Cores whose time Linux control groups allow, as their files below `root` say; None: all."""
     quotas = []
     for group in _control_groups(root, "cpu"):
-        lines = [
-            *_lines(group / "cpu.max"),
-            *_lines(group / "cpu.cfs_quota_us"),
-            *_lines(group / "cpu.cfs_period_us"),
-        ]
-        match " ".join(lines).split():
-            case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
+        match _words(group / "cpu.max", group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
+            case [quota, period] if quota.isdigit() and period.isdigit():
                 quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
@@ -210,8 +203,7 @@ def cpu_quota(root: Path) -> float | None:
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's group and those around it, in either version of control groups."""
     for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, controllers, path = line.split(":", 2)
         if number == "0":
             top = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
@@ -222,10 +214,9 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
         yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
 
 
-def _number(*files: Path) -> int | None:
-    """The number in the first of some files that exists and holds one."""
-    lines = [line for file in files for line in _lines(file)]
-    return int(lines[0]) if lines and lines[0].isdigit() else None
+def _words(*files: Path) -> list[str]:
+    """The words in the first of some files that has any."""
+    return next((words for file in files if (words := " ".join(_lines(file)).split())), [])
 
 
 def _lines(path: Path) -> list[str]:
@@ -256,23 +247,14 @@ def _full_speed_cores() -> int:
             if answer.stdout.strip().isdigit():
                 return int(answer.stdout)
     if hasattr(os, "sched_getaffinity"):
-        cores = os.sched_getaffinity(0)
         topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
+        cores = os.sched_getaffinity(0)
         return len({"".join(_lines(Path(topology.format(core)))) or core for core in cores})
     return psutil.cpu_count(logical=False) or max(1, n_hardware_threads() // 2)
 
 
 class Handle:
-    """Owns one pointer.
-
-    Parameters
-    ----------
-    pointer : pointer
-    free : callable
-        Frees it.
-    needs : sequence of object
-        What must live as long as the pointer.
-    """
+    """Owns a pointer, which `free` frees; `needs` live as long as it."""
 
     def __init__(self, pointer: Any, free: Callable[[Any], object], *needs: object) -> None:
         self.pointer = pointer

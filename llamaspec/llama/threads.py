@@ -1,13 +1,11 @@
 """How many threads evaluate: as many as there are cores that other programs leave.
 
 llama.cpp's threads wait for each other by spinning, so one thread that has lost its core to another program
-keeps all of them waiting: beside one busy program, two threads on two cores have less than half the speed of
-one (docs/hardware.md). The sign is seen without trying: threads that spin use all the time of their cores,
-and what they did not get was taken. Cores that were idle during evaluations may be taken back.
+keeps all of them waiting (docs/hardware.md). Threads that spin use all the time of their cores: what they did
+not get was taken. Cores that were idle during evaluations may be taken back.
 
 Within a text the number changes only where scores have the same bits at every number: without flash
-attention. With it over f16 values, llama.cpp splits a long cache among threads and adds up in another order
-(tests/llama/test_threads.py). There the number changes between texts.
+attention. With it over f16 values, llama.cpp splits a long cache among threads and adds up in another order.
 """
 
 from __future__ import annotations
@@ -49,16 +47,7 @@ def usage() -> Usage:
 class ThreadGovernor:
     """Tells before every evaluation how many threads it should use.
 
-    Parameters
-    ----------
-    most : int
-        Never more than this; that many on a quiet machine.
-    n_cores : int
-        Hardware threads that this process may use: at least `most`.
-    look : callable
-        Gives the `Usage` up to now.
-    clock : callable
-        Seconds.
+    On a quiet machine `most`, and never more; `n_cores` are the hardware threads that this process may use.
     """
 
     def __init__(
@@ -71,18 +60,13 @@ class ThreadGovernor:
         self._most = most
         self._spare = max(0, n_cores - most)  # that are idle on a quiet machine, too
         self._look, self._clock = look, clock
-        self._n = most
+        self.n_threads = most  # for the next evaluation
         self._since: Usage | None = None  # what the open window began with
         self._evaluated = 0.0  # seconds of it
         self._window = WINDOW
         self._n_windows = STEADY  # since the latest change
         self._rose = False  # by that change
         self._end = 0.0  # of the latest evaluation
-
-    @property
-    def n_threads(self) -> int:
-        """For the next evaluation."""
-        return self._n
 
     def begin(self) -> None:
         """An evaluation begins."""
@@ -98,27 +82,27 @@ class ThreadGovernor:
         self._end = now
         if self._since is not None and self._evaluated >= self._window:
             latest = self._look()
-            surplus = self._surplus(self._since, latest)
-            more = round(surplus) if self._window == WINDOW else math.floor(surplus + 1 / (self._n + 1))
-            self._change(min(max(self._n + more, 1), self._most))
+            n, surplus = self.n_threads, self._surplus(self._since, latest)
+            more = round(surplus) if self._window == WINDOW else math.floor(surplus + 1 / (n + 1))
+            self._change(min(max(n + more, 1), self._most))
             self._since, self._evaluated = latest, 0.0
 
     def _change(self, n: int) -> None:
         """Followed as fast as it comes and goes, a load would make every choice wrong: look longer then."""
-        if n == self._n:
+        if n == self.n_threads:
             self._n_windows += 1
             if self._n_windows % STEADY == 0:
                 self._window = max(self._window / 2, WINDOW)
             return
-        if self._n_windows < STEADY and (n > self._n) != self._rose:
+        if self._n_windows < STEADY and (n > self.n_threads) != self._rose:
             self._window = min(2 * max(self._window, self._evaluated), LONGEST_WINDOW)
-        self._n_windows, self._rose, self._n = 0, n > self._n, n
+        self._n_windows, self._rose, self.n_threads = 0, n > self.n_threads, n
 
     def _surplus(self, since: Usage, latest: Usage) -> float:
         """Cores that were idle, less those that these threads wanted and did not get."""
         wall = latest.wall - since.wall
         idle = (latest.idle - since.idle) / wall - self._spare
-        missed = (self._n * self._evaluated - (latest.own - since.own)) / wall
+        missed = (self.n_threads * self._evaluated - (latest.own - since.own)) / wall
         return idle - max(missed, 0.0)
 
 

@@ -3,12 +3,12 @@
 llama.cpp needs no mask for a tree: a position belongs to the sequences of all leaves above it, and sees what
 its sequence holds. The first branch is the row's own sequence; the others hold the text before the tree, too,
 as long as the tree is cached. A token comes before its children in the batch, so the cells of every path
-ascend. tests/llama/test_trees.py compares with chains, tests/llama/test_kv_cache.py checks every cell.
+ascend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,13 +50,10 @@ class Tree:
 
     def begins(self, request: ForwardRequest) -> bool:
         """Whether these are the draft tokens whose logits a request knows."""
-        n = request.n_read
-        return (
-            n == len(self.tokens) > 0
-            and request.parents is not None
-            and bool((self.tokens == request.draft[:n]).all())
-            and bool((self.parents == request.parents[:n]).all())
-        )
+        if request.parents is None or not 0 < request.n_read == len(self.tokens):
+            return False
+        same = (self.tokens, request.draft), (self.parents, request.parents)
+        return all(np.array_equal(old, new[: request.n_read]) for old, new in same)
 
 
 def n_leaves(parents: TokenArray) -> int:
@@ -100,22 +97,15 @@ class TreeCells:
         return 0
 
     def grow(
-        self,
-        sequence: CachedSequence,
-        request: ForwardRequest,
-        running: Mapping[int, CachedSequence],
-        rows: Collection[int],
+        self, sequence: CachedSequence, request: ForwardRequest, waiting: Sequence[CachedSequence]
     ) -> Tree:
-        """Give every branch of a request's tree a sequence.
-
-        `running` are the sequences of all rows, `rows` those that are evaluated next.
-        """
+        """Give every branch of a request's tree a seq_id; `waiting` sequences may lose theirs for it."""
         assert request.parents is not None
         parents: list[int] = request.parents.tolist()
         old, own, n = self.cached.get(sequence.number) or Tree(), sequence.number, sequence.n
         n_old, tips = len(old.tokens), dict(old.tips) or {own: -1}
-        depths: list[int] = []
-        for parent in parents:
+        depths = list(old.depths)
+        for parent in parents[n_old:]:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         owners = [*old.owners, *([] for _ in parents[n_old:])]
         ending_at = {tip: number for number, tip in tips.items()}
@@ -129,7 +119,7 @@ class TreeCells:
             before = parents[path[-1]]  # the last cached token of the branch
             number = ending_at.pop(before, -1)
             if number < 0:
-                number = self._free_number(running, rows)
+                number = self._free_number(waiting)
                 self._cells.share(own, number, 0, n)
                 if before >= 0:
                     self._cells.share(old.owners[before][0], number, n, n + depths[before] + 1)
@@ -177,7 +167,7 @@ class TreeCells:
             if garbage:
                 self._cells.share(number, self._table.garbage, n + garbage[0], n + garbage[-1] + 1)
                 held.update(branch)
-        n_own = sum(a == b for a, b in zip(tree.path(tree.tips[own]), path, strict=False))
+        n_own = len({*tree.path(tree.tips[own])} & {*path})
         self._cells.remove(own, n + n_own)
         if n_own < len(path):
             self._cells.share(tree.owners[path[-1]][0], own, n + n_own, n + len(path))
@@ -188,10 +178,10 @@ class TreeCells:
         self._table.drop(np.delete(tree.cells, path), n_top)
         sequence.append(tree.tokens[path], tree.cells[path])
 
-    def _free_number(self, running: Mapping[int, CachedSequence], rows: Collection[int]) -> int:
-        """A seq_id that nobody uses, if need be after dropping trees of rows that are not evaluated now."""
-        for row, sequence in running.items():
-            if not self._free and row not in rows:
+    def _free_number(self, waiting: Sequence[CachedSequence]) -> int:
+        """A seq_id that nobody uses, if need be after dropping trees of waiting sequences."""
+        for sequence in waiting:
+            if not self._free:
                 self.drop(sequence)
         if not self._free:
             raise ValueError("a tree has too many branches")

@@ -211,14 +211,6 @@ def test_weights_are_loaded_once_for_several_models(store: ModelStore, kind: str
     weights.close()
 
 
-def test_repacking_is_optional(opened: OpenModel) -> None:
-    """Quantised weights, several positions at once: here some builds of llama.cpp crash; see test_files."""
-    recipe = Recipe(dtype="q4_0")
-    packed, plain = opened("llama", recipe, **EXACT), opened("llama", recipe, repack=False, **EXACT)
-    answers = [model.forward(request(40, n_logits=8)) for model in (packed, plain)]
-    assert np.corrcoef(answers[0].ravel(), answers[1].ravel())[0, 1] > 0.99
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -261,14 +253,6 @@ def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
     opened: OpenModel, kind: str, options: dict[str, Any], expected: int
 ) -> None:
     assert opened(kind, n_ctx=600, **options).max_mixed == expected
-
-
-def test_a_long_prompt_is_read_beside_rounds_on_gpus(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is exact there, and narrow evaluations waste them."""
-    monkeypatch.setattr("llamaspec.llama.model.leaves_main_memory", lambda weights, options: True)
-    assert opened(n_ctx=600).max_mixed == 512
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
