@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
 
