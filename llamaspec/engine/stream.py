@@ -90,8 +90,7 @@ class TextStream:
         notify : callable, optional
             Called by the compute thread whenever `ready` may have something new.
         """
-        sequence = self._begun()
-        sequence.notify = notify
+        self._begun(notify).notify = notify
 
     def ready(self) -> list[Piece]:
         """The pieces that exist by now; begins the text, and does not wait.
@@ -166,7 +165,7 @@ class TextStream:
             mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
 
-    def _begun(self) -> RunningSequence[TextEvent]:
+    def _begun(self, notify: Callable[[], object] | None = None) -> RunningSequence[TextEvent]:
         if self._sequence is None:
             request = self._request
             self._sequence = self._thread.start(
@@ -174,6 +173,7 @@ class TextStream:
                 request.speculation.length.width,
                 n_prompt=len(request.prompt),
                 limit=request.limit,
+                notify=notify,  # from its first event on
             )
         return self._sequence
 

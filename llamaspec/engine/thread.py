@@ -48,7 +48,13 @@ class ComputeThread:
         self._finalizer = weakref.finalize(self, _stop, scheduler, self._inbox, self._thread, self._process)
 
     def start(
-        self, text: Text[Event], width: Width = unpadded, *, n_prompt: int = 0, limit: int | None = None
+        self,
+        text: Text[Event],
+        width: Width = unpadded,
+        *,
+        n_prompt: int = 0,
+        limit: int | None = None,
+        notify: Callable[[], object] | None = None,
     ) -> RunningSequence[Event]:
         """Begin a text; from any thread. It joins the others at the next step.
 
@@ -59,9 +65,11 @@ class ComputeThread:
             As `RowLength.width`.
         n_prompt, limit : int
             Tokens that the text has at first, and at most.
+        notify : callable, optional
+            Called by the compute thread after each event.
         """
         sequence: RunningSequence[Event] = RunningSequence(
-            next(self._numbers), text, width, n_prompt=n_prompt, limit=limit
+            next(self._numbers), text, width, n_prompt=n_prompt, limit=limit, notify=notify
         )
         self._post(lambda: self._scheduler.add(sequence))
         return sequence

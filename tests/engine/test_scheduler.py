@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,21 @@ def test_rows_join_and_leave_between_evaluations() -> None:
     assert short == alone(seed=2, max_tokens=2)
     assert sum(len(evaluated.rows) == 2 for evaluated in models[TARGET].evaluated) == 2
     assert {len(evaluated.rows) for evaluated in models[TARGET].evaluated[n_alone:]} == {1}
+
+
+def test_who_waits_is_told_of_a_text_that_ends_before_its_start_returns() -> None:
+    class Quick(Stepped):
+        def start(self, *args: Any, **options: Any) -> Any:
+            sequence = super().start(*args, **options)
+            while self.step():
+                pass
+            return sequence
+
+    models, told = {TARGET: target()}, []
+    of = stream(Quick(models), models, seed=1, drafter=NoDrafter(), max_tokens=1)
+    of.begin(lambda: told.append(True))
+    assert told
+    assert len(of.ready()) == 1
 
 
 def test_the_latest_is_swapped_out_where_the_cache_is_full_and_goes_on_with_the_same_text() -> None:
