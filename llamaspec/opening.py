@@ -23,7 +23,6 @@ from llamaspec.pair import Pair
 from llamaspec.values import MTP
 
 NGRAM = "ngram"  # in place of a draft: copy from earlier text
-_DRAFT_OPTIONS = ModelOptions(max_scored=DRAFT_SCORED)
 
 
 def demo_target() -> Path:
@@ -51,7 +50,7 @@ def open_pair(
     Parameters
     ----------
     target : str or Path
-        A file, or a name as the commands take it: of the list of models, or hf:owner/repo:file.
+        A file, a name of the list of models, or hf:owner/repo:file.
     draft : str, Path or sequence of them, optional
         The same; "auto" is the draft that is known for the target, or else the target's own prediction
         heads; "mtp" is these heads, "ngram" no model at all. Of several, each drafts for the one before it.
@@ -75,11 +74,6 @@ def open_pair(
     ...         print(piece.text, end="")
     """
     start = time.perf_counter()
-
-    def open_with_heads(path: Path, head_path: Path | None) -> Pair:
-        options = target_options or ModelOptions()
-        return _open_with_heads(path, head_path, options, draft_options, on_load, start, past, ngram=ngram)
-
     others: Sequence[str | Path] = ()
     if not isinstance(draft, str | Path | None):
         draft, *others = draft or (None,)
@@ -89,31 +83,37 @@ def open_pair(
         draft, ngram = None, True
     if draft == AUTO and not has_draft(str(target)) and may_have_heads(str(target)):
         resolve_model(target)  # it is fetched first, to look for them
-    if draft == MTP or (draft == AUTO and drafts_itself(target)):
-        return open_with_heads(resolve_model(target), None)
-    draft_path = None if draft is None else resolve_draft(draft, target)
-    if draft_path is not None and not others and what_it_reads(draft_path):
-        return open_with_heads(resolve_model(target), draft_path)
-    path, options = resolve_model(target), draft_options or _DRAFT_OPTIONS
+    has_heads, head_path = draft == MTP or (draft == AUTO and drafts_itself(target)), None
+    draft_path = None if draft is None or has_heads else resolve_draft(draft, target)
+    path = resolve_model(target)
+    if has_heads:
+        check_heads(path)
+    elif draft_path is not None and not others and what_it_reads(draft_path):
+        has_heads, head_path, draft_path = True, draft_path, None
     places = [] if draft_path is None else [draft_path, *map(resolve_model, others)]
+    options = target_options or ModelOptions()
+    heads, common, drafts = None, None, list[LlamaModel]()
     with ExitStack() as opened:  # closes what is open where something goes wrong
-        target_model = LlamaModel(path, target_options, on_load)
+        target_model = LlamaModel(path, replace(options, heads=True) if has_heads else options, on_load)
         opened.callback(target_model.close)
-        drafts: list[LlamaModel] = []
+        if has_heads:
+            heads = PredictionHeads(target_model, draft_options, head_path, on_load)
         for place in places:
-            verifies = len(drafts) < len(others)  # a draft of its own
-            opts = replace(options, max_scored=MAX_DRAFT + 1) if verifies else options
+            opts = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
+            if len(drafts) < len(others):  # it verifies a draft of its own
+                opts = replace(opts, max_scored=MAX_DRAFT + 1)
             drafts.append(LlamaModel(place, opts, on_load))
             opened.callback(drafts[-1].close)
             if others:
                 check_pair(target_model.vocabulary, drafts[-1].vocabulary)
-        common = None
         if drafts and difference(target_model.vocabulary, drafts[0].vocabulary) is not None:
             common = CommonTokens(target_model.vocabulary, drafts[0].vocabulary)
         opened.pop_all()
     first, *below = drafts or (None,)
     seconds = time.perf_counter() - start
-    return Pair(target_model, first, seconds, cascade=below, common=common, ngram=ngram, past=past)
+    return Pair(
+        target_model, first, seconds, cascade=below, heads=heads, common=common, ngram=ngram, past=past
+    )
 
 
 def drafts_itself(target: str | Path) -> bool:
@@ -124,26 +124,3 @@ def drafts_itself(target: str | Path) -> bool:
         return heads_in_file(locate_model(target)).fault is None
     except ModelFileError:
         return False  # what is wrong is said by whoever needs the file
-
-
-def _open_with_heads(
-    path: Path,
-    head_path: Path | None,
-    target_options: ModelOptions,
-    head_options: ModelOptions | None,
-    on_load: LoadProgress | None,
-    start: float,
-    past: PastTexts | None,
-    *,
-    ngram: bool,
-) -> Pair:
-    """Load a target whose own prediction heads draft, or one that lies in a file of its own."""
-    if head_path is None:
-        check_heads(path)
-    target = LlamaModel(path, replace(target_options, heads=True), on_load)
-    try:
-        heads = PredictionHeads(target, head_options, head_path, on_load)
-    except BaseException:
-        target.close()
-        raise
-    return Pair(target, None, time.perf_counter() - start, heads=heads, ngram=ngram, past=past)

@@ -1,7 +1,7 @@
 """A target and its draft, opened together: what a program uses, and what the commands are built on.
 
-One thread of its own computes for every user of a pair, so several threads, or tasks of asyncio, may generate
-from it at the same time. They share each evaluation, and every text is the one that it would be alone.
+One compute thread serves every user of a pair: several threads, or tasks of asyncio, may generate from it at
+the same time. They share each evaluation, and every text is the one that it would be alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import (
-    Constraint,
-    Drafter,
-    LengthPolicy,
-    Model,
-    RowConstraint,
-)
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars
 from llamaspec.sampling.filters import Sampling
@@ -66,15 +60,13 @@ class Pair:
         past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target = target
-        self.draft = draft
+        self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
         self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=ngram)
-        self.heads = heads  # of the target, in place of a draft
         self.common = common  # tokens, where the draft's vocabulary is not the target's
-        self.ngram = ngram  # earlier text is copied where it goes on alike, before the draft is asked
+        self.ngram = ngram  # earlier text is copied before the draft is asked
         if past is not None:
             past.keep_below(target.vocabulary_size)
-        self.past = past  # texts that are copied from besides; every text becomes one of them
+        self.past = past  # texts that are copied from, too; every text becomes one of them
         self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram, past)
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
@@ -96,11 +88,13 @@ class Pair:
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        model = Source.STAGE if self.cascade else Source.MODEL
-        store = self.past if self.ngram else None
-        found = {model: self.draft, Source.MTP: self.heads}
-        copies = {Source.NGRAM: self.ngram or None, Source.STORE: store}
-        return frozenset(source for source, drafter in (found | copies).items() if drafter is not None)
+        found = {
+            Source.STAGE if self.cascade else Source.MODEL: self.draft is not None,
+            Source.MTP: self.heads is not None,
+            Source.NGRAM: self.ngram,
+            Source.STORE: self.ngram and self.past is not None,
+        }
+        return frozenset(source for source, drafts in found.items() if drafts)
 
     def stream(
         self,
@@ -134,22 +128,19 @@ class Pair:
         stops : sequence of str
             Strings that end the text.
         spelled : dict of int to bytes, optional
-            Control tokens and the text that each has in this stream, such as the marks of a call that
-            `AnswerFormat.spelled` names; the others have none.
+            Control tokens that have a text in this stream, as `AnswerFormat.spelled` names them.
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to draft; default: as many as pay, learnt from stream to stream; of `NoDrafter()`
-            none, so that nothing is planned.
+            How many tokens to draft; default: as many as pay, learnt from stream to stream.
         drafter : Drafter, optional
             Who drafts; default what the pair was opened with. `NoDrafter()` is plain decoding.
         on_prefill : callable, optional
             Told how many tokens of the prompt have been read, of how many.
         constraint : Constraint, optional
-            What the text must look like: made by `json_schema`, `json_object` or `grammar`.
+            What the text must look like: made by `json_schema` or `grammar`.
         logprobs : int, optional
-            Each piece tells how probable its token was, and so many of the most probable tokens: of
-            softmax(logits), before anything else.
+            Each piece tells the log-probability of its token and of so many of the most probable tokens.
 
         Raises
         ------
@@ -203,10 +194,6 @@ class Pair:
         """
         return self._grammars.json_schema(schema)
 
-    def json_object(self) -> Constraint:
-        """A constraint for `stream`: any JSON object."""
-        return self._grammars.json_object()
-
     def grammar(self, text: str) -> Constraint:
         """A constraint for `stream`: texts of a grammar, in llguidance's Lark or llama.cpp's GBNF.
 
@@ -235,16 +222,12 @@ class Pair:
         """
         return self._thread.run(measurement)
 
-    def cache_use(self) -> tuple[int, int]:
-        """Tokens that the target's KV cache holds, and how many it could."""
-        return self.target.cache_use()
-
     def forget(self) -> None:
-        """Empty both KV caches, as if nothing had been evaluated."""
+        """Empty all KV caches, as if nothing had been evaluated."""
         self._thread.call(self._scheduler.forget)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function in the compute thread, between two evaluations: for what touches a KV cache."""
+        """Call a function in the compute thread, between two evaluations."""
         return self._thread.call(function)
 
     def close(self) -> None:

@@ -24,14 +24,14 @@ from llamaspec.values import DRAFT, MTP, Source
 
 @dataclass(eq=False, slots=True)
 class CascadeLevel:
-    """A draft and the model that drafts for it: a pair of its own to whoever keeps what was learnt."""
+    """A draft and the models that draft for it."""
 
     target: LlamaModel
     draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
     past: PastTexts | None = None  # is copied from, too
     ngram: bool = False  # earlier text is copied before the draft is asked
     heads: None = None
-    length: LengthPolicy = field(init=False)  # learns over all sequences whether help for the draft pays
+    length: LengthPolicy = field(init=False)  # for all sequences
 
     def __post_init__(self) -> None:
         self.length = AutoLength(sources=self.sources)
@@ -47,7 +47,7 @@ class CascadeLevel:
 def cascade_of(
     models: Sequence[LlamaModel], past: PastTexts | None = None, *, ngram: bool = False
 ) -> tuple[CascadeLevel, ...]:
-    """Each of some drafts drafts for the one before it; the first is the target's."""
+    """Each of the models drafts for the one before it; the first drafts for the target."""
     return tuple(CascadeLevel(model, models[i + 1 :], past, ngram) for i, model in enumerate(models[:-1]))
 
 
@@ -103,14 +103,11 @@ class SequenceDrafters:
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a level's draft, with everybody that drafts for it."""
+        if level == len(self.cascade):
+            return self._asking(self.cascade[-1].draft_models[0], drawing, draft_name(level))
         here, streams = self.cascade[level], CascadeStreams(drawing.streams)
         model = self._asking(here.target, drawing, draft_name(level))
-        below = replace(drawing, streams=streams)
-        helper: Drafter
-        if level + 1 < len(self.cascade):
-            helper = self._cascaded(below, level + 1)
-        else:
-            helper = self._asking(here.draft_models[0], below, draft_name(level + 1))
+        helper = self._cascaded(replace(drawing, streams=streams), level + 1)
         if here.ngram:
             helper = FallbackDrafter([NgramDrafter(past=here.past, keeps=False), helper])
         length = here.length.start_row(drops=RULES[drawing.rule].drops)

@@ -200,7 +200,14 @@ def test_forced_tokens_are_drafted_without_a_draft_model(target_file: Path) -> N
 def test_rows_with_and_without_a_constraint_together(random_pair: Pair) -> None:
     """Each text is the one that it would be alone."""
     schema, text = random_pair.json_schema(RECORD), random_pair.grammar('root ::= ("the " | "and ")+ "."')
-    wanted = [(schema, 1), (None, 2), (text, 3), (schema, 4), (None, 5), (random_pair.json_object(), 6)]
+    wanted = [
+        (schema, 1),
+        (None, 2),
+        (text, 3),
+        (schema, 4),
+        (None, 5),
+        (random_pair.json_schema({"type": "object"}), 6),
+    ]
     alone = [write(random_pair, constraint, seed, policy=FixedLength(3)) for constraint, seed in wanted]
     random_pair.forget()
     found: dict[int, Completion] = {}

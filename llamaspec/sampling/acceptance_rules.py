@@ -1,8 +1,7 @@
-"""The three acceptance rules: which draft tokens the target keeps. Each leaves the law of the text as it was.
+"""The three acceptance rules: which draft tokens are accepted. Each keeps the target's law of the text.
 
-Letters as in Leviathan et al.: p = target, q = draft, x_i = draft token i, K = number of draft tokens; the
-papers count from 1, this code from 0. Knows neither models nor time. tests/engine/test_exact_law.py proves
-each rule by walking every branch of chance.
+Letters as in Leviathan et al.: p = target, q = draft, x_i = draft token i, counted from 0.
+tests/engine/test_exact_law.py proves each rule by walking every branch of chance.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Coupled:
     """The target draws its own token at every position; a draft token is accepted if it equals it.
 
     Draft and target share the noise of a position, so the text for a seed is the same with any draft and
-    with none, and draft tokens may come from anywhere, also as a tree: the branch that holds the target's
-    token is followed.
+    with none. In a tree the branch that holds the target's token is followed.
 
     References
     ----------
@@ -59,6 +57,7 @@ class Coupled:
 class _Drawing:
     """What `Rejection` and `Block` have in common: draft tokens with noise of their own."""
 
+    name: str
     drops = False
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
@@ -69,6 +68,24 @@ class _Drawing:
         """min(1, p(x) / q(x)); the quotient itself could overflow."""
         p_x, q_x = p.probability(token), q.probability(token)
         return 1.0 if p_x >= q_x else p_x / q_x
+
+    def verify(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> Verification:
+        """Accept the first n draft tokens; draw the next from the residual, or from p behind all of them."""
+        if not draft.is_chain:
+            raise ValueError(f"the {self.name} rule verifies chains, not trees; use the coupled rule")
+        n, weight = self._accepted(draft, target, streams, start)
+        rest, stream = target.after(n - 1), Stream.TOKEN
+        if n < len(draft):
+            rest, stream = residual(rest, draft.distributions[n], weight), Stream.RESIDUAL
+        return _verification(range(n), streams.choose(rest, stream, start + n, attempt=start), target)
+
+    def _accepted(
+        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
+    ) -> tuple[int, float]:
+        """How many draft tokens are accepted, and the weight of p in the residual."""
+        raise NotImplementedError
 
 
 class Rejection(_Drawing):
@@ -82,20 +99,14 @@ class Rejection(_Drawing):
 
     name = "rejection"
 
-    def verify(
+    def _accepted(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
-    ) -> Verification:
-        """Verify the draft tokens in order until one is rejected."""
-        _check_chain(draft, self.name)
+    ) -> tuple[int, float]:
         for i, (x, q) in enumerate(zip(draft.tokens.tolist(), draft.distributions, strict=True)):
-            p = target.after(i - 1)
-            p_x, q_x = p.probability(x), q.probability(x)
-            # p(x) >= q(x) first: the quotient could overflow where q(x) is subnormal.
-            if p_x >= q_x or streams.chance(p_x / q_x, Stream.ACCEPT, start + i, attempt=start):
-                continue
-            token = streams.choose(residual(p, q), Stream.RESIDUAL, start + i, attempt=start)
-            return _verification(range(i), token, target)
-        return _all_accepted(draft, target, streams, start)
+            chance = self.acceptance(x, q, target.after(i - 1), x)
+            if chance < 1.0 and not streams.chance(chance, Stream.ACCEPT, start + i, attempt=start):
+                return i, 1.0
+        return len(draft), 1.0
 
 
 class Block(_Drawing):
@@ -108,11 +119,9 @@ class Block(_Drawing):
 
     name = "block"
 
-    def verify(
+    def _accepted(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
-    ) -> Verification:
-        """Keep the longest run of draft tokens whose joint probability allows it."""
-        _check_chain(draft, self.name)
+    ) -> tuple[int, float]:
         n_accepted, kept_weight = 0, 1.0
         weight = 1.0  # P_i of the paper
         for i, (x, q) in enumerate(zip(draft.tokens.tolist(), draft.distributions, strict=True)):
@@ -123,11 +132,7 @@ class Block(_Drawing):
             stop = _stop_probability(draft, target, i + 1, weight)
             if streams.chance(stop, Stream.ACCEPT, start + i, attempt=start):
                 n_accepted, kept_weight = i + 1, weight
-        if n_accepted == len(draft):
-            return _all_accepted(draft, target, streams, start)
-        rest = residual(target.after(n_accepted - 1), draft.distributions[n_accepted], kept_weight)
-        token = streams.choose(rest, Stream.RESIDUAL, start + n_accepted, attempt=start)
-        return _verification(range(n_accepted), token, target)
+        return n_accepted, kept_weight
 
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (Coupled(), Rejection(), Block())})
@@ -136,10 +141,9 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (Coupl
 def counterfactual(
     made: Draft, verified: Draft, verification: Verification, rule: Rule, target: TargetDistributions
 ) -> tuple[float, float] | None:
-    """Of the first draft token that was not verified: its confidence, and how likely it would be accepted.
+    """Of the first draft token that was not verified: its confidence, and its chance to be accepted.
 
-    None where all of `made` was verified, and where a token of `verified` was rejected: then the target has
-    drawn no token at that position.
+    None where all were verified, or one before it was rejected.
     """
     n = len(verified)
     if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
@@ -149,10 +153,7 @@ def counterfactual(
 
 
 def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribution:
-    """norm(max(weight · p - q, 0)): what the draft has not covered of the target's law.
-
-    Where rounding leaves nothing, the two laws are equal, and the answer is p.
-    """
+    """norm(max(weight · p - q, 0)); p where rounding leaves nothing."""
     uncovered = _uncovered(p, q, weight)
     total = uncovered.sum()
     if total <= 0:
@@ -180,18 +181,5 @@ def _stop_probability(draft: Draft, target: TargetDistributions, i: int, weight:
     return surplus / open_mass if open_mass > 0 else 1.0
 
 
-def _all_accepted(
-    draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
-) -> Verification:
-    n = len(draft)
-    token = streams.choose(target.after(n - 1), Stream.TOKEN, start + n, attempt=start)
-    return _verification(range(n), token, target)
-
-
 def _verification(path: range | list[int], token: int, target: TargetDistributions) -> Verification:
     return Verification(tuple(path), token, tuple([target.after(node) for node in (-1, *path)]))
-
-
-def _check_chain(draft: Draft, rule: str) -> None:
-    if not draft.is_chain:
-        raise ValueError(f"the {rule} rule verifies chains, not trees; use the coupled rule")

@@ -1,9 +1,8 @@
 """What a text must look like: JSON schemas and grammars, computed by llguidance.
 
-The one idea: a constraint is a pure function from the tokens generated so far to the tokens that may come
-next. So draft and target ask the same question, and nobody rolls anything back: that the matcher can do so
-is used inside, where the next question shares a beginning with the last. Knows neither models nor logits.
-tests/sampling/test_constraint.py: a matcher that went back answers as a fresh one does.
+A constraint is a pure function from the tokens generated so far to the tokens that may come next. The matcher
+is rolled back inside, to the beginning that a question shares with the last.
+tests/sampling/test_constraint.py: a matcher that was rolled back answers as a fresh one does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from llamaspec.values import NO_TOKENS, TokenArray
 Result = TypeVar("Result")
 
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
-# One space, or a line break with indentation: a model without an end to its blanks would never finish.
+# One space, or a line break with indentation; unlimited blanks would let a model go on for ever.
 WHITESPACE = r"[ ]|\n[ ]{0,20}"
 _KEPT = 24  # answers that a sequence remembers: a round asks twice for each token of its draft
 _STACK = 256 << 20  # bytes; llguidance recurses over rules, and 3,000 in a chain overflow the usual 8 MiB
@@ -39,13 +38,11 @@ _SPECIAL = b"\xff"  # what llguidance knows special tokens by: no text holds thi
 
 
 class GrammarRow:
-    """One text's share of a `Grammar`: it copies a matcher that has read nothing."""
+    """The constraint of one sequence."""
 
     def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
-        self._fresh = matcher
-        self._matcher = matcher.deep_copy()
-        self._ends = ends
-        self._is_end = frozenset(ends.tolist())
+        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._ends, self._is_end = ends, frozenset(ends.tolist())
         self._size = size
         self._read = NO_TOKENS  # what the matcher has read
         self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and the tokens in it
@@ -109,10 +106,6 @@ class Grammar:
 class Grammars:
     """Compiles constraints for a vocabulary, which it reads once.
 
-    Parameters
-    ----------
-    vocabulary : WholeVocabulary
-
     Raises
     ------
     ConstraintError
@@ -135,10 +128,6 @@ class Grammars:
         except ValueError as error:
             raise _unusable("JSON schema", str(error)) from error
         return self._compiled("JSON schema", source)
-
-    def json_object(self) -> Grammar:
-        """Texts that are any JSON object."""
-        return self.json_schema('{"type": "object"}')
 
     def grammar(self, text: str) -> Grammar:
         """Texts of a grammar: Lark as llguidance takes it, or llama.cpp's GBNF.
@@ -209,10 +198,7 @@ def _n_shared(a: TokenArray, b: TokenArray) -> int:
 
 
 class _Tokens:
-    """A vocabulary as llguidance reads it; the names of the attributes are its own.
-
-    Special tokens are allowed only where a grammar names them, as `<|tool_call|>` or by number, `<[151657]>`.
-    """
+    """A vocabulary as llguidance reads it; the names of the attributes are its own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -230,7 +216,7 @@ class _Tokens:
     def __call__(self, text: bytes | str) -> list[int]:
         """How the model itself would split a part in the middle of a text.
 
-        Some vocabularies put a space before every text. Behind a line break it does no harm, and is cut off.
+        Some vocabularies put a space before every text: then it is split behind a line break.
         """
         wanted = text.encode() if isinstance(text, str) else text
         for before in (b"", b"\n"):
@@ -247,19 +233,11 @@ class _Tokens:
 
 def _with_stack(work: Callable[[], Result]) -> Result:
     """Do something in a thread with a stack that no grammar of the allowed size can overflow."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - handed on
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="llamaspec-grammar", daemon=True)
-    with _STACK_LOCK:
-        usual = threading.stack_size(_STACK)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    return future.result()
+    with ThreadPoolExecutor(1, "llamaspec-grammar") as pool:
+        with _STACK_LOCK:
+            usual = threading.stack_size(_STACK)
+            try:
+                result = pool.submit(work)
+            finally:
+                threading.stack_size(usual)
+        return result.result()

@@ -1,8 +1,7 @@
 """From a model's scores to the distribution that a token is drawn from.
 
-The one idea: top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they
-keep the shortest of three prefixes, and only the few tokens that can be in it are ever sorted. Knows
-neither models nor chance. Hand-computed tables in tests/sampling/test_filters.py prove each filter.
+Top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they keep the shortest
+of three prefixes, and only the few tokens that can be in it are sorted.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Sampling:
     repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
     presence_penalty: float | None = None  # subtracted once from the score of a seen token
     frequency_penalty: float | None = None  # subtracted once for each time a token was seen
-    penalty_window: int | None = 64  # how many of the last tokens count as seen, those of the prompt among
-    # them; None = all that were generated and none of the prompt, as OpenAI defines it
+    penalty_window: int | None = 64  # so many last tokens count as seen; None = all but those of the prompt
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
 
     def __post_init__(self) -> None:
@@ -79,11 +77,10 @@ def distribution(
     scores : [V] float32
         Logits of one position; not changed.
     sampling : Sampling
-        The chain: bias, penalties, top-k, top-p, min-p, temperature, in llama.cpp's order.
     seen : [n] int32
         The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
     allowed : [A] int32, optional
-        Ascending, not empty: the only tokens that may be drawn. The others have no score at all.
+        Ascending, not empty: the only tokens that may be drawn.
 
     Raises
     ------
@@ -206,10 +203,9 @@ def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float 
 
 
 def _floor_of_best(scores: Scores, k: int) -> float:
-    """A score that at least `k` tokens reach, and not many more.
+    """A score that at least `k` tokens reach, and not many more, found in one pass over the scores.
 
-    The k-th best of the maxima of disjoint groups can be no higher than the k-th best of all, and costs
-    one pass over the scores instead of a selection among them.
+    It is the k-th best of the maxima of disjoint groups, which is no higher than the k-th best of all.
     """
     n_groups = len(scores) // min(64, max(1, len(scores) // (4 * k)))
     if n_groups < k:

@@ -1,7 +1,6 @@
-"""How probable the tokens of a text were to the model itself, as programs ask a server for it.
+"""Log-probabilities of the tokens of a text, as llama-server gives them.
 
-Of softmax(logits): before bias, penalties, a constraint, truncation and temperature, as llama-server gives
-it. So the numbers say what the model believes, whatever it was made to say.
+They are of softmax(logits): before bias, penalties, a constraint, truncation and temperature.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Chance that belongs to positions, not to calls.
+"""Random numbers that are a pure function of (seed, use, position, attempt, token).
 
-Every random number is a hash of (seed, use, position, attempt, token), so it is the same whoever asks for
-it, in whatever order and how often. That is what makes the text for a seed independent of the draft.
-Knows nothing of models. tests/sampling/test_random_streams.py checks the law and the independence.
+They are the same whoever asks for them, in whatever order: so the text for a seed is independent of the
+draft. tests/sampling/test_random_streams.py checks the law and the independence.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class SeededStreams:
 class CascadeStreams:
     """Chance for a draft that has a draft of its own.
 
-    What position alone decides is shared, so that under the coupled rule everybody draws the same tokens.
-    All else is independent of what the text itself draws, and of other drafts.
+    What position alone decides is shared, so that under the coupled rule all draw the same tokens. All else
+    is independent of what the text itself draws, and of other drafts.
     """
 
     def __init__(self, streams: RandomStreams) -> None:

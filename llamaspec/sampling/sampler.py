@@ -1,13 +1,11 @@
-"""What the tokens of one text are drawn from: a model's scores, what was written before, and a constraint.
+"""What the tokens of one text are drawn from: a model's scores, the tokens before, and a constraint.
 
-Target and draft ask the same sampler, so that the draft proposes only what the text may say. Knows neither
-models nor chance. tests/engine/test_constrained_law.py walks every branch under all rules.
+Target and draft ask the same sampler. tests/engine/test_constrained_law.py walks every branch of chance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -57,10 +55,7 @@ class LogitsTarget:
     """
 
     def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampler: Sampler) -> None:
-        self._logits = logits
-        self._context = context
-        self._draft = draft
-        self._sampler = sampler
+        self._logits, self._context, self._draft, self._sampler = logits, context, draft, sampler
         self._known: dict[int, Distribution] = {}
 
     def after(self, i: int) -> Distribution:
@@ -76,22 +71,13 @@ class LogitsTarget:
         return self._known[i]
 
 
-class Candidates(NamedTuple):
-    """Tokens for one position, best first."""
-
-    tokens: tuple[int, ...]
-    confidences: tuple[float, ...]  # softmax of log q + g, over all tokens that q leaves
-
-
 def candidates(
     scores: Scores, sampler: Sampler, path: TokenArray, streams: RandomStreams, n: int
-) -> Candidates:
-    """At most `n` tokens that the target may draw behind `path`: the greatest log q + g.
+) -> tuple[list[int], list[float]]:
+    """At most `n` tokens that the target may draw behind `path`, best first, and their confidences.
 
-    The target's token is the greatest log p + g, with the same noise g: so the first candidate is what a
-    chain would draft, and where p and q differ a little the target's token is often the second or the third.
-
-    Where the draft's sampler is greedy there is no noise, and q is that of temperature 1.
+    They are the greatest log q + g, with the noise g that the target uses; a confidence is the softmax of
+    log q + g. Where the draft's sampler is greedy there is no noise, and q is that of temperature 1.
 
     References
     ----------
@@ -108,4 +94,4 @@ def candidates(
     order = (-perturbed).argsort(kind="stable")[:n]
     weights = np.exp(perturbed - perturbed[order[0]])
     chances = weights[order] / weights.sum()
-    return Candidates(tuple(q.tokens[order].tolist()), tuple(chances.tolist()))
+    return q.tokens[order].tolist(), chances.tolist()

@@ -95,7 +95,7 @@ async def metrics(http: Request) -> Response:
     """Counters and gauges for Prometheus."""
     service = service_of(http)
     running, n_waiting = service.queue.sequences()
-    n_used, size = service.pair.cache_use()
+    n_used, size = service.pair.target.cache_use()
     text = service.metrics.text(len(running), n_waiting, n_used, size)
     return Response(text, media_type="text/plain; version=0.0.4")
 

@@ -25,8 +25,8 @@ def test_metrics_add_up(demo: Pair) -> None:
     with served(demo) as server:
         assert set(numbers(server).values()) <= {
             0.0,
-            *demo.cache_use(),
-            demo.cache_use()[0] / demo.cache_use()[1],
+            *demo.target.cache_use(),
+            demo.target.cache_use()[0] / demo.target.cache_use()[1],
         }
         answers = [server.post("/v1/completions", {**BODY, "n": n}).json() for n in (1, 2)]
         after = numbers(server)
