@@ -233,11 +233,12 @@ class _Tokens:
 
 def _with_stack(work: Callable[[], Result]) -> Result:
     """Do something in a thread with a stack that no grammar of the allowed size can overflow."""
-    with ThreadPoolExecutor(1, "llamaspec-grammar") as pool:
-        with _STACK_LOCK:
-            usual = threading.stack_size(_STACK)
-            try:
-                result = pool.submit(work)
-            finally:
-                threading.stack_size(usual)
-        return result.result()
+    pool = ThreadPoolExecutor(1, "llamaspec-grammar")
+    with _STACK_LOCK:
+        usual = threading.stack_size(_STACK)
+        try:
+            result = pool.submit(work)
+        finally:
+            threading.stack_size(usual)
+    pool.shutdown(wait=False)  # Ctrl-C does not wait for it
+    return result.result()
