@@ -185,13 +185,7 @@ class Entry:
                 raise ValueError(str(error)) from error
 
     def file(self, quantization: str | None = None) -> RemoteFile:
-        """The file of a quantization; None = the default.
-
-        Raises
-        ------
-        ModelFileError
-            This model has no such quantization, or is a file on this machine.
-        """
+        """The file of a quantization; None = the default. A ModelFileError where there is none."""
         name = quoted(self.name)
         if self.repo is None or self.default is None:
             where = quoted(str(self.path))
@@ -319,8 +313,10 @@ def _write_own(entries: Mapping[str, Entry]) -> Path:
 
 
 def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
+    import yaml
+
     try:
-        listed = _read_yaml(path)
+        listed = yaml.safe_load(read_file(path, _MAX_LIST_BYTES)) or {}
         if not isinstance(listed, dict):
             raise ValueError("it has to be a mapping from names to what is known of them")
         return {str(name): _entry(str(name), what, is_own) for name, what in listed.items()}
@@ -330,20 +326,13 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
         raise ModelFileError(f"cannot read {path}: {error.strerror}; fix or delete it") from error
     except RecursionError as error:
         raise ModelFileError(f"{path} is nested too deeply; fix or delete it") from error
-    except (TypeError, ValueError) as error:
-        reason = str(error).replace("; ", ", ")
-        raise ModelFileError(f"{path} has an entry that cannot be understood: {reason}; fix it") from error
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(read_file(path, _MAX_LIST_BYTES)) or {}
     except (yaml.YAMLError, AttributeError) as error:  # AttributeError: dates that cannot be
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
         raise ModelFileError(f"{path}{place}: this is not plain YAML; fix or delete it") from error
+    except (TypeError, ValueError) as error:
+        reason = str(error).replace("; ", ", ")
+        raise ModelFileError(f"{path} has an entry that cannot be understood: {reason}; fix it") from error
 
 
 def _entry(name: str, what: object, is_own: bool) -> Entry:

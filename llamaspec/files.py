@@ -1,8 +1,7 @@
 """Small files that people and llamaspec keep: read whole or refused, validated, written in one step.
 
 Only a regular file below a size is read, so no pipe, device or huge file keeps anybody waiting. Content is
-validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN. Knows
-not what the files mean. tests/test_files.py has pipes, devices and damaged content.
+validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ def cache_folder() -> Path:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes.
-
-    Raises
-    ------
-    OSError
-        It cannot be read, is no regular file, or is larger; `strerror` says which.
-    """
+    """Read a regular file of at most `limit` bytes; else an OSError whose `strerror` says why."""
     content = read_beginning(path, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
@@ -54,13 +47,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_beginning(path: Path, n: int) -> bytes:
-    """Read the first `n` bytes of a regular file, or all that it has.
-
-    Raises
-    ------
-    OSError
-        It cannot be read, or is no regular file.
-    """
+    """Read the first `n` bytes of a regular file, or all that it has; else an OSError."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer would block here

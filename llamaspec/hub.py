@@ -11,13 +11,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from llamaspec.catalog import (
     HUB,
@@ -37,9 +34,7 @@ from llamaspec.llama.gguf_file import check_gguf, read_gguf
 AUTO = "auto"  # in place of a draft: the one that is known for the target
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity of its target
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
-
 
 OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how many bytes of it are missing
 
@@ -48,7 +43,7 @@ OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how man
 
 
 def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
-    """The model's file; fetched first if it is on the hub and not here.
+    """The model's file; fetched first if it is on the hub and not here, after `on_fetch` was told.
 
     Parameters
     ----------
@@ -56,7 +51,6 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
         A path, NAME or NAME:QUANTIZATION of the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
         hf:owner/repo where it has one model, or the address of a file's page. A `Path` is always a file.
     on_fetch : callable, optional
-        Called with the file and its missing bytes, before it is fetched.
 
     Raises
     ------
@@ -68,15 +62,7 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
 
 
 def resolve_draft(draft: str | Path, target: str | Path, on_fetch: OnFetch | None = None) -> Path:
-    """The same for a draft; "auto" is the one that is known for the target.
-
-    Raises
-    ------
-    ModelFileError
-        There is no such model, or it cannot be fetched.
-    PairError
-        No draft is known for the target.
-    """
+    """The same for a draft; "auto" is the one that is known for the target, or a PairError."""
     return resolve_model(find_draft(str(target)) if draft == AUTO else draft, on_fetch)
 
 
@@ -287,14 +273,24 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
     ModelFileError
         The hub cannot be reached or does not give the file, the disk is too small, or the content is wrong.
     """
-    with _told_in_one_line(file):
+    try:
         parts = {part: _ask(file, part) for part in file.parts}
         blobs = _folder(file.repo) / "blobs"
         n_missing = sum(said.n_bytes for said in parts.values() if not (blobs / said.tag).exists())
-        _check_room(file, n_missing)
+        folder = next(folder for folder in blobs.parents if folder.exists())
+        free = shutil.disk_usage(folder).free
+        if n_missing > free:
+            raise ModelFileError(
+                f"{file} needs {n_missing / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
+                "make room, or set HF_HOME to a folder on a larger disk"
+            )
         if on_fetch is not None and n_missing:
             on_fetch(file, n_missing)
         paths = [_fetch_part(file, part, said) for part, said in parts.items()]
+    except ModelFileError:
+        raise
+    except Exception as error:  # whatever the library makes of a strange answer
+        raise ModelFileError(_reason(file, error)) from error
     return paths[0]
 
 
@@ -323,15 +319,15 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
         meant = f"did you mean {close}?" if close else "look at the files on its page at the hub"
         raise ModelFileError(f"{file.repo} has no file {part}; {meant}") from error
     said = _Announced(fact.commit_hash or "", fact.etag or "", fact.size or 0)
-    faults = {
-        f"the hash {quoted(said.tag) or 'of no digits'}": not _HASH.fullmatch(said.tag),
-        f"the commit {quoted(said.commit) or 'of no digits'}": not _COMMIT.fullmatch(said.commit),
-        "no size that a file can have": not 0 < said.n_bytes <= MAX_BYTES,
-        f"the address {quoted(fact.location)}": urlsplit(fact.location).scheme not in ("http", "https"),
-    }
-    for fault, is_so in faults.items():
-        if is_so:
-            raise ModelFileError(f"the hub gives {fault} for {part}; nothing was fetched")
+    fault = None
+    if not _HASH.fullmatch(said.tag):
+        fault = f"the hash {quoted(said.tag) or 'of no digits'}"
+    elif not _COMMIT.fullmatch(said.commit):
+        fault = f"the commit {quoted(said.commit) or 'of no digits'}"
+    elif not 0 < said.n_bytes <= MAX_BYTES:
+        fault = "no size that a file can have"
+    if fault is not None:
+        raise ModelFileError(f"the hub gives {fault} for {part}; nothing was fetched")
     known = file.sha256 if file.parts == (part,) else None
     if known is not None and len(said.tag) == len(known) and known != said.tag:
         raise ModelFileError(
@@ -341,32 +337,11 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
     return said
 
 
-def _check_room(file: RemoteFile, n_missing: int) -> None:
-    folder = next(folder for folder in _folder(file.repo).parents if folder.exists())
-    free = shutil.disk_usage(folder).free
-    if n_missing > free:
-        raise ModelFileError(
-            f"{file} needs {n_missing / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
-            "make room, or set HF_HOME to a folder on a larger disk"
-        )
-
-
 def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    class Bar(tqdm):
-        """The library's own; ends a transfer that brings far more than was announced."""
-
-        n_done = 0
-
-        def update(self, n: float | None = 1) -> Any:
-            self.n_done += int(n or 0)
-            if self.n_done > 2 * said.n_bytes + _MAX_EXTRA_BYTES:
-                raise ModelFileError(f"the hub sends more than the {said.n_bytes} bytes of {part}; try later")
-            return super().update(n)
-
-    path = Path(hf_hub_download(file.repo, part, tqdm_class=Bar))
+    path = Path(hf_hub_download(file.repo, part))
     if f"snapshots/{said.commit}/{part}" not in path.as_posix():
         raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
     expected = (file.sha256 if len(file.parts) == 1 else None) or said.tag
@@ -378,7 +353,13 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
                 f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
                 "it was deleted, pull it again"
             )
-        _check_model(path, part)
+        try:
+            check_gguf(path)
+        except ModelFileError as error:
+            reason = str(error).partition(";")[0].replace(str(path), "it")
+            raise ModelFileError(
+                f"what the hub has as {part} is no model: {reason}; name another file"
+            ) from error
     except BaseException:  # also when interrupted: what is not checked is not kept
         _remove_link(_folder(file.repo), path)
         raise
@@ -397,16 +378,6 @@ def _hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
     return digest.hexdigest()
 
 
-def _check_model(path: Path, part: str) -> None:
-    try:
-        check_gguf(path)
-    except ModelFileError as error:
-        reason = str(error).partition(";")[0].replace(str(path), "it")
-        raise ModelFileError(
-            f"what the hub has as {part} is no model: {reason}; name another file"
-        ) from error
-
-
 def _list_models(repo: str) -> list[str]:
     """The names of the model files in a repository, as the hub gives them."""
     from huggingface_hub import HfApi, constants
@@ -418,16 +389,6 @@ def _list_models(repo: str) -> list[str]:
         raise ModelFileError(
             f"cannot see which models {repo} has: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
         ) from error
-
-
-@contextmanager
-def _told_in_one_line(file: RemoteFile) -> Iterator[None]:
-    try:
-        yield
-    except ModelFileError:
-        raise
-    except Exception as error:  # whatever the library makes of a strange answer
-        raise ModelFileError(_reason(file, error)) from error
 
 
 def _reason(file: RemoteFile, error: Exception) -> str:

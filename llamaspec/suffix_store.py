@@ -1,8 +1,7 @@
 """Earlier texts of a model, kept between runs for n-gram drafts: one private file for each model.
 
-They lie in the user's cache folder as token ids, readable by nobody else. What is damaged counts as none,
-with a reason for whoever wants to tell it. A file belongs to one model file, by its size and its beginning,
-so no text ever becomes a draft for another model.
+They lie in the user's cache folder as token ids, readable by nobody else. What is damaged counts as none. A
+file belongs to one model file, by its size and its beginning, so no text becomes a draft for another model.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -34,13 +34,7 @@ class SuffixStore:
 
     @classmethod
     def of(cls, model: Path) -> SuffixStore:
-        """That of a model.
-
-        Raises
-        ------
-        OSError
-            The model's file cannot be read.
-        """
+        """That of a model; an OSError where its file cannot be read."""
         return cls(folder() / f"{identity(model)}.texts")
 
     def read(self) -> tuple[PastTexts, str | None]:
@@ -56,13 +50,7 @@ class SuffixStore:
         return PastTexts(), f"{self.path} counts as empty, it cannot be used: {reason}"
 
     def add(self, texts: Sequence[TokenArray]) -> None:
-        """Keep texts besides those that are kept; other processes may do so at the same time.
-
-        Raises
-        ------
-        OSError
-            They cannot be kept; what was kept still is.
-        """
+        """Keep texts besides those that are kept, or raise an OSError; other processes may do so, too."""
         if not texts:
             return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,20 +69,15 @@ class SuffixStore:
         content = read_file(self.path, _MAX_BYTES)
         begin = len(_MAGIC) + hashlib.sha256().digest_size
         head, body = content[:begin], content[begin:]
-        if not head.startswith(_MAGIC):
-            raise ValueError("it is of another kind or version")
-        if head != _MAGIC + hashlib.sha256(body).digest() or len(body) % 4:
-            raise ValueError("it is damaged")
+        if head != _MAGIC + hashlib.sha256(body).digest():
+            raise ValueError("it is damaged, or of another kind or version")
         tokens = np.frombuffer(body, "<i4").astype(np.int32)
-        if tokens[-1:].tolist() not in ([], [_END]):
-            raise ValueError("it is damaged")
         ends = np.flatnonzero(tokens == _END)
         starts = np.concatenate((np.zeros(1, np.int64), ends[:-1] + 1))
         return [tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTexts:
+class KeptTexts(NamedTuple):
     """What is kept of all models."""
 
     n_models: int
@@ -113,13 +96,7 @@ def kept_texts() -> KeptTexts:
 
 
 def forget_texts() -> KeptTexts:
-    """Delete what is kept of all models; answers how much it was.
-
-    Raises
-    ------
-    OSError
-        A file cannot be deleted.
-    """
+    """Delete what is kept of all models; answers how much it was. An OSError where that fails."""
     found = kept_texts()
     for path in folder().glob("*"):
         if path.suffix in (".texts", ".lock"):
