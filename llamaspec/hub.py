@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from llamaspec.catalog import (
     HUB,
@@ -34,6 +36,7 @@ from llamaspec.llama.gguf_file import check_gguf, read_gguf
 AUTO = "auto"  # in place of a draft: the one that is known for the target
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity of its target
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
 
 OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how many bytes of it are missing
@@ -326,6 +329,8 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
         fault = f"the commit {quoted(said.commit) or 'of no digits'}"
     elif not 0 < said.n_bytes <= MAX_BYTES:
         fault = "no size that a file can have"
+    elif urlsplit(fact.location).scheme not in ("http", "https"):
+        fault = f"the address {quoted(fact.location)}"
     if fault is not None:
         raise ModelFileError(f"the hub gives {fault} for {part}; nothing was fetched")
     known = file.sha256 if file.parts == (part,) else None
@@ -341,7 +346,18 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    path = Path(hf_hub_download(file.repo, part))
+    class Bar(tqdm):
+        """The library's own; ends a transfer that brings far more than was announced."""
+
+        n_done = 0
+
+        def update(self, n: float | None = 1) -> Any:
+            self.n_done += int(n or 0)
+            if self.n_done > 2 * said.n_bytes + _MAX_EXTRA_BYTES:
+                raise ModelFileError(f"the hub sends more than the {said.n_bytes} bytes of {part}; try later")
+            return super().update(n)
+
+    path = Path(hf_hub_download(file.repo, part, tqdm_class=Bar))
     if f"snapshots/{said.commit}/{part}" not in path.as_posix():
         raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
     expected = (file.sha256 if len(file.parts) == 1 else None) or said.tag

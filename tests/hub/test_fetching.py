@@ -192,9 +192,22 @@ def test_a_size_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, size: str 
     assert written(tmp_path) == []
 
 
-def test_another_size_than_announced_leaves_nothing(hub: Hub, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "http://[", "//", "/\x7f", "http://a b/", "http://h:99999/"]
+)
+def test_an_address_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, location: str) -> None:
+    hub.elsewhere, hub.headers = hub.url, {"Location": location}
+    refused()
+    assert written(tmp_path) == []
+
+
+def test_other_sizes_than_announced_leave_nothing(hub: Hub, cache: Path, tmp_path: Path) -> None:
     hub.sizes[BIG] = 1000
     refused()
+    hub.sizes.clear()
+    hub.extra_bytes = 300 << 20
+    assert "sends more than" in refused()
+    assert hub.n_sent < 200 << 20  # what is buffered on the way
     assert written(tmp_path) == []
 
 
