@@ -5,7 +5,6 @@ How a tree grows is the drafter's affair; the policy calls `plan_tree`. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.costs import Array, Costs
-from llamaspec.values import Draft, Round
+from llamaspec.values import Round
 
 SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: the second's, third's, fourth's
 LEARNT = 0.02  # of the way to what was seen, with each such position
@@ -37,23 +36,18 @@ class TreeAcceptance:
         return min(chance * min(confidence / SUREST, 1.0), 1.0 - SUREST / 10)
 
     def usual(self, acceptance: float) -> tuple[float, ...]:
-        """Of candidates that are not known yet; `acceptance`: of the first."""
-        return (acceptance, *((1.0 - acceptance) * share for share in self.shares))
+        """Of candidates that are not known yet, to two digits; `acceptance`: of the first."""
+        return tuple(round(each, 2) for each in (acceptance, *((1 - acceptance) * s for s in self.shares)))
 
     def learn(self, round_: Round) -> None:
         """Learn from the positions of a round that were verified."""
         for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
             children = round_.draft.children(node)
-            if not children:
-                break
-            self._learn_position(round_.draft, children, drawn)
-
-    def _learn_position(self, draft: Draft, children: Sequence[int], drawn: int | None) -> None:
-        for rank, child in enumerate(children):
-            belief = self.others if rank else self.first
-            belief.learn(child == drawn, draft.confidences[child])
-            if rank and children[0] != drawn and rank <= len(self.shares):
-                self.shares[rank - 1] += LEARNT * ((child == drawn) - self.shares[rank - 1])
+            for rank, child in enumerate(children):
+                belief = self.others if rank else self.first
+                belief.learn(child == drawn, round_.confidences[child])
+                if 0 < rank <= len(self.shares) and children[0] != drawn:
+                    self.shares[rank - 1] += LEARNT * ((child == drawn) - self.shares[rank - 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,51 +65,32 @@ def plan_tree(
     acceptance: TreeAcceptance,
     chance: float,
     prices: Array,
-    step_seconds: float,
+    step: float,
     costs: Costs,
     rate: float,
-    plain_seconds: float,
+    plain: float,
 ) -> TreePlan | None:
     """A tree instead of the best chain, where that promises a tenth more.
 
-    Parameters
-    ----------
-    acceptance : TreeAcceptance
-    chance : float
-        That the first candidate of a position is accepted.
-    prices : [1 + N] float64
-        Seconds of 0, 1, ... verified tokens.
-    step_seconds : float
-        A step of the draft that reads one token.
-    costs : Costs
-    rate : float
-        Tokens per second of the best chain.
-    plain_seconds : float
-        A token without drafts.
+    `chance`: that a first candidate is accepted. `prices`: seconds of 0, 1, ... verified tokens, [1 + N].
+    `step`, `plain`: seconds of a draft step, of a plain token. `rate`: tokens per second of the chain.
     """
     usual = acceptance.usual(chance)
     if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
         return None  # second candidates are not worth their positions
     widths = costs.padded_seconds(1, WIDEST)  # a step of the draft costs more where an evaluation does
-    steps, best = step_seconds * np.concatenate(([0.0], widths / widths[0])), 0.0
+    steps, best = step * np.concatenate(([0.0], widths / widths[0])), 0.0
     for depth in DEPTHS:
         values = looked_ahead(usual, depth)[: len(prices) - 1]
         n = np.arange(1, len(values) + 1)
         stepping = depth * np.interp(np.clip(n / depth, 1, WIDEST), np.arange(len(steps)), steps)
-        rates = (1.0 + values.cumsum()) / (plain_seconds + prices[n] + stepping)
-        best = max(best, float(rates.max()))
-    if best < EDGE * rate:
-        return None
-    return TreePlan(acceptance, usual, best * prices, best * steps, best)
-
-
-def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:
-    """The most valuable tokens of a tree of so many levels, where nothing is known yet, best first."""
-    return _usual_values(tuple(round(chance, 2) for chance in usual), depth)
+        best = max(best, float(((1.0 + values.cumsum()) / (plain + prices[n] + stepping)).max()))
+    return TreePlan(acceptance, usual, best * prices, best * steps, best) if best >= EDGE * rate else None
 
 
 @lru_cache(maxsize=256)
-def _usual_values(usual: tuple[float, ...], depth: int) -> Array:
+def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:
+    """The most valuable tokens of a tree of so many levels, where nothing is known yet, best first."""
     level, found = np.ones(1), np.empty(0)
     for _ in range(depth):
         level = -np.sort(-np.outer(level, usual).ravel())[:32]
