@@ -22,15 +22,14 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.thread import ComputeThread
-from llamaspec.engine.timed_constraint import TimedConstraint
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, RowConstraint
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.constraint import Grammars
+from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sequence_drafters import Drawing, SequenceDrafters, cascade_of, draft_name
@@ -154,13 +153,13 @@ class Pair:
             raise ValueError(f"a logit bias is for token ids from 0 to {n_vocabulary - 1}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
-        row_constraint = None if constraint is None else TimedConstraint(constraint.start_row())
+        row_constraint = None if constraint is None else TimedConstraint(constraint.start_sequence())
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        length = policy.start_row(drops=RULES[rule].drops)
+        length = policy.start_sequence(drops=RULES[rule].drops)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
             trees = length if isinstance(length, TreeLength) else None
@@ -251,7 +250,7 @@ class Pair:
         rule: str,
         streams: SeededStreams,
         n_prompt: int = 0,
-        constraint: RowConstraint | None = None,
+        constraint: SequenceConstraint | None = None,
     ) -> Drafter:
         """The drafter that asks the draft model for chains, or the target's prediction heads."""
         return self._drafters.asking_model(Drawing(sampling, rule, streams, n_prompt, constraint))

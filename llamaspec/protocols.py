@@ -57,7 +57,7 @@ class Model(Protocol):
         """Tokens that all sequences together can cache; None where each has a memory of its own."""
 
     @property
-    def max_mixed(self) -> int:
+    def max_chunked_prefill(self) -> int:
         """The most positions of one evaluation with chunked prefill beside other rows' rounds; 0 = never."""
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
@@ -135,7 +135,7 @@ class WholeVocabulary(Vocabulary, Protocol):
         """Token ids of a text, with the special tokens that the model wants at its start or without."""
 
 
-class RowConstraint(Protocol):
+class SequenceConstraint(Protocol):
     """Which tokens one text allows next: a pure function of the tokens generated so far."""
 
     def allowed(self, generated: TokenArray) -> TokenArray:
@@ -155,11 +155,11 @@ class RowConstraint(Protocol):
 class Constraint(Protocol):
     """What texts must look like: compiled once, for any number of sequences and threads."""
 
-    def start_row(self) -> RowConstraint:
+    def start_sequence(self) -> SequenceConstraint:
         """A text begins."""
 
 
-class RowLength(Protocol):
+class SequenceLength(Protocol):
     """How many tokens are drafted for one text."""
 
     def wants_more(self, draft: Draft) -> bool:
@@ -168,7 +168,7 @@ class RowLength(Protocol):
     def n_verified(self, draft: Draft) -> int:
         """How many tokens of a draft the target verifies.
 
-        `Round.shadow` tells whether the first of the others would have been accepted. Unless the rule
+        `Round.counterfactual` tells whether the first of the others would have been accepted. Unless the rule
         `drops`, the answer must be settled before the first token is drawn: none, or all.
         """
 
@@ -188,7 +188,7 @@ class RowLength(Protocol):
 class LengthPolicy(Protocol):
     """How many tokens are drafted: shared by all rows of a pair."""
 
-    def start_row(self, *, drops: bool = False) -> RowLength:
+    def start_sequence(self, *, drops: bool = False) -> SequenceLength:
         """A text begins; `drops` as in `Rule`."""
 
 
@@ -198,7 +198,7 @@ class Drafter(Protocol):
     def prepare(self, context: TokenArray) -> Preparing | None:
         """Read a prompt before the first round, or do nothing."""
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
         """Draft at most what `length` wants behind the whole `context`."""
 
 

@@ -15,7 +15,7 @@ from llamaspec.drafters.tree import TreeDrafter, TreeLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, RowConstraint
+from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES, Coupled
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import CascadeStreams
@@ -64,7 +64,7 @@ class Drawing:
     rule: str
     streams: RandomStreams
     n_prompt: int = 0  # tokens that the constraint does not concern
-    constraint: RowConstraint | None = None
+    constraint: SequenceConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class SequenceDrafters:
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
         if here.ngram:
             helper = FallbackDrafter([NgramDrafter(past=here.past, keeps=False), helper])
-        length = here.length.start_row(drops=RULES[drawing.rule].drops)
+        length = here.length.start_sequence(drops=RULES[drawing.rule].drops)
         return CascadeDrafter(model, helper, length, streams, here.target.max_scored)
 
     def _asking(

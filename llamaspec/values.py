@@ -80,10 +80,10 @@ class Forward(NamedTuple):
     logits: Logits  # [n_logits + K, V] valid until the text makes its next request; not to be written to
     seconds: float  # of the evaluation
     n_positions: int  # in the evaluation: those of all rows, and padding
-    n_rows: int  # that shared the evaluation
+    n_sequences: int  # that shared the evaluation
     n_cached: int  # tokens of the request that the KV cache held before
     evaluation: int  # serial number of the evaluation
-    n_beside: int = 0  # of its positions: those of a prompt of another row, whose seconds are not counted
+    n_prefill: int = 0  # of its positions: those of another sequence's prompt, whose seconds do not count
 
 
 class Logprobs(NamedTuple):
@@ -231,7 +231,7 @@ class Round:
     path: tuple[int, ...]  # indices of the accepted draft tokens
     next_token: int  # the target's own token after the accepted ones
     width: int  # positions in the target's evaluation: those of all rows, and padding
-    n_rows: int = 1  # that shared the evaluation
+    n_sequences: int = 1  # that shared the evaluation
     evaluation: int = 0  # serial number of the evaluation: several rows may share one
     n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
     draft_seconds: float = 0.0  # of these; all seconds are filled in by the scheduler
@@ -239,9 +239,9 @@ class Round:
     overhead_seconds: float = 0.0  # everything else
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
     n_draft_scored: int = 0  # positions that draft models scored
-    n_beside: int = 0  # of `width`: positions of a prompt of another row, whose seconds are not counted
+    n_prefill: int = 0  # of `width`: positions of a prompt of another sequence, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
-    shadow: tuple[float, float] | None = None  # of the first of them: its confidence, and its acceptance
+    counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance
 
     @property
     def n_drafted(self) -> int:

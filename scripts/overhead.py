@@ -154,7 +154,7 @@ def _text_seconds(thread: Any, n_tokens: int) -> float:
 
     speculation = Speculation(
         drafter=NoDrafter(),
-        length=FixedLength(0).start_row(),
+        length=FixedLength(0).start_sequence(),
         rule=RULES["coupled"],
         sampling=Sampling(temperature=0.0),
         streams=SeededStreams(0),
@@ -183,7 +183,7 @@ class _Letters:
 class _Sleeping:
     """A model whose evaluations sleep, as llama.cpp without the interpreter's lock; it caches every token."""
 
-    vocabulary_size, batch_size, max_scored, n_cells, max_mixed = VOCABULARY_SIZE, 512, 512, None, 0
+    vocabulary_size, batch_size, max_scored, n_cells, max_chunked_prefill = VOCABULARY_SIZE, 512, 512, None, 0
 
     def __init__(self, context_size: int) -> None:
         self.context_size = context_size

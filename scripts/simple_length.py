@@ -24,7 +24,7 @@ class SimpleLength:
         self._n_since_draft = 0
         self._n_draft = 0  # of the coming round
 
-    def start_row(self, *, drops: bool = False) -> SimpleLength:
+    def start_sequence(self, *, drops: bool = False) -> SimpleLength:
         """Itself."""
         return self
 

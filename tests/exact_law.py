@@ -30,7 +30,15 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.protocols import Drafter, Drafting, RandomStreams, RowConstraint, RowLength, Rule, Stream
+from llamaspec.protocols import (
+    Drafter,
+    Drafting,
+    RandomStreams,
+    Rule,
+    SequenceConstraint,
+    SequenceLength,
+    Stream,
+)
 from llamaspec.sampling.filters import Floats, Sampling, distribution
 from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
@@ -71,7 +79,7 @@ def model_drafter(
     sampling: Sampling,
     rule: Rule,
     streams: RandomStreams,
-    constraint: RowConstraint | None = None,
+    constraint: SequenceConstraint | None = None,
     name: str = DRAFT,
 ) -> ModelDrafter:
     draft = models[name]
@@ -87,7 +95,7 @@ def cascade_drafter(
     sampling: Sampling,
     rule: Rule,
     streams: RandomStreams,
-    constraint: RowConstraint | None = None,
+    constraint: SequenceConstraint | None = None,
     *,
     helper: Drafter | None = None,
     names: Sequence[str] = (DRAFT, SECOND, THIRD),
@@ -101,7 +109,7 @@ def cascade_drafter(
     elif helper is None:
         helper = model_drafter(models, sampling, rule, own, constraint, names[1])
     model = model_drafter(models, sampling, rule, streams, constraint, names[0])
-    return CascadeDrafter(model, helper, length.start_row(drops=rule.drops), own)
+    return CascadeDrafter(model, helper, length.start_sequence(drops=rule.drops), own)
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
@@ -135,7 +143,7 @@ class Grown:
     def prepare(self, context: TokenArray) -> None:
         pass
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting | Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
         return self.drafter.propose(context, length) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 
@@ -265,10 +273,10 @@ def rounds(
     sampling: Sampling,
     streams: RandomStreams,
     n_tokens: int = N_TOKENS,
-    constraint: RowConstraint | None = None,
+    constraint: SequenceConstraint | None = None,
 ) -> list[Round]:
     """What the loop makes of a prompt, without a scheduler."""
-    row = length.start_row(drops=rule.drops)
+    row = length.start_sequence(drops=rule.drops)
     config = Speculation(
         drafter, row, rule, sampling, streams, models[TARGET].context_size, constraint=constraint
     )
@@ -281,7 +289,7 @@ def text(made: list[Round]) -> tuple[int, ...]:
     return tuple(int(token) for round_ in made for token in round_.tokens)
 
 
-def plain_law(target: FakeModel, sampling: Sampling, constraint: RowConstraint | None = None) -> Law:
+def plain_law(target: FakeModel, sampling: Sampling, constraint: SequenceConstraint | None = None) -> Law:
     """By multiplying the target's own distributions, without any loop."""
     law: Law = {}
     for sequence in itertools.product(range(target.vocabulary_size), repeat=N_TOKENS):

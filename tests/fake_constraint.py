@@ -16,7 +16,7 @@ class Steps:
     vocabulary_size: int = 3
     end: int | None = None
 
-    def start_row(self) -> Steps:
+    def start_sequence(self) -> Steps:
         return self
 
     def allowed(self, generated: TokenArray) -> TokenArray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import (
     NO_DRAFT,
     NO_TOKENS,
@@ -67,7 +67,7 @@ class FakeModel:
     context_size: int = 64
     batch_size: int = 64
     max_scored: int = 64
-    max_mixed: int = 0
+    max_chunked_prefill: int = 0
     n_cells: int | None = None
     spread: float = 1.5
     before: Callable[[int], None] = lambda n: None  # told the number of the evaluation; may raise, or wait
@@ -209,7 +209,7 @@ class Length:
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
 
-    def start_row(self, *, drops: bool = False) -> Length:
+    def start_sequence(self, *, drops: bool = False) -> Length:
         return self
 
     def wants_more(self, draft: Draft) -> bool:
@@ -249,7 +249,7 @@ class Partly(UntilToken):
         self.widths, self.n = lambda n: n, n
         self.made: list[Draft] = []  # what was drafted in each round
 
-    def start_row(self, *, drops: bool = False) -> Partly:
+    def start_sequence(self, *, drops: bool = False) -> Partly:
         return Partly(self.n_draft, self.n, self.token)
 
     def n_verified(self, draft: Draft) -> int:
@@ -289,7 +289,7 @@ class CountingUp:
     def prepare(self, context: TokenArray) -> None:
         pass
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         draft = NO_DRAFT
         while length.wants_more(draft):
             token = (int(context[-1]) + len(draft) + 1) % self.vocabulary_size
@@ -304,7 +304,7 @@ class OverDelivers(CountingUp):
         super().__init__(vocabulary_size)
         self.n = n
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, Length(self.n)) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 
@@ -317,7 +317,7 @@ class Branching:
     def prepare(self, context: TokenArray) -> None:
         pass
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         level, depth = [-1], NO_DRAFT

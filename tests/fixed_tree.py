@@ -21,7 +21,7 @@ class FixedTree:
 
     widths: tuple[int, ...]
 
-    def start_row(self, *, drops: bool = False) -> FixedTree:
+    def start_sequence(self, *, drops: bool = False) -> FixedTree:
         """Itself: it has no state."""
         return self
 

@@ -122,13 +122,13 @@ class RandomRows:
     rng : Generator
     longest : int
         Tokens after which a row ends.
-    n_rows : int
+    n_sequences : int
         At most at once.
     """
 
     rng: np.random.Generator
     longest: int = 60
-    n_rows: int = 4
+    n_sequences: int = 4
     texts: dict[int, TokenArray] = field(default_factory=dict)
     ended: list[TokenArray] = field(default_factory=list)  # texts whose prefixes may be cached
     n_started: int = 0
@@ -148,7 +148,7 @@ class RandomRows:
 
     def batch(self) -> Batch:
         """What the rows of one step want; distinct rows, in any order."""
-        while not self.texts or (len(self.texts) < self.n_rows and self.rng.random() < 0.3):
+        while not self.texts or (len(self.texts) < self.n_sequences and self.rng.random() < 0.3):
             self.texts[self.n_started] = self.beginning()
             self.n_started += 1
         rows = self.rng.permutation(list(self.texts))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaspec.length.costs import CostCurve
-from llamaspec.protocols import LengthPolicy, RowLength
+from llamaspec.protocols import LengthPolicy, SequenceLength
 from llamaspec.values import Draft, Round, Source
 
 Array = npt.NDArray[np.float64]
@@ -104,7 +104,7 @@ def play_rows(
     passages: Sequence[Passage],
     seed: int = 0,
     copies: Passage | None = None,
-    n_rows: int | None = None,
+    n_sequences: int | None = None,
 ) -> Run:
     """The same for several texts that share every evaluation, and draft in lock-step; the others wait."""
     rng = np.random.default_rng(seed)
@@ -112,8 +112,8 @@ def play_rows(
     seconds, plain, evaluation, n_drafted = 0.0, 0.0, 0, 0
     run: list[tuple[int, float, float, int, int]] = []
     while rows or waiting:
-        while waiting and len(rows) < (n_rows or len(passages)):
-            rows.append(Row(policy.start_row(drops=True), waiting.pop(0), copies))
+        while waiting and len(rows) < (n_sequences or len(passages)):
+            rows.append(Row(policy.start_sequence(drops=True), waiting.pop(0), copies))
         evaluation += 1
         n_steps = 0
         while sum(row.step() for row in rows):
@@ -133,7 +133,7 @@ def play_rows(
         for row, rest in zip(rows, rests, strict=True):
             n_made = row.verify(
                 width=width,
-                n_rows=len(rows),
+                n_sequences=len(rows),
                 evaluation=evaluation,
                 draft_seconds=drafting * drafting_noise * row.n_steps / max(n_steps, 1) + 1e-6,
                 verify_seconds=verifying * verifying_noise,
@@ -156,7 +156,7 @@ def play_rows(
 class Row:
     """One text of a batch."""
 
-    def __init__(self, length: RowLength, text: Passage, copies: Passage | None) -> None:
+    def __init__(self, length: SequenceLength, text: Passage, copies: Passage | None) -> None:
         self.length, self.position, self.lag, self.n_steps = length, 0, 0, 0
         self._texts = {Source.MODEL: text}
         if copies is not None:
@@ -206,7 +206,7 @@ class Row:
                 0,
                 n_draft_steps=self.n_steps,
                 n_dropped=self._n_dropped,
-                shadow=self._shadow,
+                counterfactual=self._shadow,
                 **measured,
             )
         )

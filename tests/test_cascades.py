@@ -129,7 +129,7 @@ def test_what_models_that_are_all_the_same_leave_out_would_have_been_accepted(
             policy = Partly(6, every_second)
             found = pair.stream("the end", policy=policy, seed=seed, max_tokens=50, rule=rule).run()
             assert found.summary.acceptance_rate == 1
-            assert {r.shadow and r.shadow[1] for r in found.rounds if r.n_dropped} == {1.0}
+            assert {r.counterfactual and r.counterfactual[1] for r in found.rounds if r.n_dropped} == {1.0}
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -137,7 +137,7 @@ def test_every_policy_is_told_whether_the_rule_drops(store: ModelStore, rule: st
     told: list[bool] = []
 
     class Told(Length):
-        def start_row(self, *, drops: bool = False) -> Told:
+        def start_sequence(self, *, drops: bool = False) -> Told:
             told.append(drops)
             return self
 
@@ -163,7 +163,7 @@ def test_what_is_cached_does_not_matter(store: ModelStore) -> None:
                 early.close()
         assert [each.completion.tokens for each in streams] == alone
         assert isinstance(pair.cascade[0].length, Length)
-        assert max(round_.n_rows for round_ in pair.cascade[0].length.rounds) > 1
+        assert max(round_.n_sequences for round_ in pair.cascade[0].length.rounds) > 1
 
 
 def test_a_level_learns_by_itself(demo_files: tuple[Path, Path]) -> None:

@@ -136,7 +136,7 @@ def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> N
 
 def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would try widths and plan rounds, so that what drafts are compared with would be slower."""
-    monkeypatch.setattr(AutoLength, "start_row", lambda self, drops: pytest.fail("asked"))
+    monkeypatch.setattr(AutoLength, "start_sequence", lambda self, drops: pytest.fail("asked"))
     target = store.path("llama", Recipe(dtype="q8_0"))
     with opened(target, target) as pair:
         assert len(pair.stream(PROMPTS[0], drafter=NoDrafter(), max_tokens=8).run().tokens) == 8
@@ -395,8 +395,8 @@ def test_what_a_draft_equal_to_the_target_leaves_out_would_have_been_accepted(
                 sampling = Sampling(temperature=temperature, repeat_penalty=1.2)
                 found = assisted(pair, "the end", sampling, seed, 40, PARTS[part], rule)
                 assert found.summary.n_accepted == found.summary.n_verified
-                shadows = [round_.shadow for round_ in found.rounds if round_.n_dropped]
-                assert {shadow and shadow[1] for shadow in shadows} <= {1.0}
+                shadows = [round_.counterfactual for round_ in found.rounds if round_.n_dropped]
+                assert {counterfactual and counterfactual[1] for counterfactual in shadows} <= {1.0}
                 assert shadows or part == "what is sure"
 
 
@@ -435,7 +435,7 @@ def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> Non
 class Kept(Partly):
     """Keeps what was drafted for all texts."""
 
-    def start_row(self, *, drops: bool = False) -> Kept:
+    def start_sequence(self, *, drops: bool = False) -> Kept:
         return self
 
 
@@ -479,7 +479,7 @@ def test_texts_beside_each_other_of_which_a_part_is_verified(store: ModelStore) 
         for _ in itertools.zip_longest(*streams):
             pass
         assert [each.completion.tokens for each in streams] == alone
-        assert max(round_.n_rows for each in streams for round_ in each.completion.rounds) > 2
+        assert max(round_.n_sequences for each in streams for round_ in each.completion.rounds) > 2
 
 
 def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from llamaspec.chat.parse import AnswerParser, Delta
 from llamaspec.chat.transcript import tokenize_inside
-from llamaspec.engine.events import Completion, Piece, StopReason
+from llamaspec.engine.generation import Completion, Piece, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError

@@ -23,7 +23,7 @@ from llamaspec.chat.families import recognize
 from llamaspec.chat.parse import AnswerParser, ContentDelta, ReasoningDelta
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript, tokenize_inside
-from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, LlamaspecError, PromptError, printable
 from llamaspec.files import cache_folder, parse_json, read_file, write_file

@@ -49,7 +49,7 @@ from llamaspec.cli.output import (
     write_text,
 )  # fmt: skip
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
-from llamaspec.engine.events import StopReason
+from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.opening import demo_target

@@ -40,7 +40,7 @@ from llamaspec.cli.output import (
 )  # fmt: skip
 from llamaspec.cli.output import explain as print_reasons
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.engine.events import StopReason
+from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.policy import AutoLength
 from llamaspec.measure.reasons import explain

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.reasons import Reasons, break_even_seconds

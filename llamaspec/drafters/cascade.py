@@ -16,8 +16,8 @@ import numpy as np
 from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.length.fixed import RowAtMost
-from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowLength
+from llamaspec.length.fixed import SequenceAtMost
+from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceLength
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.random_streams import CascadeStreams
@@ -34,7 +34,7 @@ class CascadeDrafter:
 
     model: ModelDrafter  # as it would draft alone
     helper: Drafter  # drafts for it, with the chance of `streams`
-    length: RowLength  # how much of that pays
+    length: SequenceLength  # how much of that pays
     streams: CascadeStreams  # made from the model's own
     max_scored: int | None = None  # positions of one evaluation that the model scores
 
@@ -43,7 +43,7 @@ class CascadeDrafter:
         yield from self.model.prepare(context)
         yield from preparing(self.helper, self.model.known(context))
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy has enough."""
         model, draft = self.model, Draft(source=Source.STAGE)
         self.streams.start = len(context)
@@ -69,7 +69,7 @@ class CascadeDrafter:
         if isinstance(self.helper, Closing):
             self.helper.close()
 
-    def _longer(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: RowLength) -> Drafting:
+    def _longer(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: SequenceLength) -> Drafting:
         """The draft with what a round of the model and its helper adds to it, as far as that is wanted."""
         model, shown = self.model, self.model.window(path)
         limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
@@ -86,15 +86,15 @@ class CascadeDrafter:
             verification.path,
             verification.next_token,
             forward.n_positions,
-            forward.n_rows,
+            forward.n_sequences,
             forward.evaluation,
             n_draft_steps=sum(request.n_scored > 0 for request, _ in spent),
             draft_seconds=sum(seconds for _, seconds in spent),
             verify_seconds=forward.seconds,
             n_draft_scored=sum(request.n_scored for request, _ in spent),
-            n_beside=forward.n_beside,
+            n_prefill=forward.n_prefill,
             n_dropped=len(made) - len(helped),
-            shadow=counterfactual(made, helped, verification, model.rule, p),
+            counterfactual=counterfactual(made, helped, verification, model.rule, p),
         )
         nodes, n_before = (-1, *verification.path), len(draft)
         for node, token, q in zip(nodes, round_.tokens.tolist(), verification.distributions, strict=True):
@@ -132,10 +132,10 @@ def _metered(proposing: Drafting) -> Metered:
 
 
 @dataclass(slots=True, eq=False)
-class _HelperLength(RowAtMost):
+class _HelperLength(SequenceAtMost):
     """The helper's length: no more than the draft itself is wanted long."""
 
-    wanted: RowLength  # how long the draft is wanted
+    wanted: SequenceLength  # how long the draft is wanted
     draft: Draft  # as far as it is drawn
 
     def wants_more(self, draft: Draft) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, RowConstraint, RowLength
+from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceConstraint, SequenceLength
 from llamaspec.values import NO_DRAFT, Distribution, Draft, Source, TokenArray
 
 
-def drafting(drafter: Drafter, context: TokenArray, length: RowLength) -> Drafting:
+def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
     """What a drafter proposes."""
     proposed = drafter.propose(context, length)
     return proposed if isinstance(proposed, Draft) else (yield from proposed)
@@ -31,7 +31,7 @@ class NoDrafter:
     def prepare(self, context: TokenArray) -> None:
         """Needs no preparation."""
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         """No tokens."""
         return NO_DRAFT
 
@@ -40,13 +40,13 @@ class NoDrafter:
 class ForcedDrafter:
     """Drafts the only tokens that a constraint allows, such as the keys of a JSON object."""
 
-    constraint: RowConstraint
+    constraint: SequenceConstraint
     n_prompt: int  # tokens before the first that was generated
 
     def prepare(self, context: TokenArray) -> None:
         """Needs no preparation."""
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         """The forced tokens, while the policy wants more."""
         draft = Draft(source=Source.GRAMMAR)
         if length.wants_more(draft):
@@ -68,7 +68,7 @@ class FallbackDrafter:
         for drafter in self.drafters:
             yield from preparing(drafter, context)
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """The first draft that is not empty."""
         for drafter in self.drafters:
             draft = yield from drafting(drafter, context, length)

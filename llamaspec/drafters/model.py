@@ -13,7 +13,7 @@ import numpy as np
 
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.protocols import Drafting, Preparing, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.protocols import Drafting, Preparing, RandomStreams, Rule, SequenceConstraint, SequenceLength
 from llamaspec.sampling.filters import Sampling, confidence
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
@@ -34,7 +34,7 @@ class ModelDrafter:
     tokens: CommonTokens | None = None  # of a heterogeneous vocabulary: it draws these
     longest: int | None = None  # the most draft tokens of a round that it can make
     n_prompt: int = 0  # tokens before the first that was generated
-    constraint: RowConstraint | None = None  # what the text must look like
+    constraint: SequenceConstraint | None = None  # what the text must look like
     is_silent: bool = field(default=False, init=False)  # its scores were not numbers: it drafts no more
 
     def prepare(self, context: TokenArray) -> Preparing:
@@ -44,7 +44,7 @@ class ModelDrafter:
             with suppress(ContextFullError):  # without the draft it is only slower
                 yield ForwardRequest(self.model, prefix, n_logits=0)
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
         tokens, draft, known = self._tokens, Draft(source=self.source), self.known(context)

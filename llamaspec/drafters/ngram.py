@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import NO_TOKENS, Distribution, Draft, Source, TokenArray
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
@@ -133,7 +133,7 @@ class NgramDrafter:
         """Note the prompt."""
         self._read = context
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         """Copy while the policy wants more; a token's confidence is that of the match it would lengthen."""
         self._read = context
         found = NO_MATCH if self._past is None else self._past.find(context)
@@ -151,7 +151,7 @@ class NgramDrafter:
         self._read = NO_TOKENS
 
 
-def _copied(source: Source, match: Match, length: RowLength) -> Draft:
+def _copied(source: Source, match: Match, length: SequenceLength) -> Draft:
     """What followed a match, while the policy wants more."""
     ahead = tuple([i / (i + 1.0) for i in range(match.length, match.length + len(match.following))])
     draft = Draft(source=source, ahead=ahead)

@@ -19,7 +19,7 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ContextFullError, ScoresError
 from llamaspec.length.costs import Array
 from llamaspec.length.tree import DEPTHS, WIDEST, TreePlan, looked_ahead
-from llamaspec.protocols import Drafting, RowLength
+from llamaspec.protocols import Drafting, SequenceLength
 from llamaspec.sampling.sampler import Sampler, candidates
 from llamaspec.values import Draft, ForwardRequest, Source, TokenArray
 
@@ -98,7 +98,7 @@ class Growth(Protocol):
 
 
 @runtime_checkable
-class TreeLength(RowLength, Protocol):
+class TreeLength(SequenceLength, Protocol):
     """A sequence's length that also lets trees grow."""
 
     def tree(self, grow: Callable[[TreePlan], Growth]) -> Growth | None:
@@ -111,7 +111,7 @@ class TreeDrafter(ModelDrafter):
 
     trees: TreeLength = field(kw_only=True)
 
-    def propose(self, context: TokenArray, length: RowLength) -> Drafting:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """A tree, or a chain."""
         has_room = len(context) + DEEPEST <= self.context_size
         can_grow = has_room and not self.is_silent and self.tokens is None and self.constraint is None

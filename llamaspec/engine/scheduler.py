@@ -5,7 +5,7 @@ A step is one evaluation: of a draft model for all sequences that draft, in lock
 whose drafts are done; or of a part of a prompt, between rounds or beside them. Sequences join and leave
 between steps. Where the target's KV cache has no room for all, those that came last are swapped out and
 evaluated again later (preemption by recomputation, as in vLLM, arXiv 2309.06180). One thread calls this, see
-`engine/thread.py`. tests/engine/test_scheduler.py and tests/test_rows.py.
+`engine/thread.py`. tests/engine/test_scheduler.py and tests/test_several_sequences.py.
 """
 
 from __future__ import annotations
@@ -13,15 +13,152 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.sequence import Clock, RunningSequence
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits
+
+SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
+
+
+class Group(NamedTuple):
+    """Sequences that are evaluated together."""
+
+    model: str
+    sequences: list[RunningSequence[Any]]
+    width: int  # positions to evaluate, with padding
+    n_prefill: int = 0  # of these, the last sequence's: chunked prefill beside the rounds of the others
+
+
+class Batching:
+    """Decides over the sequences of one scheduler.
+
+    Parameters
+    ----------
+    models : mapping of name -> Model
+        Asked in reverse order: drafts come before what they are for.
+    """
+
+    def __init__(self, models: Mapping[str, Model]) -> None:
+        self._models = models
+        self._order = tuple(reversed(list(models)))
+        self._prompts_wait = False  # a round has been made since the last part of a prompt was read
+
+    def next_group(self, waiting: Sequence[RunningSequence[Any]]) -> Group | None:
+        """The sequences of the next evaluation; None where nobody waits."""
+        prompts: list[RunningSequence[Any]] = []
+        others: dict[str, list[RunningSequence[Any]]] = {}
+        for each in waiting:
+            request = each.request
+            if request is not None and request is each.part and request.n_scored:
+                others.setdefault(request.model, []).append(each)
+            else:  # there is something to read before its logits
+                prompts.append(each)
+        if prompts and (self._prompts_wait or not others):
+            self._prompts_wait = False
+            return _reading(min(prompts, key=_is_of_target))  # drafts read fast, and never beside a round
+        name = next((name for name in self._order if name in others), None)
+        if name is None:
+            return None
+        group = self._together(name, others[name])
+        if name == TARGET and prompts:
+            group = self._reading_beside(group, max(prompts, key=_is_of_target))
+            self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
+        return group
+
+    def part(self, request: ForwardRequest, n_cached: int) -> ForwardRequest:
+        """A request, or what is to be read before it.
+
+        That is a part of a prompt that is longer than a batch. And the target scores only what needs logits,
+        because the width of that evaluation may be chosen so that its numbers are exact.
+        """
+        size, n_before = self._models[request.model].batch_size, len(request.tokens) - request.n_logits
+        is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
+        if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
+            return request
+        return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
+
+    def padding(self, sequence: RunningSequence[Any], request: ForwardRequest, n_sequences: int) -> int:
+        """Positions that a sequence would want besides those of its request, alone or with others.
+
+        Together a little more, so that sequences stay together where one position more is believed cheaper:
+        apart they would never time whether it is.
+        """
+        if request.model != TARGET or not request.n_scored:
+            return 0
+        n = (sequence.padded(request.n_scored) or request.n_scored) - request.n_scored
+        n = max(n, SPARE) if n_sequences > 1 else n
+        return min(n, self._models[TARGET].context_size - request.n_tokens)
+
+    def _reading_beside(self, group: Group, sequence: RunningSequence[Any]) -> Group:
+        """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv
+        2308.16369).
+
+        As it is where the others may not be evaluated at such a width.
+        """
+        part = sequence.part
+        if part is None or part.model != TARGET or part.n_scored:
+            return group
+        n_new = sum(each.n_new for each in group.sequences)
+        n_part, room = part.n_tokens - sequence.n_cached, self._models[TARGET].max_chunked_prefill - n_new
+        if 2 * room < n_part:  # two evaluations cost no more
+            return group
+        n_prefill = min(n_part, room)
+        width = n_new + n_prefill
+        if any(each.padded(width) != width for each in group.sequences):
+            return group
+        if n_prefill < n_part:
+            sequence.part = ForwardRequest(
+                part.model, part.tokens[: sequence.n_cached + n_prefill], n_logits=0
+            )
+        return Group(TARGET, [*group.sequences, sequence], width, n_prefill)
+
+    def _together(self, name: str, sequences: list[RunningSequence[Any]]) -> Group:
+        """As many sequences as fit one evaluation; those that came first, first."""
+        model = self._models[name]
+        for n in range(len(sequences), 1, -1):  # a narrower batch may be refused where a wider one is not
+            together = sequences[:n]
+            n_scored = sum(each.request.n_scored for each in together if each.request is not None)
+            width = _width(name, together) if n_scored <= model.max_scored else None
+            if width is not None and width <= model.batch_size:
+                return Group(name, together, width)
+        return Group(name, sequences[:1], _width(name, sequences[:1]) or sequences[0].n_new)
+
+
+def _is_of_target(sequence: RunningSequence[Any]) -> bool:
+    return sequence.part is not None and sequence.part.model == TARGET
+
+
+def _reading(sequence: RunningSequence[Any]) -> Group:
+    """One sequence reads a part of its prompt."""
+    assert sequence.part is not None
+    return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
+
+
+def _width(name: str, sequences: Sequence[RunningSequence[Any]]) -> int | None:
+    """Positions to evaluate for some sequences: the fewest that each accepts; None if there are none."""
+    n_new = room = 0
+    for each in sequences:
+        n_new += each.n_new
+        room += each.n_padding
+    if name != TARGET:
+        return n_new
+    width = n_new
+    while True:
+        widest = 0
+        for each in sequences:
+            wanted = each.padded(width)
+            if wanted is None or wanted > n_new + max(room, 0):
+                return None
+            widest = max(widest, wanted)
+        if widest == width:
+            return width
+        width = widest
+
 
 MARGIN = 64  # KV cells that a sequence may need besides its text for a while: draft tokens and padding
 HEADROOM = 256  # tokens that a sequence should be able to add before it is swapped in
@@ -209,8 +346,8 @@ class Scheduler:
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
         serial, sequences = next(self._serials), group.sequences
-        n_rounds = len(sequences) - bool(group.n_beside)
-        reading = seconds * group.n_beside / group.width  # of the last sequence's prompt
+        n_rounds = len(sequences) - bool(group.n_prefill)
+        reading = seconds * group.n_prefill / group.width  # of the last sequence's prompt
         for i, (each, scores) in enumerate(zip(sequences, logits, strict=True)):
             request = each.request
             if request is None or each.is_cancelled:
@@ -220,7 +357,7 @@ class Scheduler:
                 n_cached = each.n_cached if each.n_cached_before is None else each.n_cached_before
                 self._resume(
                     each,
-                    Forward(scores, each.seconds, group.width, n_rounds, n_cached, serial, group.n_beside),
+                    Forward(scores, each.seconds, group.width, n_rounds, n_cached, serial, group.n_prefill),
                 )
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting
-from llamaspec.length.fixed import RowAtMost
-from llamaspec.protocols import Closing, Drafter, RandomStreams, RowConstraint, RowLength, Rule
+from llamaspec.length.fixed import SequenceAtMost
+from llamaspec.protocols import Closing, Drafter, RandomStreams, Rule, SequenceConstraint, SequenceLength
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.logprobs import round_logprobs
@@ -35,13 +35,13 @@ class Speculation:
     """What the loop works with; only the target, `sampling` and `constraint` decide the law of the text."""
 
     drafter: Drafter
-    length: RowLength
+    length: SequenceLength
     rule: Rule
     sampling: Sampling
     streams: RandomStreams
     context_size: int  # of the target, in tokens
     max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
-    constraint: RowConstraint | None = None  # what the text must look like
+    constraint: SequenceConstraint | None = None  # what the text must look like
     n_logprobs: int | None = None  # so many of the most probable tokens are told with each token
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
 def _next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler) -> NextRound:
     """One round behind `tokens`, of at most `n_draft` draft tokens."""
     drafter, length = config.drafter, config.length
-    at_most = RowAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
+    at_most = SequenceAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
     draft = yield from drafting(drafter, tokens, at_most)
     made = draft.first(at_most.limit)  # a drafter may not have asked
     draft = made.first(max(length.n_verified(made), 0))
@@ -97,20 +97,20 @@ def _next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: 
         path=verification.path,
         next_token=verification.next_token,
         width=forward.n_positions,
-        n_rows=forward.n_rows,
+        n_sequences=forward.n_sequences,
         evaluation=forward.evaluation,
         logprobs=()
         if config.n_logprobs is None
         else round_logprobs(forward.logits, draft, verification, config.n_logprobs),
-        n_beside=forward.n_beside,
+        n_prefill=forward.n_prefill,
         n_dropped=len(made) - len(draft),
-        shadow=counterfactual(made, draft, verification, config.rule, p),
+        counterfactual=counterfactual(made, draft, verification, config.rule, p),
     )
     length.observe(round_)
     return round_
 
 
-def _evaluable(draft: Draft, length: RowLength, room: int) -> Draft:
+def _evaluable(draft: Draft, length: SequenceLength, room: int) -> Draft:
     """The draft, cut until an evaluation as wide as the policy wants it (padded, or exact) has room."""
     while len(draft) and (length.width(len(draft) + 1) or room + 1) > room:
         draft = draft.first(len(draft) - 1)

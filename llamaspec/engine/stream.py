@@ -10,12 +10,21 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 
-from llamaspec.engine.events import Completion, Ended, Piece, Prefilled, StopReason, TextEvent, Written
-from llamaspec.engine.generation import GenerationRequest, generate
+from llamaspec.engine.generation import (
+    Completion,
+    Ended,
+    GenerationRequest,
+    Piece,
+    Prefilled,
+    StopReason,
+    TextEvent,
+    Written,
+    generate,
+)
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.thread import ComputeThread
-from llamaspec.engine.timed_constraint import TimedConstraint
+from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import Round
 
 Progress = Callable[[int, int], None]  # (tokens read, tokens to read)

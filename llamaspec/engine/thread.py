@@ -62,7 +62,7 @@ class ComputeThread:
         ----------
         text : coroutine
         width : callable
-            As `RowLength.width`.
+            As `SequenceLength.width`.
         n_prompt, limit : int
             Tokens that the text has at first, and at most.
         notify : callable, optional

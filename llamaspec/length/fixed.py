@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaspec.protocols import LengthPolicy, RowLength
+from llamaspec.protocols import LengthPolicy, SequenceLength
 from llamaspec.values import Draft, Round
 
 
@@ -24,7 +24,7 @@ class FixedLength:
         if self.n_draft < 0:
             raise ValueError(f"draft length must be >= 0, got {self.n_draft}")
 
-    def start_row(self, *, drops: bool = False) -> FixedLength:
+    def start_sequence(self, *, drops: bool = False) -> FixedLength:
         """Itself."""
         return self
 
@@ -48,11 +48,11 @@ class FixedLength:
 
 
 @dataclass(slots=True, eq=False)
-class RowAtMost:
+class SequenceAtMost:
     """One text's length, of at most so many draft tokens. Lets no trees grow: they have no number."""
 
     limit: int
-    row: RowLength
+    row: SequenceLength
 
     def wants_more(self, draft: Draft) -> bool:
         """As the policy decides, below the limit."""
@@ -82,6 +82,6 @@ class AtMost:
     limit: int
     policy: LengthPolicy
 
-    def start_row(self, *, drops: bool = False) -> RowAtMost:
+    def start_sequence(self, *, drops: bool = False) -> SequenceAtMost:
         """A text begins."""
-        return RowAtMost(self.limit, self.policy.start_row(drops=drops))
+        return SequenceAtMost(self.limit, self.policy.start_sequence(drops=drops))

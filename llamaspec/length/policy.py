@@ -114,53 +114,53 @@ class AutoLength:
         self.trees = TreeAcceptance() if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
         self.credit = 0.0  # seconds that exploring may cost
-        self.rows: list[AutoRow] = []
+        self.rows: list[AutoSequence] = []
         self.n_tokens = 0
         self.latest = -1  # evaluation
 
-    def start_row(self, *, drops: bool = False) -> AutoRow:
+    def start_sequence(self, *, drops: bool = False) -> AutoSequence:
         """A text begins."""
-        row = AutoRow(self, drops=drops)
+        row = AutoSequence(self, drops=drops)
         self.rows.append(row)
         return row
 
-    def plain_seconds(self, n_rows: int = 1) -> float | None:
+    def plain_seconds(self, n_sequences: int = 1) -> float | None:
         """What a round of so many texts without drafts is believed to take; None before one was timed."""
         if not self.costs.n_timed:
             return None
-        return float(self.costs.padded_seconds(n_rows, n_rows)[0])
+        return float(self.costs.padded_seconds(n_sequences, n_sequences)[0])
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
         log_odds = tuple(self.acceptance[self.drafting].log_odds)
         return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance)
 
-    def running(self) -> list[AutoRow]:
+    def running(self) -> list[AutoSequence]:
         """The texts that are expected in the coming evaluation."""
         return [row for row in self.rows if row.is_open or row.evaluation >= max(self.latest - 1, 0)]
 
     def observe(self, round_: Round) -> None:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
-        self.credit += SHARE * round_.seconds / round_.n_rows
-        if round_.evaluation == self.latest and round_.n_rows > 1:
+        self.credit += SHARE * round_.seconds / round_.n_sequences
+        if round_.evaluation == self.latest and round_.n_sequences > 1:
             return
         self.latest = round_.evaluation
         self.drafts.n_since += 1
         self.plain.n_since += 1
-        if round_.n_beside:  # what it would have taken without the prompt is not known
+        if round_.n_prefill:  # what it would have taken without the prompt is not known
             return
         if not self.costs.n_timed:
             self.credit += CREDIT * round_.verify_seconds
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
-        if round_.width == round_.n_rows:
+        if round_.width == round_.n_sequences:
             self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST
 
 
-class AutoRow:
+class AutoSequence:
     """One text's share of `AutoLength`."""
 
     def __init__(self, policy: AutoLength, *, drops: bool) -> None:
@@ -221,7 +221,7 @@ class AutoRow:
         """Learn acceptance and costs."""
         self._begin()  # the drafter may not have asked
         policy, n_made, n_steps = self._policy, round_.n_accepted + 1, round_.n_priced_steps
-        found = [*verified_tokens(round_), *((round_.shadow,) if round_.shadow else ())]
+        found = [*verified_tokens(round_), *((round_.counterfactual,) if round_.counterfactual else ())]
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
         if policy.trees is not None and round_.draft.parents is not None:
@@ -233,7 +233,7 @@ class AutoRow:
             policy.plain.n_since = 0
         if n_steps and self._explored is policy.drafting:
             policy.drafts.learn(paid=any(outcome > 0.5 for _, outcome in found))
-            policy.credit -= max(round_.seconds / round_.n_rows - n_made * self._plain, 0.0)
+            policy.credit -= max(round_.seconds / round_.n_sequences - n_made * self._plain, 0.0)
         for belief in self._acceptance.values():
             belief.pass_tokens(n_made)
         has_read = len(round_.draft) + round_.n_dropped >= n_made
@@ -252,12 +252,12 @@ class AutoRow:
         policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
         others = [row for row in policy.running() if row is not self]
-        n_rows, n_drafting = 1 + len(others), 1 + sum(row.is_drafting for row in others)
+        n_sequences, n_drafting = 1 + len(others), 1 + sum(row.is_drafting for row in others)
         # Texts that draft take as many each: where the curve has steps, one position never pays for all.
-        n = min(policy.longest, max((max(REACH, costs.widest * 3 // 2) - n_rows) // n_drafting, 1))
-        seconds = costs.padded_seconds(n_rows, n_rows + n * n_drafting, n_drafting)
+        n = min(policy.longest, max((max(REACH, costs.widest * 3 // 2) - n_sequences) // n_drafting, 1))
+        seconds = costs.padded_seconds(n_sequences, n_sequences + n * n_drafting, n_drafting)
         self._prices, self._step = np.zeros(1), costs.step_seconds / n_drafting
-        self._plain = float(seconds[0]) / n_rows
+        self._plain = float(seconds[0]) / n_sequences
         if sum(average.n for average in costs.averages.values()) < TIMED or self._plain == inf:
             return
         self._prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
@@ -269,7 +269,7 @@ class AutoRow:
         limit = n if costs.knows_step else 1
         if rates.argmax():
             policy.drafts.distance, self._rate = NEAREST, float(rates.max())
-            self._checks = policy.plain.is_due() and costs.allows(n_rows)
+            self._checks = policy.plain.is_due() and costs.allows(n_sequences)
             if not self._checks:
                 self._limits[source] = limit
         elif (

@@ -166,8 +166,8 @@ class Head:
 
     def _answers(self, batch: Sequence[Reading], segments: Sequence[Segment]) -> list[tuple[Logits, Rows]]:
         n_scored = sum(segment.n_scored for segment in segments)
-        n_rows = n_scored if self._scored_only else sum(len(segment.tokens) for segment in segments)
-        logits, rows = self.context.logits(n_scored), self.context.hidden_rows(n_rows)
+        n_sequences = n_scored if self._scored_only else sum(len(segment.tokens) for segment in segments)
+        logits, rows = self.context.logits(n_scored), self.context.hidden_rows(n_sequences)
         answers, scored, end = [], 0, 0
         for reading, segment in zip(batch, segments, strict=True):
             scored, end = scored + segment.n_scored, end + len(segment.tokens)

@@ -89,7 +89,7 @@ class PredictionHeads:
         )
         self._target, self.path = target, path or target.path
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
-        self.max_scored, self.max_mixed = DRAFT_SCORED, 0
+        self.max_scored, self.max_chunked_prefill = DRAFT_SCORED, 0
         self.n_cells: int | None = None
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []

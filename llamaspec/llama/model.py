@@ -102,7 +102,9 @@ class LlamaModel:
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self.max_scored = context.max_scored
-        self.max_mixed = 0 if self.weights.keeps_states else _max_mixed(self.weights, self._chosen, context)
+        self.max_chunked_prefill = (
+            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self._chosen, context)
+        )
 
     @property
     def vocabulary_size(self) -> int:
@@ -283,7 +285,7 @@ def _recurrent(context: Context) -> RecurrentCache:
     return context.cache
 
 
-def _max_mixed(weights: Weights, options: ModelOptions, context: Context) -> int:
+def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:
     """On CPUs flash attention over f16 adds in another order if 64 positions are evaluated at once."""
     types = options.cache_type_k, options.cache_type_v
     is_tiled = options.flash_attention != "off" and types == ("f16", "f16")

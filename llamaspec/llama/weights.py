@@ -226,10 +226,10 @@ def active_parameters(metadata: Callable[[str], str | None], n_parameters: int) 
     inner = number("expert_feed_forward_length") or number("feed_forward_length")
     if not (n_experts and n_used and width and n_layers and inner):
         return None
-    n_mixed = (n_layers - (number("leading_dense_block_count") or 0)) // (
+    n_chunked = (n_layers - (number("leading_dense_block_count") or 0)) // (
         number("interleave_moe_layer_step") or 1
     )
-    active = n_parameters - 3 * width * inner * (n_experts - n_used) * n_mixed
+    active = n_parameters - 3 * width * inner * (n_experts - n_used) * n_chunked
     return active if 0 < active < n_parameters else None
 
 

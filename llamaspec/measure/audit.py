@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import Measurement, Report, compare_widths
 from llamaspec.pair import Pair

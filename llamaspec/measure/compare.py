@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.measure.probe import Report, Spread
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
-from llamaspec.protocols import WholeVocabulary
+from llamaspec.protocols import SequenceConstraint, WholeVocabulary
 from llamaspec.values import NO_TOKENS, TokenArray
 
 Result = TypeVar("Result")
@@ -37,7 +38,7 @@ _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 _SPECIAL = b"\xff"  # what llguidance knows special tokens by: no text holds this byte
 
 
-class GrammarRow:
+class GrammarSequence:
     """The constraint of one sequence."""
 
     def __init__(self, matcher: LLMatcher, ends: TokenArray, size: int) -> None:
@@ -98,9 +99,9 @@ class Grammar:
     ends: TokenArray  # [E] the end-of-text tokens, ascending
     size: int  # V, the number of tokens
 
-    def start_row(self) -> GrammarRow:
+    def start_sequence(self) -> GrammarSequence:
         """A text begins."""
-        return GrammarRow(self.matcher, self.ends, self.size)
+        return GrammarSequence(self.matcher, self.ends, self.size)
 
 
 class Grammars:
@@ -148,7 +149,7 @@ class Grammars:
     def _compiled(self, kind: str, source: str) -> Grammar:
         matcher = _with_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
         grammar = Grammar(matcher, self._ends, self._size)
-        row = grammar.start_row()
+        row = grammar.start_sequence()
         is_possible = matcher.is_error() or not np.isin(row.allowed(NO_TOKENS), self._ends).all()
         if matcher.is_error():
             raise _unusable(kind, matcher.get_error())
@@ -242,3 +243,34 @@ def _with_stack(work: Callable[[], Result]) -> Result:
             threading.stack_size(usual)
     pool.shutdown(wait=False)  # Ctrl-C does not wait for it
     return result.result()
+
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True, eq=False)
+class TimedConstraint:
+    """Asks another constraint, and sums up the seconds: of all drafts and of the target."""
+
+    constraint: SequenceConstraint
+    clock: Callable[[], float] = time.perf_counter
+    seconds: float = 0.0
+
+    def allowed(self, generated: TokenArray) -> TokenArray:
+        """The tokens that may come next."""
+        return self._timed(self.constraint.allowed, generated)
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        """The only tokens that can come next."""
+        return self._timed(self.constraint.forced, generated)
+
+    def is_complete(self, generated: TokenArray) -> bool:
+        """Whether the text may end here."""
+        return self._timed(self.constraint.is_complete, generated)
+
+    def _timed(self, ask: Callable[[TokenArray], Answer], generated: TokenArray) -> Answer:
+        begin = self.clock()
+        try:
+            return ask(generated)
+        finally:
+            self.seconds += self.clock() - begin

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaspec.protocols import RandomStreams, RowConstraint, Stream
+from llamaspec.protocols import RandomStreams, SequenceConstraint, Stream
 from llamaspec.sampling.filters import Sampling, Scores, distribution
 from llamaspec.values import Distribution, Draft, Logits, TokenArray
 
@@ -20,7 +20,7 @@ class Sampler:
 
     sampling: Sampling
     n_prompt: int = 0  # tokens before the first that was generated
-    constraint: RowConstraint | None = None
+    constraint: SequenceConstraint | None = None
     n_tokens: int | None = None  # only token ids below this are drawn
 
     @property

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.chat.template import Message
-from llamaspec.engine.events import StopReason
+from llamaspec.engine.generation import StopReason
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import event, parse_body, service_of

@@ -214,5 +214,5 @@ def _round(round_: Round) -> dict[str, Any]:
         "branches": round_.draft.n_branches,
         "accepted": round_.n_accepted,
         "source": round_.source.value,
-        "rows": round_.n_rows,
+        "rows": round_.n_sequences,
     }

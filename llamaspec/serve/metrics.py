@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.values import Round
 
 PREFIX = "llamaspec:"
@@ -55,12 +55,12 @@ class Metrics:
     def rounds(self, rounds: Iterable[Round]) -> None:
         """Count new rounds of a sequence."""
         for round_ in rounds:
-            n, rows = round_.n_verified, str(round_.n_rows)
+            n, rows = round_.n_verified, str(round_.n_sequences)
             self._add("rounds_total", 1)
             self._add("rounds_by_rows_total", 1, rows)
             self._add("draft_tokens_by_rows_total", n, rows)
-            self._add("seconds_total", round_.draft_seconds / round_.n_rows, "draft")
-            self._add("seconds_total", round_.verify_seconds / round_.n_rows, "verify")
+            self._add("seconds_total", round_.draft_seconds / round_.n_sequences, "draft")
+            self._add("seconds_total", round_.verify_seconds / round_.n_sequences, "verify")
             self._add("seconds_total", round_.overhead_seconds, "overhead")
             if n:
                 self._add("spec_decode_num_drafts_total", 1)

@@ -22,7 +22,7 @@ from llamaspec.chat.families import HARMONY, AnswerFormat, recognize
 from llamaspec.chat.template import RESERVED, ChatTemplate, Message, NoTemplateError, conversation
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.chat.transcript import Transcript
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint

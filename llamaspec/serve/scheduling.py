@@ -17,7 +17,7 @@ from typing import TypeAlias
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.fixed import AtMost
 from llamaspec.length.policy import AutoLength
@@ -278,7 +278,7 @@ def open_stream(
             if drafting.ngram is not False or not pair.ngram:
                 return None
             if pair.draft is not None:
-                row = None if constraint is None else constraint.start_row()
+                row = None if constraint is None else constraint.start_sequence()
                 streams = SeededStreams(request.seed)
                 return pair.model_drafter(request.sampling, rule, streams, n_prompt, row)
         return NoDrafter()
@@ -311,10 +311,10 @@ def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
 
     Rounds that shared their evaluation with a prompt do not count: their own share is not known.
     """
-    rounds = [round_ for round_ in rounds if not round_.n_beside]
+    rounds = [round_ for round_ in rounds if not round_.n_prefill]
     if not isinstance(policy, AutoLength) or not rounds:
         return None
-    expected = [policy.plain_seconds(round_.n_rows) for round_ in rounds]
+    expected = [policy.plain_seconds(round_.n_sequences) for round_ in rounds]
     seconds = sum(round_.seconds for round_ in rounds)
     plain = sum((round_.n_accepted + 1) * each for round_, each in zip(rounds, expected, strict=True) if each)
     return plain / seconds if seconds > 0 and None not in expected else None

@@ -40,8 +40,8 @@ def shallow_copy_of(target: Llama, layers: tuple[int, ...]) -> Llama:
 class KeyValues:
     """Keys and values of the positions computed so far, one pair of arrays per layer."""
 
-    def __init__(self, shape: Shape, n_rows: int, n_positions: int) -> None:
-        size = (shape.n_layers, n_rows, shape.n_heads, n_positions, shape.head_size)
+    def __init__(self, shape: Shape, n_sequences: int, n_positions: int) -> None:
+        size = (shape.n_layers, n_sequences, shape.n_heads, n_positions, shape.head_size)
         self.keys = torch.zeros(size, dtype=torch.bfloat16)
         self.values = torch.zeros(size, dtype=torch.bfloat16)
         self.n_filled = 0

@@ -17,7 +17,7 @@ from llamaspec.draft_making.worth import (
     draft_options,
     judge_draft,
 )
-from llamaspec.engine.events import Completion
+from llamaspec.engine.generation import Completion
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import Probe, Spread, WidthTiming, sample_tokens

@@ -45,7 +45,7 @@ from llamaspec.drafters.cascade import CascadeDrafter, used
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
 from llamaspec.engine.speculate import Speculation
 from llamaspec.errors import ContextFullError, LlamaspecError, ScoresError
-from llamaspec.protocols import Drafter, RandomStreams, RowLength
+from llamaspec.protocols import Drafter, RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Round, Source, TokenArray
@@ -126,7 +126,7 @@ def proposed(
     drafter: Drafter,
     models: Models,
     context: TokenArray,
-    length: RowLength,
+    length: SequenceLength,
     fails: Callable[[ForwardRequest], bool] = lambda request: False,
     error: type[LlamaspecError] = ContextFullError,
 ) -> tuple[Draft, list[ForwardRequest]]:

@@ -29,17 +29,17 @@ from fake_constraint import Steps
 from fakes import Branching, CountingUp, Length
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter, NoDrafter
 from llamaspec.drafters.ngram import NgramDrafter
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
+from llamaspec.protocols import Drafter, RandomStreams, Rule, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import DRAFT, TARGET, Forward, Source
 
-Make = Callable[[RowConstraint, Sampling, Rule, RandomStreams], Drafter]
+Make = Callable[[SequenceConstraint, Sampling, Rule, RandomStreams], Drafter]
 N = len(PROMPT)
 
 
 def drafter_of_model(
-    constraint: RowConstraint, sampling: Sampling, rule: Rule, streams: RandomStreams
+    constraint: SequenceConstraint, sampling: Sampling, rule: Rule, streams: RandomStreams
 ) -> Drafter:
     return model_drafter(THREE, sampling, rule, streams, constraint)
 

@@ -8,10 +8,10 @@ import pytest
 
 from fakes import CountingUp, Length, tokens
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.events import StopReason
+from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
 from stepped import Stepped
 from texts import V, alone, draft, stream, target
@@ -137,7 +137,7 @@ class Fails(CountingUp):
         self.how = how
 
     def propose(  # type: ignore[override]
-        self, context: TokenArray, length: RowLength
+        self, context: TokenArray, length: SequenceLength
     ) -> Draft | Asking:
         if len(context) < 6:
             return super().propose(context, length)
@@ -176,7 +176,7 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     scheduler = Stepped(models)
 
     class Clings(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Asking:  # type: ignore[override]
+        def propose(self, context: TokenArray, length: SequenceLength) -> Asking:  # type: ignore[override]
             try:
                 yield ForwardRequest(DRAFT, context)
             finally:

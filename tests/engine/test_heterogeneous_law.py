@@ -27,7 +27,7 @@ from fake_constraint import Steps
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.protocols import Drafter, RandomStreams, RowConstraint, Rule
+from llamaspec.protocols import Drafter, RandomStreams, Rule, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import DRAFT, TARGET, Round
@@ -39,7 +39,7 @@ CONSTRAINT = Steps()
 
 
 def drafter(
-    sampling: Sampling, rule: Rule, streams: RandomStreams, constraint: RowConstraint | None = None
+    sampling: Sampling, rule: Rule, streams: RandomStreams, constraint: SequenceConstraint | None = None
 ) -> Drafter:
     return ModelDrafter(
         4, 64, sampling, rule, streams, n_tokens=3, tokens=COMMON, n_prompt=len(PROMPT), constraint=constraint
@@ -71,7 +71,7 @@ def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str) ->
         chosen = drafter(chain, rule, streams)
         found = rounds(MODELS, chosen, (LENGTHS | DROPPING)[length], rule, chain, streams)
         assert text(found) == text(rounds(MODELS, NoDrafter(), LENGTHS["K=0"], rule, chain, streams))
-        n_right += sum(round_.n_accepted + (round_.shadow or (0.0, 0.0))[1] for round_ in found)
+        n_right += sum(round_.n_accepted + (round_.counterfactual or (0.0, 0.0))[1] for round_ in found)
     assert n_right > 0 or length == "K=0" or sampling == "greedy"
 
 

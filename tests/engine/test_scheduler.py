@@ -15,7 +15,7 @@ from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from stepped import Stepped
 from texts import Letters, V, alone, draft, stream, target
@@ -39,19 +39,19 @@ def scored(model: FakeModel) -> list[Evaluated]:
 
 @pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V), Branching(V)])
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("n_rows", [1, 3, 9])
-@pytest.mark.parametrize("max_mixed", [0, 5, 512])
+@pytest.mark.parametrize("n_sequences", [1, 3, 9])
+@pytest.mark.parametrize("max_chunked_prefill", [0, 5, 512])
 def test_the_text_of_a_seed_is_the_same_beside_others(
-    max_mixed: int, n_rows: int, k: int, drafter: object
+    max_chunked_prefill: int, n_sequences: int, k: int, drafter: object
 ) -> None:
-    models = both(context_size=512, batch_size=512, max_scored=512, max_mixed=max_mixed)
+    models = both(context_size=512, batch_size=512, max_scored=512, max_chunked_prefill=max_chunked_prefill)
     scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, (i % V, 2), seed=i, length=Length(k), drafter=drafter)  # type: ignore[arg-type]
-        for i in range(n_rows)
+        for i in range(n_sequences)
     ]
-    assert run_together(streams) == [alone((i % V, 2), seed=i) for i in range(n_rows)]
-    assert sorted(models[TARGET].released) == list(range(n_rows))
+    assert run_together(streams) == [alone((i % V, 2), seed=i) for i in range(n_sequences)]
+    assert sorted(models[TARGET].released) == list(range(n_sequences))
 
 
 def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
@@ -63,7 +63,7 @@ def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
     next(streams[0])
     assert [len(evaluated.rows) for evaluated in scored(models[DRAFT])] == [4, 4]
     assert [(len(e.rows), e.width) for e in scored(models[TARGET])] == [(4, 12)]
-    assert {of.run().rounds[0].n_rows for of in streams} == {4}
+    assert {of.run().rounds[0].n_sequences for of in streams} == {4}
 
 
 def test_rows_join_and_leave_between_evaluations() -> None:
@@ -178,26 +178,28 @@ def talker_and_newcomer(
 
 def test_a_prompt_is_read_beside_rounds_and_its_seconds_are_its_own() -> None:
     clock = Clock()
-    models = both(context_size=900, max_mixed=16, seconds=1.0, clock=clock)
+    models = both(context_size=900, max_chunked_prefill=16, seconds=1.0, clock=clock)
     talker = talker_and_newcomer(models, clock, 28, lambda n: n)
     mixed = [e for e in models[TARGET].evaluated if {bool(r.n_scored) for r in e.requests} == {False, True}]
     assert [e.width for e in mixed] == [16, 15]
-    rounds = [r for r in talker.completion.rounds if r.n_beside]
-    assert [(r.width, r.n_beside, r.n_rows) for r in rounds] == [(16, 14, 1), (15, 13, 1)]
+    rounds = [r for r in talker.completion.rounds if r.n_prefill]
+    assert [(r.width, r.n_prefill, r.n_sequences) for r in rounds] == [(16, 14, 1), (15, 13, 1)]
     assert [r.verify_seconds for r in rounds] == pytest.approx([2 / 16, 2 / 15])
-    assert {r.verify_seconds for r in talker.completion.rounds if not r.n_beside} == {1.0}
+    assert {r.verify_seconds for r in talker.completion.rounds if not r.n_prefill} == {1.0}
 
 
 @pytest.mark.parametrize(
-    ("max_mixed", "width"),
+    ("max_chunked_prefill", "width"),
     [(0, lambda n: n), (16, lambda n: n if n <= 4 else None), (15, in_fours), (12, lambda n: n)],
     ids=["never", "too wide", "padded", "little room"],
 )
-def test_where_a_prompt_is_not_read_beside_rounds(max_mixed: int, width: Callable[[int], int | None]) -> None:
+def test_where_a_prompt_is_not_read_beside_rounds(
+    max_chunked_prefill: int, width: Callable[[int], int | None]
+) -> None:
     """Nor where more than half of it would be left: a round between its parts is as good."""
-    models = both(context_size=900, max_mixed=max_mixed)
+    models = both(context_size=900, max_chunked_prefill=max_chunked_prefill)
     talker = talker_and_newcomer(models, Clock(), 25, width)
-    assert not [r for r in talker.completion.rounds if r.n_beside]
+    assert not [r for r in talker.completion.rounds if r.n_prefill]
 
 
 def test_what_rows_prepare_together_is_shared_by_them() -> None:
@@ -217,14 +219,14 @@ def test_what_rows_prepare_together_is_shared_by_them() -> None:
     while scheduler.step():
         for of in streams:
             of.ready()
-    rounds = [r for of in streams for r in of.completion.rounds[1:] if r.n_rows == 3]
+    rounds = [r for of in streams for r in of.completion.rounds[1:] if r.n_sequences == 3]
     assert len(rounds) > 6
     assert [r.overhead_seconds for r in rounds] == pytest.approx([0.1] * len(rounds))
 
 
 def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:
     """A row whose prompt the target has read begins to write before the target has read all others'."""
-    models = both(context_size=900, batch_size=900, max_mixed=64)
+    models = both(context_size=900, batch_size=900, max_chunked_prefill=64)
     scheduler = Stepped(models)
     streams = [stream(scheduler, models, [i % V] * 30, seed=i, length=Length(1)) for i in range(4)]
     for of in streams:
@@ -265,7 +267,9 @@ def test_the_batch_is_padded_not_the_row() -> None:
     together = [evaluated for evaluated in scored(models[TARGET]) if len(evaluated.rows) == 3]
     assert together
     assert {(e.n_new, e.n_padding) for e in together} == {(3, 1)}
-    assert {round_.width for of in streams for round_ in of.completion.rounds if round_.n_rows == 3} == {4}
+    assert {round_.width for of in streams for round_ in of.completion.rounds if round_.n_sequences == 3} == {
+        4
+    }
 
 
 def test_rows_that_want_no_padding_alone_are_padded_together() -> None:
@@ -292,8 +296,8 @@ def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
         stream(scheduler, models, seed=i, drafter=NoDrafter(), length=Length(0, not_two)) for i in range(4)
     ]
     run_together(streams)
-    n_rows = [len(evaluated.rows) for evaluated in scored(models[TARGET])]
-    assert n_rows.count(4) > len(n_rows) // 2
+    n_sequences = [len(evaluated.rows) for evaluated in scored(models[TARGET])]
+    assert n_sequences.count(4) > len(n_sequences) // 2
     for i, of in enumerate(streams):
         assert of.completion.tokens == alone(seed=i)
 
@@ -355,7 +359,7 @@ class Thinks(CountingUp):
         super().__init__(V)
         self.clock, self.seconds = clock, seconds
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         self.clock.passes(self.seconds)
         return super().propose(context, length)
 

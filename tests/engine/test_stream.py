@@ -7,11 +7,10 @@ import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.events import StopReason
-from llamaspec.engine.generation import PREFILL_PART
+from llamaspec.engine.generation import PREFILL_PART, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
@@ -75,7 +74,7 @@ def test_nothing_is_drafted_that_the_limit_cuts_off() -> None:
     asked: list[int] = []
 
     class Watching(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
             asked.append(len(draft := super().propose(context, length)))
             return draft
 
@@ -213,7 +212,7 @@ class Echo:
 
     def prepare(self, context: TokenArray) -> None: ...
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return Draft.certain([int(context[-1])]) if length.wants_more(NO_DRAFT) else NO_DRAFT
 
 

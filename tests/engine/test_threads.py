@@ -15,13 +15,13 @@ import pytest
 from fakes import CountingUp, FakeModel, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.events import StopReason
+from llamaspec.engine.generation import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import ClosedError
-from llamaspec.protocols import RowLength
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from patience import PATIENCE
 from texts import V, alone, draft, stream, target
@@ -233,7 +233,7 @@ def test_a_drafter_that_waits_for_its_own_pair_is_told() -> None:
     thread = computing(models)
 
     class Waits(CountingUp):
-        def propose(self, context: TokenArray, length: RowLength) -> Draft:
+        def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
             stream(thread, models).run()
             raise AssertionError("it came back")
 

@@ -6,7 +6,7 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import Clock, tokens
-from llamaspec.engine.timed_constraint import TimedConstraint
+from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import TokenArray
 
 

@@ -10,17 +10,17 @@ from llamaspec.values import Draft, Round
 
 
 def test_a_fixed_length_is_reached_and_verified_whole() -> None:
-    row = FixedLength(2).start_row(drops=True)
+    row = FixedLength(2).start_sequence(drops=True)
     assert [row.wants_more(Draft.certain([1] * n)) for n in range(4)] == [True, True, False, False]
     assert (row.n_verified(Draft.certain([1, 1])), row.width(3)) == (2, 3)
-    assert not FixedLength(0).start_row().wants_more(Draft())
+    assert not FixedLength(0).start_sequence().wants_more(Draft())
     with pytest.raises(ValueError, match="must be >= 0, got -1"):
         FixedLength(-1)
 
 
 def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     policy = AutoLength(widths={1, 4})
-    row = AtMost(1, policy).start_row(drops=True)
+    row = AtMost(1, policy).start_sequence(drops=True)
     for _ in range(3):
         row.observe(Round(Draft(), (), 0, 1, verify_seconds=0.01))
     assert policy.n_tokens == 3
@@ -29,4 +29,4 @@ def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     assert (row.width(2), row.n_verified(Draft())) == (4, 0)
     row.close()
     assert policy.rows == []
-    assert not AtMost(0, FixedLength(5)).start_row().wants_more(Draft())
+    assert not AtMost(0, FixedLength(5)).start_sequence().wants_more(Draft())

@@ -15,7 +15,7 @@ import pytest
 
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength, AutoRow, LearnedPrior
+from llamaspec.length.policy import AutoLength, AutoSequence, LearnedPrior
 from llamaspec.values import Draft, Round, Source
 from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_rows, table
 
@@ -136,8 +136,8 @@ class HeldUp(AutoLength):
         super().__init__(prior)
         self.stall = range(first, last)
 
-    def start_row(self, *, drops: bool = False) -> AutoRow:
-        row = super().start_row(drops=drops)
+    def start_sequence(self, *, drops: bool = False) -> AutoSequence:
+        row = super().start_sequence(drops=drops)
         observe = row.observe
 
         def slow(round_: Round) -> None:
@@ -215,10 +215,10 @@ def test_copies_that_cannot_win_are_looked_at_and_not_verified() -> None:
 
 
 @pytest.mark.parametrize("curve", ["flat", "slope", "steep"])
-@pytest.mark.parametrize("n_rows", [2, 5])
-def test_several_texts_share_every_evaluation(curve: str, n_rows: int) -> None:
+@pytest.mark.parametrize("n_sequences", [2, 5])
+def test_several_texts_share_every_evaluation(curve: str, n_sequences: int) -> None:
     """As they fill the batch, drafts vanish."""
-    on, texts = machine(curve), [mixed(seed) for seed in range(n_rows)]
+    on, texts = machine(curve), [mixed(seed) for seed in range(n_sequences)]
     shared = play_rows(AutoLength(), on, texts)
     fixed = [play_rows(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
     assert shared.to_plain <= 1.03
@@ -227,12 +227,12 @@ def test_several_texts_share_every_evaluation(curve: str, n_rows: int) -> None:
 
 def test_texts_that_come_and_go_leave_nothing_behind() -> None:
     policy = AutoLength()
-    play_rows(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_rows=3)
+    play_rows(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
     assert policy.rows == []
     assert policy.n_tokens == 7 * N
 
 
-def one_round(row: AutoRow, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
+def one_round(row: AutoSequence, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
     """Drafts of one confidence, all accepted; how many were drafted and verified."""
     made = Draft()
     while row.wants_more(made):
@@ -247,7 +247,7 @@ def one_round(row: AutoRow, on: Machine, confidence: float, evaluation: int) -> 
 
 @pytest.mark.parametrize("curve", ["flat", "steep"])
 def test_where_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve: str) -> None:
-    on, row = machine(curve), AutoLength(machine(curve).curve()).start_row(drops=False)
+    on, row = machine(curve), AutoLength(machine(curve).curve()).start_sequence(drops=False)
     found = [one_round(row, on, 0.1 + 0.8 * (i % 2), i) for i in range(80)]
     assert all(n in (0, made) for made, n in found)
     assert any(made > 1 for made, _ in found) == (curve == "flat")
@@ -257,7 +257,7 @@ def test_an_unsure_draft_is_cut_before_verification() -> None:
     on = machine("slope", jitter=0.0, spikes=0.0)
     policy = AutoLength(on.curve())
     play(policy, on, mixed())
-    row = policy.start_row(drops=True)
+    row = policy.start_sequence(drops=True)
     made = Draft(np.zeros(10, np.int32), (), (0.97, 0.97, *[0.02] * 8))
     assert row.wants_more(made.first(0))
     assert 2 <= row.n_verified(made) <= 4
@@ -285,7 +285,7 @@ def test_wide_copies_are_found_where_wide_evaluations_are_cheap() -> None:
     """Costs are known at every power of two, and need not rise."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     curve = CostCurve(widths, (10.0, 16.0, 30.0, 60.0, 40.0, 45.0, 50.0, 60.0, 80.0, 160.0), 0.0)
-    row = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_row(drops=True)
+    row = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_sequence(drops=True)
     for i in range(3):
         row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=10.0))
     made = Draft(source=Source.NGRAM, ahead=(0.99,) * 511)

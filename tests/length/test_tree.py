@@ -56,7 +56,7 @@ def test_a_text_looks_ahead_to_its_most_valuable_tokens() -> None:
 @pytest.mark.parametrize(("trees", "curve", "grows"), [(False, FLAT, 0), (True, STEEP, 0), (True, FLAT, 1)])
 def test_trees_are_off_unless_asked_for(trees: bool, curve: CostCurve, grows: bool) -> None:
     policy = AutoLength(curve, trees=trees)
-    row = policy.start_row(drops=True)
+    row = policy.start_sequence(drops=True)
     for _ in range(2):
         row.observe(Round(NO_DRAFT, (), 0, 1, verify_seconds=0.010))
     plan = row.tree(lambda plan: plan)

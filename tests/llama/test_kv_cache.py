@@ -266,7 +266,7 @@ def test_random_operations(
     monkeypatch.setattr(kv_cache, "RECENT", 5)
     n_trees, options = 0, {"can_copy": can_copy, "evicts": seed == 0}
     checked = Checked(160, 7, 10 if trees else 0, max_garbage=max_garbage, **options)
-    rows, n_full = (RandomTrees if trees else RandomRows)(rng, longest=50, n_rows=5), 0
+    rows, n_full = (RandomTrees if trees else RandomRows)(rng, longest=50, n_sequences=5), 0
     for _ in range(400):
         for row in rows.leaving():
             checked.cache.release(row)
@@ -313,13 +313,13 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
 
     The processor's time of the fastest step, so that whatever else the machine does counts little.
     """
-    n_rows, n_tokens = 32, 32_768
+    n_sequences, n_tokens = 32, 32_768
     rng = np.random.default_rng(0)
-    cache = KVCache(NoCells(), (n_rows + 1) * n_tokens, 64)
-    texts = rng.integers(2, 32_000, (n_rows, n_tokens)).astype(np.int32)
+    cache = KVCache(NoCells(), (n_sequences + 1) * n_tokens, 64)
+    texts = rng.integers(2, 32_000, (n_sequences, n_tokens)).astype(np.int32)
     texts[:, :n_shared] = texts[0, :n_shared]
-    lengths = np.full(n_rows, n_tokens - 400)
-    for row in range(n_rows):
+    lengths = np.full(n_sequences, n_tokens - 400)
+    for row in range(n_sequences):
         beginning = ForwardRequest(TARGET, texts[row, : lengths[row]], n_logits=0)
         cache.prepare_all([(row, beginning, 0)])
         cache.commit([(row, texts[row, cache.sequence(row).n : lengths[row]])])
@@ -327,7 +327,7 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
     for _ in range(50):
         batch = [
             ForwardRequest(TARGET, texts[row, : lengths[row] + 1].copy(), draft=texts[row, :4])
-            for row in range(n_rows)
+            for row in range(n_sequences)
         ]
         begin = time.thread_time()
         answers = cache.prepare_all([(row, wanted, 0) for row, wanted in enumerate(batch)])

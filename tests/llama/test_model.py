@@ -31,7 +31,7 @@ LONG = Recipe(n_context=2048)
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_calls", "longest", "n_rows"),
+    ("kind", "n_calls", "longest", "n_sequences"),
     [
         ("llama", 500, 60, 4),
         ("llama", 500, 110, 3),
@@ -42,7 +42,12 @@ LONG = Recipe(n_context=2048)
     ],
 )
 def test_cached_answers_are_those_of_a_fresh_model(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, kind: str, n_calls: int, longest: int, n_rows: int
+    opened: OpenModel,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    n_calls: int,
+    longest: int,
+    n_sequences: int,
 ) -> None:
     """256 cells, so that prefixes are evicted and cells are moved all the time."""
     if longest == 110:  # old prefixes are evicted where there is room, too
@@ -50,7 +55,7 @@ def test_cached_answers_are_those_of_a_fresh_model(
         monkeypatch.setattr("llamaspec.llama.kv_cache.RECENT", 5)
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
     rng = np.random.default_rng(100 * longest + n_calls)
-    rows, n_answers = RandomRows(rng, longest, n_rows), 0
+    rows, n_answers = RandomRows(rng, longest, n_sequences), 0
     for _ in range(n_calls):
         for row in rows.leaving():
             model.release(row)

@@ -251,7 +251,7 @@ def test_a_model_is_not_used_behind_a_fork(opened: OpenModel, monkeypatch: pytes
 def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
     opened: OpenModel, kind: str, options: dict[str, Any], expected: int
 ) -> None:
-    assert opened(kind, n_ctx=600, **options).max_mixed == expected
+    assert opened(kind, n_ctx=600, **options).max_chunked_prefill == expected
 
 
 @pytest.mark.parametrize("kind", MEMORIES)

@@ -71,7 +71,7 @@ def test_ctrl_c_while_a_prefix_is_put_in_leaves_nothing_of_it() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_put_in_keeps_its_order_whatever_follows(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    source, goal, rows = Checked(160, 7), Checked(160, 7), RandomRows(rng, longest=50, n_rows=5)
+    source, goal, rows = Checked(160, 7), Checked(160, 7), RandomRows(rng, longest=50, n_sequences=5)
 
     def some(checked: Checked, n: int) -> None:
         for _ in range(n):

@@ -78,7 +78,7 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore, monkeypatch
     with opened_pair(store, n_ctx=256, n_cells=512) as pair:
         for temperature in (0.0, 1.0):
             found = drafted_side_by_side(pair, prompts, temperature)
-            assert max(round_.n_rows for completion in found for round_ in completion.rounds) > 1
+            assert max(round_.n_sequences for completion in found for round_ in completion.rounds) > 1
             assert {round_.source for completion in found for round_ in completion.rounds} == {Source.MTP}
     assert shapes == {(1, 1)}, "of each row its own scores and its own hidden row"
 

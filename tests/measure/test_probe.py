@@ -41,7 +41,7 @@ class SlowModel:
     weights: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(n_layers=1))
     batch_size: int = 64
     max_scored: int = 65
-    max_mixed: int = 0
+    max_chunked_prefill: int = 0
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
     known: int = 0
 

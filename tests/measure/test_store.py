@@ -141,7 +141,7 @@ def every_change(content: Any) -> list[Any]:
 
 def use(prior: CostCurve | LearnedPrior) -> None:
     """As a run does."""
-    row = (policy := AutoLength(prior)).start_row()
+    row = (policy := AutoLength(prior)).start_sequence()
     for evaluation in range(3):
         row.wants_more(Draft())
         row.observe(Round(Draft(), (), 0, width=1, evaluation=evaluation, verify_seconds=0.02))

@@ -61,7 +61,7 @@ def accepts(grammar: Grammar, vocabulary: LlamaVocabulary, text: str) -> bool:
     ids = vocabulary.tokenize(b"\n" + text.encode(), add_special=False)
     while b"".join(vocabulary.piece(token) for token in ids.tolist()) != text.encode():
         ids = ids[1:]
-    return grammar.start_row().is_complete(ids)
+    return grammar.start_sequence().is_complete(ids)
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
@@ -70,13 +70,13 @@ def test_the_answer_depends_on_the_tokens_alone(
 ) -> None:
     """A row that was asked many things answers as a fresh one does."""
     rng, grammar = random.Random(kind), MAKE[kind](grammars)
-    row, path, n_ends = grammar.start_row(), list[int](), 0
+    row, path, n_ends = grammar.start_sequence(), list[int](), 0
     for _ in range(1200):
         generated = tokens(*path)
-        answer, fresh = row.allowed(generated), grammar.start_row()
+        answer, fresh = row.allowed(generated), grammar.start_sequence()
         assert answer.tolist() == fresh.allowed(generated).tolist()
         assert row.forced(generated).tolist() == fresh.forced(generated).tolist()
-        assert row.is_complete(generated) == grammar.start_row().is_complete(generated)
+        assert row.is_complete(generated) == grammar.start_sequence().is_complete(generated)
         if forced := row.forced(generated).tolist():
             assert answer.tolist() == forced[:1]
         if row.is_complete(generated):
@@ -94,7 +94,7 @@ def test_the_answer_depends_on_the_tokens_alone(
 def test_nothing_follows_the_end_or_what_is_not_allowed(
     grammars: Grammars, vocabulary: LlamaVocabulary
 ) -> None:
-    row = grammars.grammar('start: "ab"').start_row()
+    row = grammars.grammar('start: "ab"').start_sequence()
     complete = spelled(vocabulary, b"ab")
     assert [vocabulary.is_end(token) for token in row.allowed(complete).tolist()] == [True]
     assert row.allowed(np.append(complete, np.int32(vocabulary.eos))).tolist() == []
@@ -105,10 +105,10 @@ def test_nothing_follows_the_end_or_what_is_not_allowed(
 
 
 def test_special_tokens_are_allowed_only_by_name(grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
-    anything = grammars.grammar("start: /(.|\\n)*/").start_row()
+    anything = grammars.grammar("start: /(.|\\n)*/").start_sequence()
     assert not {*vocabulary.specials} - {vocabulary.eos} & {*anything.allowed(NO_TOKENS).tolist()}
     assert accepts_tokens(anything, spelled(vocabulary, b"<s>"))  # as text, not as the token
-    named = grammars.grammar('start: <s> "a"').start_row()
+    named = grammars.grammar('start: <s> "a"').start_sequence()
     assert named.allowed(NO_TOKENS).tolist() == [vocabulary.bos]
 
 
@@ -235,10 +235,10 @@ def test_one_constraint_in_several_threads(opened: OpenModel) -> None:
     wrong: list[object] = []
 
     def walk(seed: int) -> None:
-        rng, row, path = random.Random(seed), grammar.start_row(), list[int]()
+        rng, row, path = random.Random(seed), grammar.start_sequence(), list[int]()
         for _ in range(150):
             answer = row.allowed(tokens(*path)).tolist()
-            if answer != grammar.start_row().allowed(tokens(*path)).tolist():
+            if answer != grammar.start_sequence().allowed(tokens(*path)).tolist():
                 wrong.append(path)
             if not answer:
                 path = []

@@ -10,7 +10,7 @@ from llamaspec import AutoLength, FixedLength, Pair
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ContentDelta, ReasoningDelta
 from llamaspec.engine.detokenize import Span
-from llamaspec.engine.events import Piece
+from llamaspec.engine.generation import Piece
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.deltas import Content, DeltaBuilder, figures, openai_usage
 from llamaspec.serve.metrics import Metrics
@@ -103,7 +103,7 @@ def test_text_that_the_model_did_not_write_so() -> None:
 
 ALONE = a_round((1, 2, 3), accepted=2, next_token=4, seconds=(0.25, 1.0, 0.125))
 SHARED = replace(
-    a_round((5, 6), accepted=1, next_token=7, seconds=(0.5, 2.0, 0.25), source=Source.NGRAM), n_rows=4
+    a_round((5, 6), accepted=1, next_token=7, seconds=(0.5, 2.0, 0.25), source=Source.NGRAM), n_sequences=4
 )
 PLAIN = a_round(next_token=8, seconds=(0.0, 1.5, 0.5))
 TEXT = a_text([ALONE, SHARED, PLAIN], n_cached=30, prefill_seconds=0.05)  # 3 + 2 + 1 tokens in 6.125 s
@@ -201,15 +201,15 @@ class Believing(AutoLength):
         super().__init__()
         self.believed = believed
 
-    def plain_seconds(self, n_rows: int = 1) -> float | None:
-        return self.believed.get(n_rows)
+    def plain_seconds(self, n_sequences: int = 1) -> float | None:
+        return self.believed.get(n_sequences)
 
 
 def test_the_speed_next_to_plain_decoding() -> None:
     """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
     made, policy = [ALONE, SHARED, PLAIN], Believing({1: 2.0, 4: 3.5})
     assert speedup(made, policy) == pytest.approx((3 * 2.0 + 2 * 3.5 + 2.0) / 6.125)
-    beside = replace(SHARED, n_beside=30, verify_seconds=0.01)  # a prompt: not to be compared
+    beside = replace(SHARED, n_prefill=30, verify_seconds=0.01)  # a prompt: not to be compared
     assert speedup([*made, beside], policy) == speedup(made, policy)
     assert speedup([beside], policy) is None
     assert speedup(made, Believing({1: 2.0})) is None  # four rows were never seen without drafts

@@ -23,7 +23,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
-from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
 from llamaspec.serve.deltas import Content, Delta, Deltas, answers_of

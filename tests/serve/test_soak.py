@@ -15,7 +15,7 @@ import serve_load
 from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.sequence import RunningSequence
-from llamaspec.sampling.constraint import GrammarRow
+from llamaspec.sampling.constraint import GrammarSequence
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import SequenceState, Submission
 from serve_load import AUTO, BASE, Arm, Case, Load, figures
@@ -30,7 +30,7 @@ OF_A_REQUEST = (
     AnswerStream,
     TextStream,
     RunningSequence,
-    GrammarRow,
+    GrammarSequence,
     Completion,
 )
 

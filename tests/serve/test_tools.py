@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from llamaspec import Pair
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
-from llamaspec.engine.events import Completion, StopReason
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.openai_chat import ChatBody

@@ -77,15 +77,17 @@ class Outcome:
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[int, StopReason] = field(default_factory=dict)
-    most_rows: int = 0  # that shared an evaluation
-    n_mixed: int = 0  # rounds beside which a prompt was read
+    most_sequences: int = 0  # that shared an evaluation
+    n_chunked: int = 0  # rounds beside which a prompt was read
 
     def note(self, wanted: Wanted, stream: TextStream) -> None:
         completion = stream.completion
         self.tokens[wanted.number] = completion.tokens
         self.reasons[wanted.number] = completion.stop_reason
-        self.most_rows = max([self.most_rows, *(round_.n_rows for round_ in completion.rounds)])
-        self.n_mixed += sum(round_.n_beside > 0 for round_ in completion.rounds)
+        self.most_sequences = max(
+            [self.most_sequences, *(round_.n_sequences for round_ in completion.rounds)]
+        )
+        self.n_chunked += sum(round_.n_prefill > 0 for round_ in completion.rounds)
 
 
 def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
@@ -99,11 +101,11 @@ def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
     return outcome
 
 
-def interleaved(pair: Pair, texts: Sequence[Wanted], rng: np.random.Generator, n_rows: int) -> Outcome:
-    """All texts from one thread: up to `n_rows` at once, each pulled by chance, some dropped on the way."""
+def interleaved(pair: Pair, texts: Sequence[Wanted], rng: np.random.Generator, n_sequences: int) -> Outcome:
+    """All texts from one thread: up to `n_sequences` at once, some dropped on the way."""
     outcome, waiting, running = Outcome(), list(texts), list[tuple[Wanted, TextStream]]()
     while waiting or running:
-        while waiting and (not running or (len(running) < n_rows and rng.random() < 0.2)):
+        while waiting and (not running or (len(running) < n_sequences and rng.random() < 0.2)):
             running.append((waiting[0], waiting.pop(0).stream(pair)))
         wanted, stream = running[int(rng.integers(len(running)))]
         try:
@@ -184,11 +186,11 @@ def test_texts_among_others_are_the_texts_alone(store: ModelStore, kind: str) ->
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     with tiny_pair(store, kind, n_ctx=160, n_cells=512, **EXACT) as pair:
         expected = alone(pair, texts)
-        outcome = interleaved(pair, texts, rng, n_rows=7)
+        outcome = interleaved(pair, texts, rng, n_sequences=7)
         assert_same_texts(outcome, expected, n_short=4)
         if kind in ("llama", "gemma3"):
-            assert outcome.most_rows > 2
-            assert outcome.n_mixed > 5
+            assert outcome.most_sequences > 2
+            assert outcome.n_chunked > 5
             assert kv_cache(pair.target).n_defragmentations > 2
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
@@ -202,11 +204,11 @@ def test_texts_among_others_with_prediction_heads(store: ModelStore, kind: str) 
     path = store.path(kind, Recipe(n_context=LONG))
     with open_pair(path, "mtp", target_options=options) as pair:
         expected = alone(pair, texts)
-        outcome = interleaved(pair, texts, rng, n_rows=7)
+        outcome = interleaved(pair, texts, rng, n_sequences=7)
         assert_same_texts(outcome, expected, n_short=4)
         if kind != "qwen35":
-            assert outcome.most_rows > 2
-            assert outcome.n_mixed > 5
+            assert outcome.most_sequences > 2
+            assert outcome.n_chunked > 5
             assert kv_cache(pair.target).n_defragmentations > 0
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
@@ -217,10 +219,10 @@ def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:
     texts = some_texts(rng, 20, longest_prompt=120, longest=100)
     with tiny_pair(store, "llama", n_ctx=256, n_cells=256, **EXACT) as pair:
         expected = alone(pair, texts)
-        assert_same_texts(interleaved(pair, texts, rng, n_rows=6), expected)
+        assert_same_texts(interleaved(pair, texts, rng, n_sequences=6), expected)
         outcome = threaded(pair, texts, 6)
         assert_same_texts(outcome, expected)
-        assert outcome.most_rows > 1
+        assert outcome.most_sequences > 1
 
 
 @dataclass
@@ -248,7 +250,7 @@ class Recorder:
 
         monkeypatch.setattr(LlamaModel, "evaluate", recorded)
 
-    def _note(self, wanted: ForwardRequest, logits: Logits, n_rows: int) -> None:
+    def _note(self, wanted: ForwardRequest, logits: Logits, n_sequences: int) -> None:
         for path, row in zip(paths(wanted), logits, strict=True):
             key = path.tobytes()
             known = self.seen.get(key)
@@ -256,7 +258,7 @@ class Recorder:
             if known is None:
                 self.seen[key] = row.copy()
             elif not np.array_equal(known, row):
-                self.differing.append((len(path), n_rows, float(np.abs(known - row).max())))
+                self.differing.append((len(path), n_sequences, float(np.abs(known - row).max())))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "threads"), [
@@ -283,11 +285,11 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
         expected = alone(pair, texts)
         pair.forget()
         recorder.n_compared = 0
-        outcome = interleaved(pair, texts, rng, n_rows=6)
+        outcome = interleaved(pair, texts, rng, n_sequences=6)
         assert_same_texts(outcome, expected, n_short=3)
         assert recorder.n_compared > (100 if threads == 1 else 30)
-        assert outcome.most_rows > 1
+        assert outcome.most_sequences > 1
         if kind == "llama" and threads == 1:
             assert kv_cache(pair.target).n_defragmentations > 0
-            assert outcome.n_mixed > 5
+            assert outcome.n_chunked > 5
         assert recorder.differing == []

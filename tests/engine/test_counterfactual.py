@@ -25,7 +25,7 @@ from exact_law import (
 from fakes import Branching, CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.length.policy import AutoLength
-from llamaspec.protocols import RandomStreams, RowLength
+from llamaspec.protocols import RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Round, TokenArray
@@ -44,14 +44,14 @@ class Until(Partly):
         super().__init__(n_draft, lambda draft, rounds: len(draft) * (verifies and len(rounds) == last))
         self.last, self.verifies = last, verifies
 
-    def start_row(self, *, drops: bool = False) -> Until:
+    def start_sequence(self, *, drops: bool = False) -> Until:
         return Until(self.n_draft, self.last, verifies=self.verifies)
 
     def wants_more(self, draft: Draft) -> bool:
         return len(self.rounds) <= self.last and super().wants_more(draft)
 
 
-# -- what a shadow tells ------------------------------------------------------------------------------------
+# -- what a counterfactual tells
 
 
 @pytest.mark.parametrize("drafter", SPEAKING)
@@ -67,14 +67,14 @@ def test_a_shadow_is_accepted_as_often_as_a_token_that_is_verified(
         chosen = CHAINS[drafter](chain, RULES[rule], streams)
         return rounds(THREE, chosen, length, RULES[rule], chain, streams)[i]
 
-    def shadow(streams: RandomStreams) -> float:
-        return (round_of(Until(k, i, verifies=False), streams).shadow or NO_SHADOW)[1]
+    def counterfactual(streams: RandomStreams) -> float:
+        return (round_of(Until(k, i, verifies=False), streams).counterfactual or NO_SHADOW)[1]
 
     def verified(streams: RandomStreams) -> float:
         return float(round_of(Until(k, i, verifies=True), streams).n_accepted > 0)
 
-    assert mean(shadow) == pytest.approx(mean(verified), abs=1e-12)
-    assert mean(shadow) > 0 or drafter != "model" or sampling == "greedy"
+    assert mean(counterfactual) == pytest.approx(mean(verified), abs=1e-12)
+    assert mean(counterfactual) > 0 or drafter != "model" or sampling == "greedy"
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
@@ -85,11 +85,13 @@ def test_a_shadow_behind_a_verified_token_is_that_of_the_next(sampling: str) -> 
     def first(length: Length, streams: RandomStreams) -> Round:
         return rounds(THREE, model_drafter(THREE, chain, rule, streams), length, rule, chain, streams)[0]
 
-    def shadow(streams: RandomStreams) -> float:
+    def counterfactual(streams: RandomStreams) -> float:
         narrow = Length(2, lambda n: n if n <= 2 else None)
-        return (first(narrow, streams).shadow or NO_SHADOW)[1]
+        return (first(narrow, streams).counterfactual or NO_SHADOW)[1]
 
-    assert mean(shadow) == pytest.approx(mean(lambda streams: first(Length(2), streams).n_accepted == 2))
+    assert mean(counterfactual) == pytest.approx(
+        mean(lambda streams: first(Length(2), streams).n_accepted == 2)
+    )
 
 
 @pytest.mark.parametrize("drafter", SPEAKING)
@@ -106,10 +108,10 @@ def test_a_shadow_is_accepted_where_the_token_would_have_been(n: int, sampling: 
 
         found, right = first(Partly(2, lambda draft, rounds: n)), first(Length(2))
         if right.n_accepted < n or len(right.draft) <= n:
-            assert found.shadow is None
+            assert found.counterfactual is None
         else:
-            assert found.shadow == (right.confidences[n], float(right.n_accepted > n))
-        told.add(found.shadow and found.shadow[1])
+            assert found.counterfactual == (right.confidences[n], float(right.n_accepted > n))
+        told.add(found.counterfactual and found.counterfactual[1])
     assert told >= {0.0, 1.0} or drafter != "model" or sampling == "greedy"
 
 
@@ -120,20 +122,20 @@ def test_where_everything_is_verified_there_is_no_shadow(drafter: str) -> None:
         streams = SeededStreams(seed)
         chosen = (CHAINS | TREES)[drafter](chain, rule, streams)
         made = rounds(THREE, chosen, Length(k), rule, chain, streams, 30)
-        assert {round_.shadow for round_ in made} == {None}
+        assert {round_.counterfactual for round_ in made} == {None}
 
 
 class Unknown(CountingUp):
     """A drafter that does not say what its tokens were drawn from."""
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, length).without_distributions()
 
 
 class Known(Branching):
     """Trees of which it is said."""
 
-    def propose(self, context: TokenArray, length: RowLength) -> Draft:
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         tree = super().propose(context, length)
         return replace(tree, distributions=tuple(Distribution.certain(token) for token in tree.tokens))
 
@@ -155,7 +157,9 @@ def test_trees_and_tokens_from_anywhere_have_no_shadow(drafter: str) -> None:
     for n in (nothing, sure, all_but_last):
         length = Partly(3, n)
         made = rounds(THREE, chosen, length, rule, chain, streams, 30)
-        assert {round_.shadow for round_ in made[:-3]} == {None}  # at its end the limit makes trees chains
+        assert {round_.counterfactual for round_ in made[:-3]} == {
+            None
+        }  # at its end the limit makes trees chains
         assert text(made) == plain
         sizes.append(sum(len(round_.draft) for round_ in made))
     assert sizes[0] == 0 < sizes[2]
@@ -175,7 +179,7 @@ def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMan
         helped = cascade_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
         made = rounds(SELF, (alone, helped)[seed % 2], Partly(4, n), RULES[rule], chain, streams, 39)
         assert all(round_.n_accepted == len(round_.draft) for round_ in made)
-        told = [round_.shadow and round_.shadow[1] for round_ in made]
+        told = [round_.counterfactual and round_.counterfactual[1] for round_ in made]
         assert {*told} <= {None, 1.0}
         n_shadows += told.count(1.0)
         if n is every_second:
@@ -183,7 +187,7 @@ def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMan
     assert n_shadows > 20 or n is sure
 
 
-# -- what a shadow costs ------------------------------------------------------------------------------------
+# -- what a counterfactual costs
 
 
 @pytest.mark.parametrize("n", [nothing, every_second, all_but_last, sure])
@@ -204,7 +208,7 @@ def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, 
     assert sorted(step.n_new for step in steps) == [1] * (len(steps) - n_unread) + [2] * n_unread
 
 
-# -- what policies are told ---------------------------------------------------------------------------------
+# -- what policies are told
 
 
 def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
@@ -217,10 +221,12 @@ def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
         (made.confidences[0], float(made.tokens[0] == round_.next_token)) if len(made) else None
         for made, round_ in zip(length.made[::2], done.rounds[::2], strict=True)
     ]
-    assert {shadow[1] for shadow in shadows if shadow} == {0.0, 1.0}
-    assert [round_.shadow for round_ in done.rounds[::2]] == shadows
-    assert {round_.shadow for round_ in done.rounds[1::2]} == {None}
-    assert [round_.shadow for round_ in length.rounds] == [round_.shadow for round_ in done.rounds]
+    assert {counterfactual[1] for counterfactual in shadows if counterfactual} == {0.0, 1.0}
+    assert [round_.counterfactual for round_ in done.rounds[::2]] == shadows
+    assert {round_.counterfactual for round_ in done.rounds[1::2]} == {None}
+    assert [round_.counterfactual for round_ in length.rounds] == [
+        round_.counterfactual for round_ in done.rounds
+    ]
 
 
 def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
@@ -228,7 +234,10 @@ def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
     drafter = cascade_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
     rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
     assert isinstance(drafter.length, Partly)
-    told = [(round_.n_dropped, round_.shadow and round_.shadow[1]) for round_ in drafter.length.rounds]
+    told = [
+        (round_.n_dropped, round_.counterfactual and round_.counterfactual[1])
+        for round_ in drafter.length.rounds
+    ]
     assert told[:4] == [(3, 1.0), (0, None)] * 2
 
 
@@ -246,7 +255,7 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
     models = {TARGET: target(), DRAFT: target()}
     done = stream(Stepped(models), models, length=Partly(3, n), max_tokens=40).run()
     _, *steps = models[DRAFT].evaluated
-    row, at = AutoLength().start_row(drops=True), 0
+    row, at = AutoLength().start_sequence(drops=True), 0
     for round_ in done.rounds:
         if round_.n_draft_steps:
             assert row.n_unread == steps[at].n_new - 1
@@ -254,7 +263,7 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
         row.observe(round_)
 
 
-# -- what a policy may say ----------------------------------------------------------------------------------
+# -- what a policy may say
 
 
 @pytest.mark.parametrize("drafter", list(CHAINS | TREES))
