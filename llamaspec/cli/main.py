@@ -24,6 +24,7 @@ _LATER_SECONDS = 0.01
 # The module of each, loaded when it is used, and the first line of its own help.
 _SUBCOMMANDS = {
     "audit": ("measure", "Check that the text with draft tokens is the text without."),
+    "bench": ("bench", "Measure whole requests, with drafts and without."),
     "chat": ("chat", "Talk with a model."),
     "compare": ("measure", "Measure target alone, draft alone and both together on one prompt."),
     "doctor": ("measure", "Find out what will go wrong or be slow here, with remedies."),

@@ -448,6 +448,11 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
     axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
     axes.grid(alpha=0.3)
     axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib; a LlamaspecError where that cannot be."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -1,0 +1,236 @@
+"""The arms of the benchmark: servers in processes of their own, and what a client sees of their answers.
+
+llamaspec's own are started from a checkout, so that two versions of it can be arms of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from llamaspec.errors import LlamaspecError
+from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.measure.store import PairFiles
+
+PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
+READY_SECONDS = 900.0  # a large model is read from a disk
+END_SECONDS = 20.0
+_KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with which a server would refuse us
+_ENTRY = "import sys; sys.path.insert(0, {!r}); from llamaspec.__main__ import main; main()"
+_STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A server: what starts it, but for its port, and what its environment has beside ours."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_arms(options: Sequence[str], against: Path | None) -> Iterator[Arm]:
+    """llamaspec without drafts, with what the options of `serve` say, and so from another checkout."""
+    here = Path(__file__).resolve().parents[2]
+    ways = [(PLAIN, here, ["--no-draft"]), (AUTO, here, [])]
+    if against is not None:
+        if not (against / "llamaspec" / "__main__.py").is_file():
+            raise LlamaspecError(f"{against} has no llamaspec; name the top of a checkout with --against")
+        ways.append((BEFORE, against.resolve(), []))
+    for name, folder, more in ways:
+        command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options, *more)
+        paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # not what lies where we were started
+        yield Arm(name, (*command, "--request-timeout", "0", "--grace", "1"), environment)
+
+
+def peer_arms(program: str, files: PairFiles, types: Sequence[str] = ()) -> Iterator[Arm]:
+    """llama-server with each type of drafts, or with those that are known to be good; on the same files."""
+    draft = [] if files.draft is None else ["-md", str(files.draft.path)]
+    drafting = ["draft-simple"] if draft else ["draft-mtp"] if files.heads else []
+    options = files.target.options
+    settings = {
+        "-c": options.n_ctx or DEFAULT_CONTEXT,
+        "-t": options.threads,
+        "-ngl": options.gpu_layers,
+        "-fa": options.flash_attention,
+        "-ctk": options.cache_type_k,
+        "-ctv": options.cache_type_v,
+    }
+    command = [program, "-m", str(files.target.path), "--jinja", "--no-webui", "-np", "1"]
+    command += [str(part) for item in settings.items() if item[1] is not None for part in item]
+    for kind in types or ("none", *drafting, "ngram-simple", "ngram-mod"):
+        if kind == "draft-simple" and not draft:
+            raise LlamaspecError("--spec-types draft-simple needs a --draft that is a model; leave it out")
+        chosen = [] if kind == "none" else ["--spec-type", kind]
+        yield Arm(f"{PEER}, {kind}", (*command, *chosen, *(draft if kind == "draft-simple" else [])))
+
+
+def program_version(program: str) -> str | None:
+    """What llama-server says of itself; None where it says nothing."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (done.stdout + done.stderr).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if line.startswith("version")), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one server made of one request, measured at the client."""
+
+    text: str  # thoughts included
+    reply: str  # without thoughts
+    n_prompt_tokens: int
+    n_tokens: int
+    seconds: float  # from the request to the end of the stream
+    first_seconds: float  # to the first text
+    n_drafted: int | None = None  # as the server tells it
+    n_accepted: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding: after the first token; None where there was no second one."""
+        decoding = self.seconds - self.first_seconds
+        return (self.n_tokens - 1) / decoding if self.n_tokens > 1 and decoding > 0 else None
+
+    def seconds_for(self, n_tokens: int) -> float:
+        """Seconds of the request if the answer had so many tokens: texts that fork differ in length."""
+        rate = self.tokens_per_second
+        if rate is None or n_tokens == self.n_tokens or n_tokens < 1:
+            return self.seconds
+        return self.first_seconds + (n_tokens - 1) / rate
+
+
+Ask = Callable[[Mapping[str, Any]], Answer]  # (body of a chat request)
+
+
+class RefusedError(LlamaspecError):
+    """A server does not answer this request, such as one that is too long for its context."""
+
+
+@contextmanager
+def serving(arms: Sequence[Arm]) -> Iterator[dict[str, Ask]]:
+    """Run the servers until the block ends.
+
+    Raises
+    ------
+    LlamaspecError
+        One does not start; the message has its last line.
+    """
+    with ExitStack() as stack:
+        clients = {arm.name: stack.enter_context(_serving(arm)) for arm in arms}
+        yield {name: partial(_ask, name, client) for name, client in clients.items()}
+
+
+@contextmanager
+def _serving(arm: Arm) -> Iterator[httpx.Client]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name not in _KEYS}
+    with tempfile.TemporaryFile() as log, ExitStack() as stack:
+        try:
+            process = subprocess.Popen(
+                [*arm.command, "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**environment, **arm.environment},
+                start_new_session=True,  # Ctrl-C at the terminal is for us alone
+            )
+        except OSError as error:
+            raise LlamaspecError(f"cannot start {arm.command[0]}: {error.strerror}") from error
+        stack.callback(_end, process)
+        url = f"http://127.0.0.1:{port}"
+        one_each = httpx.Limits(max_keepalive_connections=0)  # a server may end an idle one at any time
+        client = httpx.Client(base_url=url, timeout=None, limits=one_each, trust_env=False)
+        _await_ready(arm.name, stack.enter_context(client), process, log)
+        yield client
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+            told = last.removeprefix("llamaspec: ") or f"exit code {process.returncode}"
+            raise LlamaspecError(f"the server of {name!r} did not start: {told}")
+        try:
+            if client.get("/health").status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise LlamaspecError(
+        f"the server of {name!r} is not ready after {READY_SECONDS:.0f} s; use a smaller model"
+    )
+
+
+def _reason(body: bytes) -> str:
+    """What a server says of a request that it refuses."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")
+
+
+def _ask(name: str, client: httpx.Client, body: Mapping[str, Any]) -> Answer:
+    thoughts, reply, first = "", "", None
+    usage: Mapping[str, Any] = {}
+    timings: Mapping[str, Any] = {}
+    begin = time.perf_counter()
+    try:
+        with client.stream("POST", "/v1/chat/completions", json={**body, **_STREAM}) as response:
+            if response.status_code != httpx.codes.OK:
+                raise RefusedError(f"{name} refused it: {_reason(response.read())}")
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RefusedError(f"{name} ended it: {event['error']}")
+                delta = (event.get("choices") or [{}])[0].get("delta") or {}
+                new_thoughts, new_reply = delta.get("reasoning_content") or "", delta.get("content") or ""
+                if first is None and new_thoughts + new_reply:
+                    first = time.perf_counter() - begin
+                thoughts, reply = thoughts + new_thoughts, reply + new_reply
+                usage, timings = event.get("usage") or usage, event.get("timings") or timings
+    except httpx.HTTPError as error:
+        told = str(error) or type(error).__name__
+        raise LlamaspecError(f"the server of {name!r} ended: {told}; look whether memory is short") from error
+    seconds = time.perf_counter() - begin
+    return Answer(
+        text=thoughts + reply,
+        reply=reply,
+        n_prompt_tokens=usage.get("prompt_tokens", 0),
+        n_tokens=usage.get("completion_tokens", 0),
+        seconds=seconds,
+        first_seconds=seconds if first is None else first,
+        n_drafted=timings.get("draft_n"),
+        n_accepted=timings.get("draft_n_accepted"),
+    )

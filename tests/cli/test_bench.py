@@ -1,0 +1,118 @@
+"""`llamaspec bench`: real servers over the embedded pair, beside programs whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command import ENTRY, environment, invoke, run
+from fake_server import write_checkout, write_program
+from patience import PATIENCE
+
+OPTIONS = ("--task", "ask", "--threads", "1", "-n", "8")
+HEAD = ["arm", "whole", "spread", "worst", "prompt", "s", "TTFT", "decoding", "same"]
+
+
+@pytest.mark.usefixtures("demo_files")
+def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) -> None:
+    peer = write_program(tmp_path / "llama-server", ["one ", "two ", "three"])
+    against = write_checkout(tmp_path / "before", ["other"])
+    picture = tmp_path / "bench.svg"
+    more = ("--llama-server", peer, "--against", against, "--plot", picture, "-k", "3", "-r", "2")
+    done = run("bench", *OPTIONS, *more, "--json", "--markdown")
+    assert done.code == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    peers = [f"llama-server, {kind}" for kind in ("none", "draft-simple", "ngram-simple", "ngram-mod")]
+    arms = found["groups"]["chat and code"]
+    assert [*arms] == ["plain", "auto", "before: auto", *peers, "llama-server, best of each prompt"]
+    assert (arms["auto"]["n_same"], arms["auto"]["n_answers"], arms["before: auto"]["n_same"]) == (4, 4, 0)
+    assert arms["before: auto"]["forks"]["ask 2"] == [0, 0]
+    assert (found["files"], found["versions"]["llama-server"]) == (
+        {"target": "target.gguf", "draft": "draft.gguf"},
+        "77 (abc)",
+    )
+    samples = found["samples"]
+    assert len(samples) == 7 * 4
+    drafted = {each["n_drafted"] for each in samples if each["arm"] == "auto"}
+    assert all(n > 0 for n in drafted), "-k reached the server"
+    assert {each["n_drafted"] for each in samples if each["arm"] == "plain"} == {0}
+    assert {each["n_tokens"] for each in samples if each["arm"] in ("plain", "auto")} == {8}
+    assert {each["n_tokens"] for each in samples if each["arm"] in peers} == {3}
+    assert not any("text" in each or "reply" in each for each in samples)
+    table = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert table[0] == HEAD
+    assert [row[0] for row in table[2:]] == [*arms]
+    assert table[3][-1].strip() == "4/4"
+    assert "before: auto: other text than plain in ask 1 at character 0" in done.stdout
+    assert "<svg" in picture.read_text()
+    assert "4/4 ask 2: plain " in done.stderr
+
+
+@pytest.mark.usefixtures("demo_files")
+def test_the_table_and_the_bars() -> None:
+    answer = invoke("bench", *OPTIONS)
+    assert answer.code == 0, answer.stderr
+    lines = [line.split() for line in answer.stdout.splitlines()]
+    assert HEAD in lines
+    assert ["ask", "auto"] in [line[:2] for line in lines]
+    assert [line[0] for line in lines if line[:1] in (["plain"], ["auto"])] == ["plain", "auto"]
+
+
+@pytest.mark.usefixtures("demo_files")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
+    """And no server is left running."""
+    peer = write_program(tmp_path / "slow", ["word "] * 3, 0.2)
+    command = [*ENTRY, "bench", *OPTIONS, "-r", "500", "--llama-server", str(peer), "--spec-types", "none"]
+    popen = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert popen.stderr is not None
+    while "/1000 ask 1" not in popen.stderr.readline():
+        assert popen.poll() is None
+    servers = psutil.Process(popen.pid).children()
+    assert len(servers) == 3
+    popen.send_signal(number)
+    stdout, stderr = popen.communicate(timeout=PATIENCE)
+    assert not any(server.is_running() for server in servers)
+    assert popen.returncode == 128 + number
+    assert "Traceback" not in stderr
+    if number == signal.SIGINT:
+        assert "interrupted; this was measured so far" in stderr
+        assert "llama-server, none" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
+        (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
+        (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
+        (("--llama-server", "nowhere"), "nowhere is no program; name its file"),
+        (("--plot", "x.pdf"), "name a .png or .svg file"),
+        (("--target", "missing.gguf"), "no such model file"),
+        (("-r", "0"), "0 is not in the range"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], says: str) -> None:
+    answer = invoke("bench", *arguments)
+    assert answer.code != 0
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1, answer.stderr
+    assert says in answer.stderr
+
+
+@pytest.mark.usefixtures("demo_files")
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho first >&2\necho 'no such option' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    answer = invoke("bench", *OPTIONS, "--llama-server", broken)
+    assert answer.code == 1
+    last = answer.stderr.splitlines()[-1]
+    assert last == "llamaspec: the server of 'llama-server, none' did not start: no such option"
