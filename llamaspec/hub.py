@@ -126,15 +126,12 @@ def may_have_heads(target: str) -> bool:
 
 
 def _known_draft(target: str) -> str | None:
-    """A listed draft, else the newest that was made here."""
-    listed = read_catalog().draft_of(target)
-    if listed is not None:
-        return listed
+    """The newest that was made here, else a listed one."""
     try:
         drafts = made_drafts(locate_model(target))
     except ModelFileError:
-        return None
-    return str(drafts[0].absolute()) if drafts else None
+        drafts = []
+    return str(drafts[0].absolute()) if drafts else read_catalog().draft_of(target)
 
 
 def _is_address(name: str) -> bool:

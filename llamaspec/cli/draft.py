@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from llamaspec.cli.model_options import fetched_model
 from llamaspec.cli.options import JSON_OPTION, Command, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.skip_layers import Made, make_draft
+from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.draft_making.worth import TrialSettings, judge_draft
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.hub import made_path
@@ -53,31 +54,12 @@ class DraftOptions:
         return Sampling(temperature=self.temperature)
 
     def texts(self) -> tuple[bytes, ...]:
-        """The files of --text.
-
-        Raises
-        ------
-        PromptError
-            One cannot be read.
-        """
-        return tuple(_read(Path(name)) for name in self.text)
+        """The files of --text; a PromptError where one cannot be read."""
+        return _texts(self.text)
 
     def file(self) -> Path | None:
-        """The file of --output.
-
-        Raises
-        ------
-        LlamaspecError
-            It exists, and is not to be replaced.
-        """
-        if self.output is None:
-            return None
-        path = Path(self.output)
-        if path.is_dir():
-            raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
-        if path.exists() and not self.force:
-            raise LlamaspecError(f"{path} exists; name another file with --output, or --force to replace it")
-        return path
+        """The file of --output; a LlamaspecError where it exists, and is not to be replaced."""
+        return _file(self.output, self.force)
 
 
 def _draft_options(texts: str) -> Callable[[Command], Command]:
@@ -193,10 +175,77 @@ def distil(
     _tell_written(output, judged.measured)
 
 
+@draft.command(
+    epilog="""\b
+Examples:
+  llamaspec draft trim small.gguf --for big.gguf
+  llamaspec draft trim small.gguf --keep 65536 --text main.py --type Q4_0 --output trimmed.gguf
+""",
+)
+@click.argument("draft", metavar="DRAFT")
+@click.option("--keep", type=int, default=KEEP, show_default=True, help="Tokens of the vocabulary to keep.")
+@click.option("--text", "-f", metavar="FILE", multiple=True,
+              help="Text whose most frequent tokens are kept; several are allowed. Default: a short one, and "
+                   "the lowest ids, which in most vocabularies are the most frequent.")  # fmt: skip
+@click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
+              show_default=True, help="Quantise the copy; copy = the weights as they are.")  # fmt: skip
+@click.option("--for", "target", metavar="TARGET", help="Whose draft it is: --draft auto then finds it.")
+@click.option("--output", "-o", metavar="FILE", help="The trimmed draft; default: beside TARGET.")
+@click.option("--force", is_flag=True, help="Replace the file of --output.")
+@JSON_OPTION
+def trim(
+    draft: str,
+    keep: int,
+    text: tuple[str, ...],
+    file_type: str,
+    target: str | None,
+    output: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Make a draft cheaper: keep only the frequent tokens of its vocabulary.
+
+    Special tokens and single bytes stay in any case. Other weights are the same bytes.
+    """
+    if output is None and target is None:
+        raise click.UsageError("name the target with --for, or the file with --output")
+    file, texts = _file(output, force), _texts(text)
+    path, owner = fetched_model(draft), None if target is None else fetched_model(target)
+    if owner is not None:
+        check_gguf(owner)
+        label = f"trim-{keep}" if file_type == COPY else f"trim-{keep}-{file_type}"
+        file = file or made_path(owner, label)
+    assert file is not None
+    trimmed = trim_draft(path, file, texts, keep, file_type, owner)
+    if as_json:
+        click.echo(json.dumps({**asdict(trimmed), "path": str(file)}))
+        return
+    click.echo(
+        f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens, {trimmed.of_text:.1%} of the text; "
+        f"{trimmed.n_bytes_before / 1e6:.0f} MB are {trimmed.n_bytes / 1e6:.0f} MB"
+    )
+    _tell_written(file, None)
+
+
 def _opened(path: Path, options: DraftOptions) -> LlamaModel:
     check_gguf(path)
     with SlowProgress("loading") as progress:
         return LlamaModel(path, options.models, progress)
+
+
+def _file(output: str | None, force: bool) -> Path | None:
+    if output is None:
+        return None
+    path = Path(output)
+    if path.is_dir():
+        raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
+    if path.exists() and not force:
+        raise LlamaspecError(f"{path} exists; name another file with --output, or --force to replace it")
+    return path
+
+
+def _texts(names: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(_read(Path(name)) for name in names)
 
 
 def _read(path: Path) -> bytes:

@@ -249,10 +249,10 @@ def _path_here(entry: Entry) -> Path | None:
 
 
 def _drafts(entry: Entry) -> str:
-    """What can draft for a model: the draft that is listed, its own heads, what was made here."""
+    """What can draft for a model: what was made here, the draft that is listed, its own heads."""
     here = _path_here(entry)
     made = here is not None and bool(made_drafts(here))
-    found = (entry.draft, "mtp" if _has_heads(entry) else None, "made here" if made else None)
+    found = ("made here" if made else None, entry.draft, "mtp" if _has_heads(entry) else None)
     return ", ".join(name for name in found if name)
 
 

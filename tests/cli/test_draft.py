@@ -18,6 +18,7 @@ from llamaspec.draft_making.worth import TrialSettings, Worth
 from llamaspec.hub import DRAFT_FOR, find_draft, identity, made_path
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.probe import Spread
+from tiny_models import truncated
 
 
 @pytest.fixture
@@ -48,11 +49,13 @@ def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path
         (["--output", __file__], "exists; name another file with --output, or --force"),
     ],
 )
-def test_what_cannot_be_is_one_line(target: Path, arguments: list[str], part: str) -> None:
-    for way in ("make", "distil"):
+def test_what_cannot_be_is_one_line(target: Path, arguments: list[str | Path], part: str) -> None:
+    for way in ("make", "distil", "trim"):
         if way == "distil" and "--text" not in arguments:
             arguments = [*arguments, "--text", __file__]
-        if way == "make" or _has_torch():
+        if way == "trim":
+            arguments = [*arguments, "--for", target]
+        if way != "distil" or _has_torch():
             assert part in said(invoke("draft", way, target, *arguments))
 
 
@@ -126,6 +129,47 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     measured = {"low": 1.25, "median": 1.5, "high": 2.25}
     assert found == {"path": str(other), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
     assert "--text" in invoke("draft", "distil", target).stderr
+
+
+def test_auto_finds_a_trimmed_draft(target: Path, draft_file: Path, tmp_path: Path) -> None:
+    output = made_path(target, "trim-272-Q8_0")
+    trimming = ("draft", "trim", draft_file, "--for", target, "--keep", "272", "--type", "Q8_0")
+    found = invoke(*trimming, "--json").json
+    assert (found["path"], found["n_tokens"], found["n_tokens_before"]) == (str(output), 272, 288)
+    assert set(target.parent.iterdir()) == {target, output}
+    wanted = (
+        "generate",
+        "--target",
+        target,
+        "--threads",
+        "1",
+        "-p",
+        "def",
+        "-n",
+        "30",
+        "--seed",
+        "3",
+        "--json",
+    )
+    answer = invoke(*wanted, "--draft", "auto", "--draft-length", "3")
+    assert answer.json["statistics"]["accepted"] > 0
+    assert answer.json["tokens"] == invoke(*wanted, "--no-draft").json["tokens"]
+    (tmp_path / "text.txt").write_text("self the " * 9)
+    text = ("--keep", "260", "--text", tmp_path / "text.txt")
+    answer = invoke("draft", "trim", draft_file, *text, "--output", tmp_path / "small.gguf")
+    assert answer.stdout.startswith("kept 260 of 288 tokens, 5.3% of the text; ")
+    assert answer.stdout.endswith(f"wrote {tmp_path / 'small.gguf'}\n")
+
+
+def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
+    output = tmp_path / "trimmed.gguf"
+    damaged = truncated(target, tmp_path / "damaged.gguf")
+    assert "damaged.gguf" in said(invoke("draft", "trim", damaged, "--keep", "272", "-o", output))
+    assert "from 258 to 287 with --keep" in said(invoke("draft", "trim", target, "-o", output))
+    answer = invoke("draft", "trim", target)
+    assert (answer.code, answer.stdout) == (2, "")
+    assert "name the target with --for, or the file with --output" in answer.stderr
+    assert not output.exists()
 
 
 @pytest.fixture
