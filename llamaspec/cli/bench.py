@@ -27,6 +27,7 @@ from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama import runtime
+from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import find_devices
 from llamaspec.measure.bench import (
     TASKS,
@@ -66,6 +67,8 @@ _OPTIONS: tuple[Decorator, ...] = (
                  "draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
                  help="Also another checkout of llamaspec, in this folder."),
+    click.option("--also", multiple=True, metavar="OPTIONS",
+                 help="Also llamaspec serve with these options beside, such as '-k 4'; may be repeated."),
     click.option("--markdown", is_flag=True, help="The tables in Markdown."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
                  help="Draw the ratios as .png or .svg (needs matplotlib)."),
@@ -85,6 +88,7 @@ class BenchOptions:
     llama_server: str | None
     spec_types: tuple[str, ...] | None
     against: Path | None
+    also: tuple[str, ...]
     markdown: bool
     plot: Path | None
     as_json: bool
@@ -118,12 +122,15 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     if bench.plot is not None:
         check_plot(bench.plot)
     tasks, files = read_tasks(bench.tasks, bench.names), find_files(models)
-    arms = [*own_arms([*_given()], bench.against)]
+    for model in (files.target, *files.draft_models):
+        check_gguf(model.path)
+    arms = [*own_arms([*_given()], bench.also, bench.against)]
     if bench.llama_server is not None:
         if shutil.which(bench.llama_server) is None:
             raise click.UsageError(f"--llama-server: {bench.llama_server} is no program; name its file")
         arms += peer_arms(bench.llama_server, files, bench.spec_types or ())
     samples: list[Sample] = []
+    say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
     total, fault, code = n_requests(tasks) * bench.repeats, None, 0
     try:
         with _ended_by_signals(), serving(arms) as asks:
@@ -132,7 +139,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
                 times = ", ".join(f"{sample.arm} {sample.answer.seconds:.1f} s" for sample in each)
                 click.echo(f"{done}/{total} {each[0].prompt}: {times}", err=True)
     except KeyboardInterrupt:
-        say("interrupted; this was measured so far")
+        say(f"interrupted{'; this was measured so far' if samples else ''}")
         code = EXIT_INTERRUPTED
     except LlamaspecError as error:
         fault = error
@@ -198,21 +205,22 @@ def _show(samples: Sequence[Sample], options: BenchOptions, files: PairFiles) ->
         by_group["all tasks"] = _by_arm(samples)
     draft = files.draft.path.name if files.draft is not None else MTP if files.heads else "none"
     names = {"target": files.target.path.name, "draft": draft}
-    title = printable(f"{names['target']}, draft {draft}; ") + ", ".join(
-        f"{name.replace('_', ' ')} {value:g}" for name, value in options.settings.items()
-    )
+    settings = {**options.settings, "repeats": options.repeats}
+    title = f"{names['target']}, draft {draft}; "
+    title += ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
+    machine, versions = _machine(), _versions(options.llama_server)
     console = Console(stderr=options.as_json and not options.markdown, highlight=False, soft_wrap=True)
-    console.print(title)
+    console.print(printable(f"{title}; llamaspec {versions['llamaspec']} on {', '.join(machine['devices'])}"))
     for group, arms in by_group.items():
-        rows = [_row(arm, each) for arm, each in arms.items()]
-        console.print(f"\n### {group}\n" if options.markdown else f"\n{group}", markup=False)
+        rows = [_row(arm, each, options.temperature) for arm, each in arms.items()]
+        console.print(f"\n{'### ' * options.markdown}{group}{chr(10) * options.markdown}")
         if options.markdown:
             click.echo(_markdown(rows))
         else:
             print_table(_COLUMNS, rows, console)
     console.print(f"\n{_LEGEND}\n")
     for arm, each in _by_arm(samples).items():
-        if each.forks and options.temperature == 0:
+        if each.forks and _is_comparable(arm, options.temperature):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
             console.print(f"{arm}: other text than plain in {where}")
     if not options.markdown:
@@ -220,23 +228,32 @@ def _show(samples: Sequence[Sample], options: BenchOptions, files: PairFiles) ->
     if options.plot is not None:
         _draw(by_task, options.plot, title)
     if options.as_json:
-        click.echo(json.dumps({
-            **_surroundings(options.llama_server),
+        prior = stored_prior(files).value
+        told = {
+            "machine": machine,
+            "versions": versions,
             "files": names,
-            "settings": {**options.settings, "repeats": options.repeats},
-            "curve": None if (prior := stored_prior(files).value) is None else asdict(prior)["curve"],
-            "groups": _as_json(by_group),
-            "tasks": _as_json(by_task),
+            "settings": settings,
+            "curve": None if prior is None else asdict(prior)["curve"],
+            "groups": {
+                group: {arm: asdict(each) for arm, each in arms.items()} for group, arms in by_group.items()
+            },
             "samples": [*_samples_json(samples)],
-        }))  # fmt: skip
+        }
+        click.echo(json.dumps(told))
 
 
-def _row(arm: str, each: Figures) -> tuple[str, ...]:
+def _is_comparable(arm: str, temperature: float) -> bool:
+    """Whether an arm should write what plain writes: another program draws otherwise."""
+    return arm != PLAIN and (temperature == 0 or not arm.startswith(PEER))
+
+
+def _row(arm: str, each: Figures, temperature: float) -> tuple[str, ...]:
     ratios = (f"{each.whole:.2f}", f"{each.spread:.2f}", f"{each.worst:.2f}", each.worst_prompt)
     decoding = "" if each.decoding is None else f"{each.decoding:.2f}"
-    same = f"{each.n_same}/{each.n_answers}"
+    same = f"{each.n_same}/{each.n_answers}" if _is_comparable(arm, temperature) else ""
     if arm == PLAIN:
-        ratios, same = ("1.00", "", "", ""), ""
+        ratios = ("1.00", "", "", "")
     return (arm, *ratios, f"{each.seconds:.2f}", f"{each.first_seconds:.2f}", decoding, same)
 
 
@@ -275,22 +292,19 @@ def _draw(by_task: Mapping[str, Mapping[str, Figures]], path: Path, title: str) 
     save_figure(figure, path)
 
 
-def _surroundings(llama_server: str | None) -> dict[str, Any]:
-    peer = {} if llama_server is None else {PEER: program_version(llama_server)}
-    own = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
+def _machine() -> dict[str, Any]:
     return {
-        "machine": {
-            "system": platform.system(),
-            "devices": [device.description for device in find_devices()],
-            "cores": runtime.default_threads(),
-            "backend": runtime.backend_description(),
-        },
-        "versions": {**own, "python": platform.python_version(), **peer},
+        "system": platform.system(),
+        "devices": [device.description for device in find_devices()],
+        "cores": runtime.default_threads(),
+        "backend": runtime.backend_description(),
     }
 
 
-def _as_json(figures_of: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
-    return {name: {arm: asdict(each) for arm, each in arms.items()} for name, arms in figures_of.items()}
+def _versions(llama_server: str | None) -> dict[str, str | None]:
+    own = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
+    peer = {} if llama_server is None else {PEER: program_version(llama_server)}
+    return {**own, "python": platform.python_version(), **peer}
 
 
 def _samples_json(samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -42,10 +43,11 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def own_arms(options: Sequence[str], against: Path | None) -> Iterator[Arm]:
-    """llamaspec without drafts, with what the options of `serve` say, and so from another checkout."""
+def own_arms(options: Sequence[str], also: Sequence[str], against: Path | None) -> Iterator[Arm]:
+    """llamaspec without drafts, with the options of `serve`, with more of them, and another checkout."""
     here = Path(__file__).resolve().parents[2]
     ways = [(PLAIN, here, ["--no-draft"]), (AUTO, here, [])]
+    ways += [(more, here, shlex.split(more)) for more in also]
     if against is not None:
         if not (against / "llamaspec" / "__main__.py").is_file():
             raise LlamaspecError(f"{against} has no llamaspec; name the top of a checkout with --against")

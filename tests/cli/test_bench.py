@@ -23,13 +23,26 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) ->
     peer = write_program(tmp_path / "llama-server", ["one ", "two ", "three"])
     against = write_checkout(tmp_path / "before", ["other"])
     picture = tmp_path / "bench.svg"
-    more = ("--llama-server", peer, "--against", against, "--plot", picture, "-k", "3", "-r", "2")
+    more = (
+        "--llama-server",
+        peer,
+        "--against",
+        against,
+        "--plot",
+        picture,
+        "-k",
+        "3",
+        "-r",
+        "2",
+        "--also",
+        "-k 1",
+    )
     done = run("bench", *OPTIONS, *more, "--json", "--markdown")
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     peers = [f"llama-server, {kind}" for kind in ("none", "draft-simple", "ngram-simple", "ngram-mod")]
     arms = found["groups"]["chat and code"]
-    assert [*arms] == ["plain", "auto", "before: auto", *peers, "llama-server, best of each prompt"]
+    assert [*arms] == ["plain", "auto", "-k 1", "before: auto", *peers, "llama-server, best of each prompt"]
     assert (arms["auto"]["n_same"], arms["auto"]["n_answers"], arms["before: auto"]["n_same"]) == (4, 4, 0)
     assert arms["before: auto"]["forks"]["ask 2"] == [0, 0]
     assert (found["files"], found["versions"]["llama-server"]) == (
@@ -37,11 +50,13 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) ->
         "77 (abc)",
     )
     samples = found["samples"]
-    assert len(samples) == 7 * 4
-    drafted = {each["n_drafted"] for each in samples if each["arm"] == "auto"}
-    assert all(n > 0 for n in drafted), "-k reached the server"
-    assert {each["n_drafted"] for each in samples if each["arm"] == "plain"} == {0}
-    assert {each["n_tokens"] for each in samples if each["arm"] in ("plain", "auto")} == {8}
+    assert len(samples) == 8 * 4
+    drafted = {
+        arm: sum(each["n_drafted"] for each in samples if each["arm"] == arm)
+        for arm in ("plain", "-k 1", "auto")
+    }
+    assert 0 == drafted["plain"] < drafted["-k 1"] < drafted["auto"], "the servers got their options"
+    assert {each["n_tokens"] for each in samples if each["arm"] in drafted} == {8}
     assert {each["n_tokens"] for each in samples if each["arm"] in peers} == {3}
     assert not any("text" in each or "reply" in each for each in samples)
     table = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
