@@ -1,7 +1,6 @@
 """`llamaspec chat`: a conversation at the terminal, or one message per line of a pipe.
 
-What is said and kept is the session's business (`llamaspec/chat/session.py`), what is typed `typed.py`'s.
-Answers go to stdout, everything else to stderr.
+`chat/session.py` keeps the conversation, `typed.py` reads what is typed. Only answers go to stdout.
 """
 
 from __future__ import annotations
@@ -11,49 +10,19 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from llamaspec.chat.session import (
-    ConversationFiles,
-    Reply,
-    Session,
-    Settings,
-    keep_last,
-    load_last,
-)  # fmt: skip
+from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
+from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ModelChoice, chat_model_options, find_files, learning
-from llamaspec.cli.options import (
-    UNLIMITED,
-    ChatOptions,
-    DecodingOptions,
-    Decorator,
-    GroupedCommand,
-    answer_decoding_options,
-    chat_options,
-    chosen_detail,
-    option_group,
-    refusing_values,
-    settings_of,
-    statistics_options,
-    with_setting,
-)  # fmt: skip
-from llamaspec.cli.output import (
-    Detail,
-    SlowProgress,
-    Thoughts,
-    message_of,
-    say,
-    statistics_lines,
-    write_text,
-)  # fmt: skip
+from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.opening import demo_target
-from llamaspec.pair import Pair
 
 _LAST = "last"
 
@@ -67,7 +36,7 @@ class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
         return value if value == _LAST else click.INT.convert(value, param, ctx)
 
 
-_FILES: tuple[Decorator, ...] = (
+_FILES: tuple[shared.Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Write the conversation to a new file after every answer."),
     click.option("--load", metavar="FILE",
                  help="Go on with a saved conversation; may be the file of --save."),
@@ -77,9 +46,9 @@ _FILES: tuple[Decorator, ...] = (
                  metavar="[N]", help="Alone the same as --resume; with a number, --n-ctx."),
     click.option("--keep/--no-keep", default=True, show_default=True,
                  help="Keep the conversation for --resume, in the cache folder, readable by you alone."),
-    *statistics_options(None, "Statistics after every answer"),
+    *shared.statistics_options(None, "Statistics after every answer"),
 )  # fmt: skip
-_REASONING: tuple[Decorator, ...] = (
+_REASONING: tuple[shared.Decorator, ...] = (
     click.option("--reasoning", type=click.Choice(["show", "hide", "off"]), default="show", show_default=True,
                  help="What a model thinks before it answers goes to stderr, or nowhere; off asks it not to "
                       "think."),
@@ -88,48 +57,8 @@ _REASONING: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningOptions:
-    """What becomes of what a model thinks."""
-
-    is_shown: bool
-    budget: int | None  # tokens
-    template_kwargs: dict[str, bool]  # what the chat template is told
-
-
-def _reasoning(*, reasoning: str, reasoning_budget: int | None) -> ReasoningOptions:
-    """From the command line; a model that thinks though it was asked not to has no tokens for it."""
-    if reasoning == "off":
-        return ReasoningOptions(False, 0, {"enable_thinking": False})
-    return ReasoningOptions(reasoning == "show", reasoning_budget, {})
-
-
-@dataclass(frozen=True, slots=True)
-class FileOptions:
-    """Where a conversation comes from and goes to, and what is told of it."""
-
-    save: str | None
-    load: str | None
-    resume: bool
-    keep: bool
-    stats: Detail | None
-    n_ctx: int | None  # of -c N
-
-
-def _files(
-    *, resume: bool, last_or_size: tuple[str | int, ...], stats: Detail | None, no_stats: bool, **given: Any
-) -> FileOptions:
-    """From the command line, where -c has two meanings."""
-    sizes = [size for size in last_or_size if isinstance(size, int)]
-    resume = resume or _LAST in last_or_size
-    if resume and given["load"] is not None:
-        raise ValueError("--resume and --load both name a conversation; drop one")
-    detail = chosen_detail(stats, no_stats, None)
-    return FileOptions(resume=resume, n_ctx=sizes[-1] if sizes else None, stats=detail, **given)
-
-
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec chat --target llama-70b-instruct.Q4.gguf --draft llama-8b-instruct.Q4.gguf
@@ -139,47 +68,75 @@ Examples:
   llamaspec chat --target big-instruct.gguf < questions.txt > answers.txt
 """,
 )
-@chat_options
-@option_group("thinking", _reasoning, _REASONING)
-@option_group("files", _files, _FILES)
+@shared.chat_options
+@shared.section("Reasoning", _REASONING)
+@shared.section("Files", _FILES)
 @chat_model_options
-@answer_decoding_options
+@shared.answer_decoding_options
 def chat(
-    conversation: ChatOptions,
-    thinking: ReasoningOptions,
-    files: FileOptions,
+    conversation: shared.ChatOptions,
     models: ModelChoice,
-    decoding: DecodingOptions,
+    decoding: shared.DecodingOptions,
+    reasoning: str,
+    reasoning_budget: int | None,
+    save: str | None,
+    load: str | None,
+    resume: bool,
+    last_or_size: tuple[str | int, ...],
+    keep: bool,
+    stats: Detail | None,
+    no_stats: bool,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists the commands."""
-    if files.n_ctx is not None:
-        with refusing_values():
-            if models.n_ctx is not None:
-                raise ValueError("-c and --n-ctx both name the size of the context; drop one")
-            models = models.with_context(files.n_ctx)
-    own_files = ConversationFiles()
-    messages = own_files.load(files.load) if files.load is not None else None
-    if files.resume:
+    resume = resume or _LAST in last_or_size
+    with shared.refusing_values():
+        detail = shared.chosen_detail(stats, no_stats, None)
+        if resume and load is not None:
+            raise ValueError("--resume and --load both name a conversation; drop one")
+        for size in last_or_size:
+            if isinstance(size, int):
+                if models.n_ctx not in (None, size):
+                    raise ValueError("-c and --n-ctx both name the size of the context; drop one")
+                models = models.with_context(size)
+    files = ConversationFiles()
+    messages = files.load(load) if load is not None else None
+    if resume:
         messages = load_last()
-    save_to = own_files.writable(files.save) if files.save is not None else None
+    save_to = files.writable(save) if save is not None else None
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):
-        how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule)
-        settings = Settings(*how, policy, thinking.budget, thinking.template_kwargs)
-        template = conversation.read_template(pair)
-        thoughts = Thoughts(is_shown=thinking.is_shown)
+        how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
+        settings = Settings(*how, reasoning_budget)
+        if reasoning == "off":  # a model that thinks all the same has no tokens for it
+            settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
+        thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
-            pair, template, settings, system=conversation.system, tell=say, on_reasoning=thoughts.add
+            pair,
+            conversation.read_template(pair),
+            settings,
+            system=conversation.system,
+            tell=say,
+            on_reasoning=thoughts.add,
         )
         if pair.target.path == demo_target():
             say("the embedded model was made to continue Python; name a model that converses with --target")
         if messages is not None:
             session.replace(messages)
-        if files.resume:
+        if resume:
             say(f"going on with the last conversation: {len(session.messages)} messages")
         if decoding.seed is None:
             say(f"the seed is {seed}; --seed {seed} gives the same answers again")
-        ChatLoop(session, pair, own_files, save_to, files, replace(decoding, seed=seed), thoughts).run()
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        keeps = keep and (interactive or resume)
+        decoding = replace(decoding, seed=seed)
+        n_ctx = pair.target.context_size
+        loop = _Loop(session, thoughts, decoding, n_ctx, files, save_to, detail, interactive, keeps)
+        if not interactive:
+            loop.run(piped_line)
+            return
+        click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
+        with line_editing():
+            loop.run(terminal_line)
 
 
 HELP = '''\
@@ -200,106 +157,86 @@ before / makes it a message.'''
 
 LEAVE = {"/exit", "/quit"}
 
-_Takes = Literal["nothing", "a file", "anything"]
 
-
-class ChatLoop:
+@dataclass(slots=True)
+class _Loop:
     """Reads what is typed, a message or a command, until the person leaves."""
 
-    def __init__(
-        self,
-        session: Session,
-        pair: Pair,
-        own_files: ConversationFiles,  # what may be overwritten
-        save_to: Path | None,  # written after every answer
-        files: FileOptions,
-        decoding: DecodingOptions,  # with the session's seed
-        thoughts: Thoughts,
-    ) -> None:
-        self._session = session
-        self._pair = pair
-        self._files = own_files
-        self._save_to = save_to
-        self._stats = files.stats
-        self._decoding = decoding
-        self._thoughts = thoughts
-        self._interactive = sys.stdin is not None and sys.stdin.isatty()
-        self._keeps = files.keep and (self._interactive or files.resume)
-        self._commands: dict[str, tuple[_Takes, Callable[[str], None]]] = {
-            "/help": ("nothing", lambda _: click.echo(HELP, err=True)),
-            "/reset": ("nothing", self._reset),
-            "/continue": ("nothing", lambda _: self._show(self._session.go_on)),
-            "/regenerate": ("nothing", lambda _: self._show(self._session.regenerate)),
-            "/edit": ("nothing", self._edit),
-            "/set": ("anything", self._set),
-            "/save": ("a file", self._save),
-            "/load": ("a file", self._load),
-            "/stats": ("anything", self._statistics),
-        }
+    session: Session
+    thoughts: Thoughts
+    decoding: shared.DecodingOptions  # with the session's seed
+    context_size: int  # tokens
+    files: ConversationFiles  # what may be overwritten
+    save_to: Path | None  # written after every answer
+    stats: Detail | None  # shown after every answer
+    interactive: bool
+    keeps: bool  # for --resume
 
-    def run(self) -> None:
+    def run(self, read_line: ReadLine) -> None:
         """Until the person leaves."""
-        if not self._interactive:
-            while self._turn(piped_line):
-                pass
-            return
-        name = printable(self._pair.target.path.name)
-        click.echo(f"Chat with {name}. /help lists the commands.", err=True)
-        with line_editing():
-            while self._turn(terminal_line):
-                pass
+        while self._turn(read_line):
+            pass
 
     def _turn(self, read_line: ReadLine) -> bool:
         """One message or command; False when the person leaves. A pipe ends with the first fault."""
         try:
-            typed = self._next(read_line)
-            if typed is not None:
-                self._act(typed)
+            typed = read_typed(read_line)
+            if typed.is_command and typed.text.strip() in LEAVE:
+                return False
+            self._act(typed)
+        except EOFError:
+            if self.interactive:
+                click.echo(err=True)
+            return False
         except LlamaspecError as error:
-            if not self._interactive:
+            if not self.interactive:
                 raise
             say(message_of(error))
-            return True
         except KeyboardInterrupt:  # at the prompt: nothing is lost
-            if not self._interactive:
+            if not self.interactive:
                 raise
             click.echo("\n/exit or Ctrl-D leaves", err=True)
-            return True
-        return typed is not None
-
-    def _next(self, read_line: ReadLine) -> Typed | None:
-        """What is typed next; None when the person leaves."""
-        try:
-            typed = read_typed(read_line)
-        except EOFError:
-            if self._interactive:
-                click.echo(err=True)
-            return None
-        return None if typed.is_command and typed.text.strip() in LEAVE else typed
+        return True
 
     def _act(self, typed: Typed) -> None:
         """Answer a message or obey a command; an empty one is nothing."""
-        if not typed.text.strip():
+        text = typed.text.strip()
+        if not text:
             return
         if not typed.is_command:
-            self._show(lambda on_prefill: self._session.ask(typed.text, on_prefill))
+            self._show(lambda on_prefill: self.session.ask(typed.text, on_prefill))
             return
-        name, _, argument = typed.text.strip().partition(" ")
-        if name not in self._commands:
+        name, _, argument = text.partition(" ")
+        alone: dict[str, Callable[[], None]] = {
+            "/help": lambda: click.echo(HELP, err=True),
+            "/reset": self._reset,
+            "/continue": lambda: self._show(self.session.go_on),
+            "/regenerate": lambda: self._show(self.session.regenerate),
+            "/edit": self._edit,
+        }
+        with_argument: dict[str, Callable[[str], None]] = {
+            "/set": self._set,
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._statistics,
+        }
+        argument = argument.strip()
+        if name in with_argument:
+            if name in ("/save", "/load") and not argument:
+                raise PromptError(f"{name} needs a file: {name} FILE")
+            with_argument[name](argument)
+        elif name not in alone:
             raise PromptError(
                 f"there is no command {name}; /help lists them, a space before / makes it a message"
             )
-        takes, command = self._commands[name]
-        argument = argument.strip()
-        if takes == "a file" and not argument:
-            raise PromptError(f"{name} needs a file: {name} FILE")
-        if takes == "nothing" and argument:
+        elif argument:
             raise PromptError(f"{name} stands alone")
-        command(argument)
+        else:
+            alone[name]()
 
     def _show(self, answer: Callable[[Progress], Generator[str, None, None]]) -> None:
         """Write an answer as it comes; Ctrl-C stops it and keeps what was said."""
-        before = self._session.last
+        before = self.session.last
         try:
             with (
                 SlowProgress("prefilling the conversation") as progress,
@@ -307,14 +244,14 @@ class ChatLoop:
             ):
                 for text in pieces:
                     progress(1.0)
-                    self._thoughts.end()
+                    self.thoughts.end()
                     write_text(text)
         except KeyboardInterrupt:
             self._after(before)
-            if not self._interactive:
+            if not self.interactive:
                 raise
         except LlamaspecError:
-            if self._session.last is not before:
+            if self.session.last is not before:
                 click.echo()
             raise
         else:
@@ -322,75 +259,69 @@ class ChatLoop:
 
     def _after(self, before: Reply | None) -> None:
         """End the answer's line, save, and say what there is to say about it."""
-        self._thoughts.end()
+        self.thoughts.end()
         click.echo()
-        last = self._session.last
+        last = self.session.last
         if last is None or last is before:
             say("stopped before a word was said; the conversation is as it was")
             return
-        if self._save_to is not None:
-            self._files.save(self._save_to, self._session.messages)
-        self._keep()
+        if self.save_to is not None:
+            self.files.save(self.save_to, self.session.messages)
+        if self.keeps:
+            try:
+                keep_last(self.session.messages)
+            except LlamaspecError as error:
+                self.keeps = False  # told once
+                say(f"warning: {error}, or --no-keep")
         if last.completion.stop_reason is StopReason.CONTEXT:
             say("the context is full, so the answer ends here; a larger --n-ctx allows more")
         elif last.completion.stop_reason is StopReason.LIMIT:
             say(f"stopped after {len(last.completion.tokens)} tokens; /continue gives more")
         elif last.before is not None and not last.completion.tokens:
             say("the model had ended this answer; there is no more of it")
-        if self._stats is not None:
-            self._show_statistics(self._stats)
+        if self.stats is not None:
+            self._show_statistics(self.stats)
 
-    def _keep(self) -> None:
-        """For --resume; what cannot be kept is told once, and disturbs nobody."""
-        if not self._keeps:
-            return
-        try:
-            keep_last(self._session.messages)
-        except LlamaspecError as error:
-            self._keeps = False
-            say(f"warning: {error}, or --no-keep")
-
-    def _reset(self, _argument: str) -> None:
-        self._session.reset()
+    def _reset(self) -> None:
+        self.session.reset()
         say("the conversation begins anew")
 
-    def _edit(self, _argument: str) -> None:
-        if not self._interactive:
+    def _edit(self) -> None:
+        if not self.interactive:
             raise PromptError("/edit opens an editor, which needs a terminal; write the message anew")
         try:
-            edited = click.edit(self._session.last_message, extension=".md")
+            edited = click.edit(self.session.last_message, extension=".md")
         except click.ClickException as error:
             reason = error.format_message().rstrip(".")
             raise PromptError(f"the editor failed: {reason}; set EDITOR to one that works") from error
         if edited is None or not edited.strip():
             say("nothing was saved in the editor; the conversation is as it was")
             return
-        self._show(lambda on_prefill: self._session.ask_instead(edited.rstrip("\n"), on_prefill))
+        self._show(lambda on_prefill: self.session.ask_instead(edited.rstrip("\n"), on_prefill))
 
     def _set(self, argument: str) -> None:
         if argument:
             name, _, value = argument.partition(" ")
-            self._decoding = with_setting(self._decoding, name, value.strip())
-            assert self._decoding.seed is not None
-            self._session.settings = replace(
-                self._session.settings,
-                sampling=self._decoding.sampling,
-                seed=self._decoding.seed,
-                max_tokens=self._decoding.max_tokens,
+            self.decoding = shared.with_setting(self.decoding, name, value.strip())
+            self.session.settings = replace(
+                self.session.settings,
+                sampling=self.decoding.sampling,
+                seed=self.decoding.seed_or_random(),
+                max_tokens=self.decoding.max_tokens,
             )
             return
-        for name, found in settings_of(self._decoding).items():
-            shown = "off" if found is None else "none" if found == UNLIMITED else found
+        for name, found in shared.settings_of(self.decoding).items():
+            shown = "off" if found is None else "none" if found == shared.UNLIMITED else found
             click.echo(f"{name.replace('_', '-'):18} {shown}", err=True)
 
     def _save(self, name: str) -> None:
-        path = self._files.writable(name)
-        self._files.save(path, self._session.messages)
+        path = self.files.writable(name)
+        self.files.save(path, self.session.messages)
         say(f"saved to {path}")
 
     def _load(self, name: str) -> None:
-        self._session.replace(self._files.load(name))
-        say(f"going on with {name}: {len(self._session.messages)} messages")
+        self.session.replace(self.files.load(name))
+        say(f"going on with {name}: {len(self.session.messages)} messages")
 
     def _statistics(self, argument: str) -> None:
         if argument not in ("", "full"):
@@ -398,7 +329,7 @@ class ChatLoop:
         self._show_statistics("full" if argument else "short")
 
     def _show_statistics(self, detail: Detail) -> None:
-        last, totals = self._session.last, self._session.totals
+        last, totals = self.session.last, self.session.totals
         if last is None:
             say("there is no answer yet, so nothing to tell")
             return
@@ -408,7 +339,7 @@ class ChatLoop:
         n_context = last.completion.n_prompt_tokens + len(last.completion.tokens)
         answers = "1 answer" if totals.n_answers == 1 else f"{totals.n_answers} answers"
         click.echo(
-            f"conversation: {n_context} of {self._pair.target.context_size} tokens; in {answers} "
+            f"conversation: {n_context} of {self.context_size} tokens; in {answers} "
             f"{totals.n_cached} of {totals.n_prompt_tokens} prompt tokens were cached ({share:.0%})",
             err=True,
         )

@@ -11,45 +11,19 @@ from typing import Any
 
 import click
 
+from llamaspec.cli import options as shared
+from llamaspec.cli import output as out
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
-from llamaspec.cli.options import (
-    ChatOptions,
-    DecodingOptions,
-    Decorator,
-    GroupedCommand,
-    PromptSource,
-    chosen_detail,
-    decoding_options,
-    make_constraint,
-    option_group,
-    optional_chat_options,
-    prompt_options,
-    statistics_options,
-)  # fmt: skip
-from llamaspec.cli.output import (
-    Detail,
-    SlowProgress,
-    check_timeline,
-    completion_json,
-    full_statistics,
-    say,
-    statistics_lines,
-    stderr_console,
-    write_text,
-    write_timeline,
-)  # fmt: skip
-from llamaspec.cli.output import explain as print_reasons
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.policy import AutoLength
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import learned_costs
 from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
 
-_OPTIONS: tuple[Decorator, ...] = (
+_OPTIONS: tuple[shared.Decorator, ...] = (
     click.option("--special", is_flag=True,
                  help="Read control tokens spelled in the prompt, such as <|im_end|>, as these tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
@@ -57,7 +31,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--grammar", metavar="FILE|TEXT",
                  help="Write what this grammar allows: llguidance's Lark, or llama.cpp's GBNF."),
     click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
-    *statistics_options("short", "A few lines of statistics on stderr, or more"),
+    *shared.statistics_options("short", "A few lines of statistics on stderr, or more"),
     click.option("--explain", is_flag=True,
                  help="Say on stderr why tokens were drafted, and with which results."),
     click.option("--timeline", metavar="FILE", help="Write a page that shows every round, for a browser."),
@@ -67,31 +41,30 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What only `generate` can be asked for; a ValueError for an empty stop string or two grammars."""
+    """What only `generate` can be asked for."""
 
     special: bool
     stop: tuple[str, ...]
     json_schema: str | None
     grammar: str | None
     show_drafts: bool
-    stats: Detail | None
+    stats: out.Detail | None
     explain: bool
     timeline: str | None
     as_json: bool
 
-    def __post_init__(self) -> None:
-        if "" in self.stop:
-            raise ValueError("a stop string must not be empty")
-        if self.json_schema is not None and self.grammar is not None:
-            raise ValueError("give either --json-schema or --grammar: a text has one form")
 
-
-def _output(*, stats: Detail | None, no_stats: bool, **given: Any) -> GenerateOptions:
-    return GenerateOptions(stats=chosen_detail(stats, no_stats, "short"), **given)
+def _output(*, stats: out.Detail | None, no_stats: bool, **given: Any) -> GenerateOptions:
+    options = GenerateOptions(stats=shared.chosen_detail(stats, no_stats, "short"), **given)
+    if "" in options.stop:
+        raise ValueError("a stop string must not be empty")
+    if options.json_schema is not None and options.grammar is not None:
+        raise ValueError("give either --json-schema or --grammar: a text has one form")
+    return options
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec generate "def quicksort(items):"
@@ -102,26 +75,26 @@ Examples:
   git diff | llamaspec generate --target big.gguf --draft small.gguf --json | jq .statistics
 """,
 )
-@prompt_options("The prompt.", with_argument=True)
-@optional_chat_options
+@shared.prompt_options("The prompt.", with_argument=True)
+@shared.optional_chat_options
 @model_or_plain_options
-@decoding_options
-@option_group("output", _output, _OPTIONS)
+@shared.decoding_options
+@shared.option_group("output", _output, _OPTIONS)
 def generate(
-    source: PromptSource,
-    conversation: ChatOptions,
+    source: shared.PromptSource,
+    conversation: shared.ChatOptions,
     models: ModelChoice,
-    decoding: DecodingOptions,
+    decoding: shared.DecodingOptions,
     output: GenerateOptions,
 ) -> None:
     """Continue PROMPT. Without --target the small embedded pair answers."""
     if output.timeline is not None:
-        check_timeline(Path(output.timeline))
+        out.check_timeline(Path(output.timeline))
     text = source.read()
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):
-        constraint = make_constraint(pair, output.json_schema, output.grammar)
-        with SlowProgress("prefilling the prompt") as progress:
+        constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
+        with out.SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(
                 _prompt(pair, text, conversation, output),
                 sampling=decoding.sampling,
@@ -134,57 +107,52 @@ def generate(
                 constraint=constraint,
             )
             interrupted = _consume(stream, output, progress)
-        _report(pair, stream, seed, decoding.rule, output)
-        if output.explain:
-            _explain(policy, stream, decoding)
+        completion = stream.completion
+        if output.timeline is not None:
+            summary = out.statistics_lines(completion, seed, "full")[0]
+            out.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
+        if output.as_json:
+            click.echo(json.dumps(out.completion_json(completion, pair, seed, decoding.rule)))
+        else:
+            _report(completion, seed, output)
+        if output.explain and isinstance(policy, AutoLength):
+            out.explain(explain(completion.rounds, learned_costs(policy)), out.stderr_console())
+        elif output.explain:
+            out.say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
 
 def _prompt(
-    pair: Pair, text: bytes, conversation: ChatOptions, output: GenerateOptions
+    pair: Pair, text: bytes, conversation: shared.ChatOptions, output: GenerateOptions
 ) -> TokenArray | bytes:
     if conversation.chat:
         return conversation.first_turn(pair, text, parse_special=output.special)
     return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
 
 
-def _consume(stream: TextStream, output: GenerateOptions, progress: SlowProgress) -> bool:
-    """Write the text as it comes; answers whether the person interrupted."""
+def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProgress) -> bool:
+    """Write the text as it comes; returns whether the person interrupted."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
             progress(1.0)  # a prompt of one token is not read in parts
             for span in piece.spans if not output.as_json else ():
-                write_text(span.text, colour="green" if coloured and span.drafted else None)
+                out.write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:
         return True
     return False
 
 
-def _report(pair: Pair, stream: TextStream, seed: int, rule: str, output: GenerateOptions) -> None:
-    completion = stream.completion
-    if output.timeline is not None:
-        summary = full_statistics(completion, seed)[0]
-        write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
-    if output.as_json:
-        click.echo(json.dumps(completion_json(completion, pair, seed, rule)))
-        return
+def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     click.echo()
-    if completion.stop_reason is StopReason.CONTEXT:
-        say("the context is full; pass a larger --n-ctx for more")
-    if completion.stop_reason is StopReason.CONSTRAINT:
-        say("the text is not complete: no token of this model can go on as the grammar wants it")
     is_constrained = output.json_schema is not None or output.grammar is not None
-    if is_constrained and completion.stop_reason is StopReason.LIMIT:
-        say("the text is not complete as the grammar wants it; a larger --max-tokens allows more")
+    if completion.stop_reason is StopReason.CONTEXT:
+        out.say("the context is full; pass a larger --n-ctx for more")
+    elif completion.stop_reason is StopReason.CONSTRAINT:
+        out.say("the text is not complete: no token of this model can go on as the grammar wants it")
+    elif is_constrained and completion.stop_reason is StopReason.LIMIT:
+        out.say("the text is not complete as the grammar wants it; a larger --max-tokens allows more")
     if output.stats is not None:
-        for line in statistics_lines(completion, seed, output.stats):
+        for line in out.statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)
-
-
-def _explain(policy: LengthPolicy, stream: TextStream, decoding: DecodingOptions) -> None:
-    if isinstance(policy, AutoLength):
-        print_reasons(explain(stream.completion.rounds, learned_costs(policy)), stderr_console())
-    else:
-        say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")

@@ -1,8 +1,4 @@
-"""Options that several commands share: prompts, how tokens are drawn and drafted, chats, statistics.
-
-A group of options reaches a command as one typed value instead of as many arguments. The models are
-`model_options.py`'s.
-"""
+"""Options that several commands share: prompts, how tokens are drawn and drafted, chats, statistics."""
 
 from __future__ import annotations
 
@@ -39,14 +35,11 @@ _TITLES = {"source": "Prompt", "thinking": "Reasoning", "options": "Server"}
 _SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
 
 
-# Groups
-
-
 class GroupedCommand(click.Command):
     """A command whose help shows its options in the groups in which they were given to it."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section for each group, and one for what is in none."""
+        """One section for each group, and one for the options in none."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -57,12 +50,25 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Command]:
+    """Add options to a command, which its help shows under one title."""
+
+    def decorate(command: Any) -> Any:
+        before = len(getattr(command, "__click_params__", ()))
+        for option in reversed(options):
+            command = option(command)
+        _SECTIONS.update(dict.fromkeys(command.__click_params__[before:], title))
+        return command
+
+    return decorate
+
+
 def option_group(
     name: str, make: Callable[..., Any], options: Sequence[Decorator]
 ) -> Callable[[Command], Command]:
-    """Add options to a command, and hand it what `make` makes of them as the argument `name`.
+    """Add a section of options, and pass what `make` makes of their values as the argument `name`.
 
-    A ValueError of `make` is the user's fault, and is shown as one.
+    A ValueError of `make` is shown as a fault of the command line.
     """
 
     def decorate(command: Command) -> Command:
@@ -75,11 +81,8 @@ def option_group(
                 values[name] = make(**own)
             return command(**values)
 
-        for option in reversed(options):
-            grouped = option(grouped)
-        parameters = cast(Any, grouped).__click_params__[before:]
-        names = [parameter.name for parameter in parameters]
-        _SECTIONS.update(dict.fromkeys(parameters, _TITLES.get(name, name.capitalize())))
+        section(_TITLES.get(name, name.capitalize()), options)(grouped)
+        names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
         return cast(Command, grouped)
 
     return decorate
@@ -87,7 +90,7 @@ def option_group(
 
 @contextmanager
 def refusing_values() -> Iterator[None]:
-    """Show a ValueError as a fault of the command line: only where options are turned into values."""
+    """Show a ValueError as a fault of the command line."""
     try:
         yield
     except ValueError as error:
@@ -95,15 +98,13 @@ def refusing_values() -> Iterator[None]:
 
 
 class Separated(click.ParamType):  # type: ignore[type-arg]
-    """Values with commas between them; a ValueError of `read` is told as a wrong value."""
+    """Values with commas between them, read by a function whose ValueError is shown."""
 
     def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
         self.name, self._read = name, read
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        """The values."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read them."""
         try:
             return value if isinstance(value, tuple) else self._read(value)
         except ValueError as error:
@@ -111,9 +112,8 @@ class Separated(click.ParamType):  # type: ignore[type-arg]
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Numbers; slashes do as well, as llama.cpp reads them."""
     try:
-        return tuple(float(share) for share in text.replace("/", ",").split(","))
+        return tuple(float(share) for share in text.replace("/", ",").split(","))  # llama.cpp allows slashes
     except ValueError:
         raise ValueError(f"{text!r} are no numbers with commas between them, such as 3,1") from None
 
@@ -132,35 +132,29 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 class PromptSource:
     """What the command line says about the prompt."""
 
-    option: str | None
+    text: str | None
     file: str | None
-    argument: str | None = None
 
     def read(self, default: str | None = None) -> bytes:
-        """The prompt as bytes, taken as they are; where none is named the default, a pipe or the person's.
+        """The prompt, byte for byte; if none is named the default, else from stdin or typed at a terminal.
 
         Raises
         ------
         PromptError
             It is empty, or the file cannot be read.
         """
-        text = self.argument if self.argument is not None else self.option
-        if text is None and self.file is None and default is not None:
-            return default.encode()
-        prompt = self._read(text)
+        text = default if self.text is None and self.file is None else self.text
+        if self.file is not None and self.file != "-":
+            prompt = read_input(Path(self.file), "prompt file")
+        elif text is not None and text != "-":
+            prompt = text.encode("utf-8", errors="surrogateescape")
+        elif self.file is None and text is None and sys.stdin is not None and sys.stdin.isatty():
+            prompt = click.prompt("Prompt", err=True).encode("utf-8", errors="surrogateescape")
+        else:
+            prompt = sys.stdin.buffer.read() if sys.stdin is not None else b""
         if not prompt:
             raise PromptError("the prompt is empty; give some text to continue")
         return prompt
-
-    def _read(self, text: str | None) -> bytes:
-        if self.file is not None and self.file != "-":
-            return read_input(Path(self.file), "prompt file")
-        if text is not None and text != "-":
-            return text.encode("utf-8", errors="surrogateescape")
-        if self.file is None and text is None and sys.stdin is not None and sys.stdin.isatty():
-            answer: str = click.prompt("Prompt", err=True)
-            return answer.encode("utf-8", errors="surrogateescape")
-        return sys.stdin.buffer.read() if sys.stdin is not None else b""
 
 
 def read_input(path: Path, kind: str) -> bytes:
@@ -168,9 +162,8 @@ def read_input(path: Path, kind: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise PromptError(
-            f"cannot read the {kind} {path}: {error.strerror or error}; name a readable file"
-        ) from error
+        reason = error.strerror or error
+        raise PromptError(f"cannot read the {kind} {path}: {reason}; name a readable file") from error
 
 
 def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[Command], Command]:
@@ -186,10 +179,10 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
 
 
 def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] = ()) -> PromptSource:
-    """From the command line, where several words are one prompt."""
-    if len([source for source in (argument or None, option, file) if source is not None]) > 1:
+    text = " ".join(argument) if argument else None
+    if [text, option, file].count(None) < 2:
         raise ValueError("give the prompt once: as an argument, with --prompt or with --file")
-    return PromptSource(option, file, " ".join(argument) if argument else None)
+    return PromptSource(option if text is None else text, file)
 
 
 # How tokens are drawn and drafted
@@ -201,15 +194,15 @@ class DraftLength(click.IntRange):
     name = f"auto|0-{MAX_DRAFT}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """From the command line."""
+        """Read it."""
         return None if value == "auto" else super().convert(value, param, ctx)
 
 
-_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
-                      help="Stop after this many tokens.")  # fmt: skip
-_ANSWER_LIMIT = click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=UNLIMITED,
-                             show_default="what the context has room for",
-                             help="Stop an answer after this many tokens.")  # fmt: skip
+def _limit(default: int, shown: str | bool, text: str) -> Decorator:
+    return click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=default,
+                        show_default=shown, help=text)  # fmt: skip
+
+
 DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
@@ -272,35 +265,29 @@ def _decoding(
     return DecodingOptions(Sampling(**kept), max_tokens, seed, rule, draft_length, exact, trees)
 
 
-def decoding_options(command: Command) -> Command:
-    """Options for decoding; the command gets DecodingOptions as `decoding`."""
-    return option_group("decoding", _decoding, (_LIMIT, *_DECODING))(command)
-
-
-def answer_decoding_options(command: Command) -> Command:
-    """The same for answers, which end by themselves."""
-    return option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))(command)
+# The command gets DecodingOptions as `decoding`; answers of a chat end by themselves.
+decoding_options = option_group(
+    "decoding", _decoding, (_limit(256, True, "Stop after this many tokens."), *_DECODING)
+)
+answer_decoding_options = option_group(
+    "decoding",
+    _decoding,
+    (
+        _limit(UNLIMITED, "what the context has room for", "Stop an answer after this many tokens."),
+        *_DECODING,
+    ),
+)
 
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
-    """The same options but for one, which is given as on the command line.
-
-    Raises
-    ------
-    PromptError
-        It is none that can be set, or cannot have this value.
-    """
+    """The same options with another value of one, given as on the command line; a PromptError if wrong."""
     values = settings_of(decoding)
     field = name.lstrip("-").replace("-", "_")
     if field not in values:
         names = ", ".join(values).replace("_", "-")
         raise PromptError(f"there is no setting {name}; choose one of {names}")
-
-    @answer_decoding_options
-    def settable() -> None: ...
-
-    parameters: list[click.Parameter] = settable.__click_params__  # type: ignore[attr-defined]
-    option = next(option for option in parameters if option.name == field)
+    settable: Any = answer_decoding_options(lambda: None)
+    option = next(option for option in settable.__click_params__ if option.name == field)
     values |= {name: getattr(decoding, name) for name in ("rule", "draft_length", "exact", "trees")}
     try:
         values[field] = option.type.convert(value, option, None)
@@ -319,7 +306,7 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
 
 
 def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
-    """A fresh policy for one text, with what runs and a probe have found for this pair, if anything."""
+    """A new policy that starts from what earlier runs and a probe have found for this pair."""
     if decoding.draft_length is not None:
         return FixedLength(decoding.draft_length)
     if not decoding.exact:
@@ -334,13 +321,7 @@ def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """A JSON schema or a grammar, each a file or the text itself.
-
-    Raises
-    ------
-    ConstraintError
-        The file cannot be read, or what it says cannot be used.
-    """
+    """A JSON schema or a grammar, each a file or the text itself; a ConstraintError if it cannot be used."""
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
         return pair.json_schema(_constraint_text(json_schema, is_text, "JSON schema"))
@@ -411,18 +392,12 @@ _CHAT: tuple[Decorator, ...] = (
     click.option("--chat-template", metavar="FILE",
                  help="A Jinja template instead of the one in the target's file."),
 )  # fmt: skip
-
-
-def chat_options(command: Command) -> Command:
-    """Options of conversations; the command gets ChatOptions as `conversation`."""
-    return option_group("conversation", ChatOptions, _CHAT)(command)
-
-
-def optional_chat_options(command: Command) -> Command:
-    """The same with --chat, without which there is no conversation."""
-    help_text = "Take the prompt as a message, and answer by the chat template."
-    chat = click.option("--chat", is_flag=True, help=help_text)
-    return option_group("conversation", ChatOptions, (chat, *_CHAT))(command)
+_WHETHER = click.option(
+    "--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template."
+)
+# The command gets ChatOptions as `conversation`.
+chat_options = option_group("conversation", ChatOptions, _CHAT)
+optional_chat_options = option_group("conversation", ChatOptions, (_WHETHER, *_CHAT))
 
 
 # Statistics

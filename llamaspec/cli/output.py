@@ -93,13 +93,7 @@ def stderr_console() -> Console:
 
 
 class Thoughts:
-    """What a model thinks, on stderr: dim, and apart from its answer.
-
-    Parameters
-    ----------
-    is_shown : bool
-        Else only that it thinks is shown, and only on a terminal.
-    """
+    """What a model thinks, on stderr; if it is not to be shown, a terminal shows that it thinks."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -220,50 +214,32 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
 
 
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
-    """The few lines after a text."""
-    return full_statistics(completion, seed) if detail == "full" else _short_statistics(completion, seed)
-
-
-def _short_statistics(completion: Completion, seed: int) -> list[str]:
-    """What drafts gained and where tokens came from, without the field's terms."""
+    """The lines after a text: short without the field's terms, full with them and with where time went."""
     summary = completion.summary
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
         speed += f", {summary.tokens_per_second:.1f} tokens/s"
-    if summary.speed_up is not None and summary.n_tokens >= TELLING:
-        digits = 1 if summary.speed_up >= 1 else 2
-        speed += f": {summary.speed_up:.{digits}f} times as fast as without a draft"
-    source = "nothing was drafted"
-    if summary.n_drafted:
-        source = f"{summary.n_accepted} of them came from drafts, {_rejected(summary)}"
-    prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
-    return [speed, f"{source}; {prompt}; stopped by {completion.stop_reason.value}, seed {seed}"]
-
-
-def _rejected(summary: Any) -> str:
-    n_rejected, n_dropped = summary.n_verified - summary.n_accepted, summary.n_drafted - summary.n_verified
-    told = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
-    return told + (f", {n_dropped} not verified" if n_dropped else "")
-
-
-def full_statistics(completion: Completion, seed: int) -> list[str]:
-    """The same in the field's terms, with where the time went."""
-    summary = completion.summary
-    lines = [
-        f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
-        + (f", {summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "")
-        + f" (prompt: {completion.n_prompt_tokens} tokens"
-        + (f", {completion.n_cached} of them cached," if completion.n_cached else "")
-        + f" in {completion.prefill_seconds:.2f} s)"
-        + f", stopped by {completion.stop_reason.value}, seed {seed}"
-    ]
-    if summary.speed_up is not None and summary.plain_seconds and summary.n_tokens >= TELLING:
-        lines.append(
-            f"{summary.speed_up:.2f} times as fast as without a draft: "
-            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
-        )
+    gain = summary.speed_up if summary.n_tokens >= TELLING else None
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} not verified" if n_dropped else ""
+    ended = f"stopped by {completion.stop_reason.value}, seed {seed}"
+    if detail == "short":
+        if gain is not None:
+            speed += f": {gain:.{1 if gain >= 1 else 2}f} times as fast as without a draft"
+        n_rejected = summary.n_verified - summary.n_accepted
+        source = "nothing was drafted"
+        if summary.n_drafted:
+            rejected = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
+            source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
+        return [speed, f"{source}; the prompt took {completion.prefill_seconds:.2f} s; {ended}"]
+    cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
+    prompt = f"{completion.n_prompt_tokens} tokens{cached} in {completion.prefill_seconds:.2f} s"
+    lines = [f"{speed} (prompt: {prompt}), {ended}"]
+    if gain is not None and summary.plain_seconds:
+        lines.append(
+            f"{gain:.2f} times as fast as without a draft: "
+            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
+        )
     if summary.acceptance_rate is not None:
         lines.append(
             f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted "
@@ -272,14 +248,14 @@ def full_statistics(completion: Completion, seed: int) -> list[str]:
     else:
         lines.append(f"no draft tokens verified{dropped}")
     if summary.decode_seconds > 0:
-        parts = [
-            ("draft", summary.draft_seconds),
-            ("verify", summary.verify_seconds),
-            ("overhead", summary.overhead_seconds),
-        ]
+        parts = {
+            "draft": summary.draft_seconds,
+            "verify": summary.verify_seconds,
+            "overhead": summary.overhead_seconds,
+        }
         if completion.mask_seconds:
-            parts.append(("of these, for the constraint", completion.mask_seconds))
-        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts)
+            parts["of these, for the constraint"] = completion.mask_seconds
+        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
         lines.append("time: " + ", ".join(shares))
     return lines
 
@@ -316,20 +292,16 @@ def explain(reasons: Reasons, console: Console) -> None:
     if reasons.draft_step_seconds:
         console.print(f"a draft token costs {1e3 * reasons.draft_step_seconds:.2f} ms")
     if reasons.n_judged:
-        groups = [
-            (
-                f"{group.low:.1f}-{group.high:.1f}",
-                str(group.n_judged),
-                f"{group.n_accepted / group.n_judged:.0%}" if group.n_judged else "",
-            )
-            for group in reasons.bins
-        ]
+        groups = []
+        for group in reasons.bins:
+            share = f"{group.n_accepted / group.n_judged:.0%}" if group.n_judged else ""
+            groups.append((f"{group.low:.1f}-{group.high:.1f}", str(group.n_judged), share))
         print_table(("confidence", "verified", "accepted"), groups, console)
-    if reasons.n_copies_judged:
-        share = reasons.n_copies_accepted / reasons.n_copies_judged
+    n_copies, n_accepted = reasons.n_copies_judged, reasons.n_copies_accepted
+    if n_copies:
         console.print(
-            f"looked up in earlier text: {reasons.n_copies_accepted} of {reasons.n_copies_judged} verified "
-            f"draft tokens accepted ({share:.0%})"
+            f"looked up in earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
+            f"({n_accepted / n_copies:.0%})"
         )
     gained = reasons.gained_seconds
     if gained is not None:
@@ -341,20 +313,14 @@ def explain(reasons: Reasons, console: Console) -> None:
 
 
 def check_timeline(path: Path) -> None:
-    """Refuse, with a LlamaspecError and before anything is loaded, a file that cannot be written."""
-    if not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}"
-    elif path.is_dir():
-        reason = "it is a folder"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "writing there is not allowed"
-    else:
-        return
-    raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file")
+    """Raise a LlamaspecError, before anything is loaded, if the file cannot be written."""
+    existing = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
+        raise LlamaspecError(f"cannot write the timeline {path}; name a file in a folder that is writable")
 
 
 def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:
-    """Write the page: timeline.html, with the data as JSON in it, so that no text can break the page."""
+    """Write timeline.html with the data as JSON in it, escaped so that no text can break the page."""
     data = {
         "summary": summary,
         "conclusion": conclusion(completion),
@@ -368,9 +334,8 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise LlamaspecError(
-            f"cannot write the timeline {path}: {error.strerror or error}; name a writable file"
-        ) from error
+        reason = error.strerror or error
+        raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file") from error
 
 
 def conclusion(completion: Completion) -> str:
@@ -390,16 +355,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
     def text(token: int) -> str:
         return printable(vocabulary.piece(token).decode("utf-8", errors="replace"), keep="\n\t")
 
-    draft = zip(round_.draft.tokens.tolist(), round_.confidences, range(len(round_.draft)), strict=True)
-    drafted = [
-        {
-            "text": text(token),
-            "confidence": confidence,
-            "parent": round_.draft.parent(i),
-            "kept": i in round_.path,
-        }
-        for token, confidence, i in draft
-    ]
+    draft = round_.draft
     return {
         "draft": round_.draft_seconds,
         "verify": round_.verify_seconds,
@@ -407,7 +363,15 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "accepted": round_.n_accepted,
         "verified": round_.n_verified,
         "copied": round_.source in (Source.NGRAM, Source.STORE),
-        "drafted": drafted,
+        "drafted": [
+            {
+                "text": text(token),
+                "confidence": round_.confidences[i],
+                "parent": draft.parent(i),
+                "kept": i in round_.path,
+            }
+            for i, token in enumerate(draft.tokens.tolist())
+        ],
         "next": text(round_.next_token),
     }
 
@@ -416,7 +380,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, with a LlamaspecError and before anything is measured, what cannot be drawn."""
+    """Raise a LlamaspecError, before anything is measured, if the picture cannot be drawn."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
     if find_spec("matplotlib") is None:
@@ -424,10 +388,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_probe(found: Probe, path: Path, title: str) -> None:
-    """Draw seconds against width, one line for each depth, and what drafting may cost at most.
-
-    Below the break-even line a batch with draft tokens is faster than single tokens if all are accepted.
-    """
+    """Draw seconds by width, one line for each depth, and the most that pays if all tokens are accepted."""
     check_plot(path)
     from matplotlib.figure import Figure  # an extra, which most people do without
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from llamaspec.cli.options import (
     DecodingOptions,
     Decorator,
     GroupedCommand,
-    option_group,
     refusing_values,
+    section,
 )  # fmt: skip
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
@@ -74,50 +75,54 @@ _OPTIONS: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What only `serve` can be asked for."""
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
+  llamaspec serve --pair qwen3-14b --parallel 8 --ctx-per-request 8192
+  LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
+""",
+)
+@section("Server", _OPTIONS)
+@model_or_plain_options
+def serve(
+    models: ModelChoice,
+    api_keys: tuple[str, ...],
+    api_key_file: str | None,
+    ctx_per_request: int | None,
+    chat_template: str | None,
+    draft_length: int | None,
+    exact: bool,
+    trees: bool,
+    cache_dir: str | None,
+    cache_dir_gib: float,
+    request_timeout: float,
+    **others: Any,
+) -> None:
+    """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
+    with refusing_values():
+        decoding = DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
+        keys = (*api_keys, *_keys_of(api_key_file))
+        settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
+    check_installed()
+    from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
-    settings: ServeSettings
-    ctx_per_request: int | None
-    chat_template: str | None
-    decoding: DecodingOptions
-    cache_dir: str | None
-    cache_dir_gib: float
-
-    def prefix_folder(self) -> PrefixFolder | None:
-        """Where prefixes are saved, if they are."""
-        if self.cache_dir is None:
-            return None
-        return PrefixFolder(Path(self.cache_dir), int(self.cache_dir_gib * 2**30))
-
-
-def _options(**given: Any) -> ServeOptions:
-    """From the command line, where 0 seconds are any."""
-    keys = (*given.pop("api_keys"), *_keys_of(given.pop("api_key_file")))
-    decoding = DecodingOptions(
-        Sampling(),
-        1,
-        None,
-        DEFAULT_RULE,
-        given.pop("draft_length"),
-        given.pop("exact"),
-        given.pop("trees"),
-    )
-    names = ("ctx_per_request", "chat_template", "cache_dir", "cache_dir_gib")
-    per_request, template, *cache = [given.pop(name) for name in names]
-    given["request_timeout"] = given["request_timeout"] or None
-    return ServeOptions(ServeSettings(keys=keys, **given), per_request, template, decoding, *cache)
+    with refusing_values():
+        files = _with_room(find_files(models), models, ctx_per_request, settings.parallel)
+    folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
+    tell = say if settings.log_format == "text" else partial(click.echo, err=True)
+    opened = open_socket(settings)
+    with opened, learning(files, models, decoding) as (pair, policy), _prefixes(folder, pair):
+        template = _template(pair, chat_template)
+        with serving(pair, policy, template, settings, tell) as (app, service):
+            told = f"{service.model_name} is served at {url_of(opened)}"
+            Server(app, service, lambda: say(told)).run(sockets=[opened])
+    say("stopped")
 
 
 def _keys_of(name: str | None) -> Sequence[str]:
-    """The keys in a file.
-
-    Raises
-    ------
-    LlamaspecError
-        It cannot be read, or holds none.
-    """
+    """The keys in a file; a LlamaspecError where it cannot be read or holds none."""
     if name is None:
         return ()
     try:
@@ -132,41 +137,8 @@ def _keys_of(name: str | None) -> Sequence[str]:
     return keys
 
 
-@click.command(
-    cls=GroupedCommand,
-    epilog="""\b
-Examples:
-  llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
-  llamaspec serve --pair qwen3-14b --parallel 8 --ctx-per-request 8192
-  LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
-""",
-)
-@option_group("options", _options, _OPTIONS)
-@model_or_plain_options
-def serve(options: ServeOptions, models: ModelChoice) -> None:
-    """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
-    check_installed()
-    from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
-
-    with refusing_values():
-        files = _with_room(find_files(models), models, options)
-    folder, opened = options.prefix_folder(), open_socket(options.settings)
-    with opened, learning(files, models, options.decoding) as (pair, policy), _prefixes(folder, pair):
-        template = _template(pair, options.chat_template)
-        with serving(pair, policy, template, options.settings, _line(options)) as (app, service):
-            told = f"{service.model_name} is served at {url_of(opened)}"
-            Server(app, service, lambda: say(told)).run(sockets=[opened])
-    say("stopped")
-
-
 def check_installed() -> None:
-    """Say what is missing.
-
-    Raises
-    ------
-    LlamaspecError
-        The extra is not installed.
-    """
+    """Raise a LlamaspecError where the extra `serve` is not installed."""
     if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise LlamaspecError(
             "the server needs starlette, uvicorn and prometheus_client; install them with: "
@@ -174,10 +146,10 @@ def check_installed() -> None:
         )
 
 
-def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> PairFiles:
-    """The same files, opened with one KV cache for all texts."""
-    per_request = options.ctx_per_request or models.n_ctx
-    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * options.settings.parallel
+def _with_room(files: PairFiles, models: ModelChoice, per_request: int | None, parallel: int) -> PairFiles:
+    """The same files, opened with one KV cache for all requests."""
+    per_request = per_request or models.n_ctx
+    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
     if per_request is not None and per_request > n_cells:
         raise ValueError(
             f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all texts share"
@@ -193,7 +165,7 @@ def _with_room(files: PairFiles, models: ModelChoice, options: ServeOptions) -> 
 
 @contextmanager
 def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
-    """Prefixes are loaded before, and saved afterwards."""
+    """Load prefixes before, and save them afterwards."""
     models = [model for model in (pair.target, pair.draft) if model is not None]
     if folder is not None:
         pair.call(lambda: folder.load(models, say))
@@ -208,13 +180,6 @@ def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
     except NoTemplateError:
         say("the target has no chat template; only /v1/completions can be answered (--chat-template)")
         return None
-
-
-def _line(options: ServeOptions) -> Any:
-    """Where lines of the log go."""
-    if options.settings.log_format == "text":
-        return say
-    return lambda line: click.echo(line, err=True)
 
 
 @click.command(
@@ -232,9 +197,8 @@ Examples:
     type=DEVICE_NAMES,
     help="What to compute on, names with commas between them; default: all GPUs, else the CPU.",
 )
-@click.option(
-    "--cache", is_flag=True, help="Keep weights in the cache folder, so that a client sends them once."
-)
+@click.option("--cache", is_flag=True,
+              help="Keep weights in the cache folder, so that a client sends them once.")  # fmt: skip
 def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | None, *, cache: bool) -> None:
     """Compute layers for a target on another machine, given there as --rpc HOST:PORT.
 
@@ -248,20 +212,17 @@ def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | 
     if unknown or not device:
         known = ", ".join(each.name for each in found)
         raise click.UsageError(f"no device {', '.join(unknown) or 'given'}; there is {known}")
-    folder = _folder() if cache else None
+    folder = None
+    if cache:
+        folder = cache_folder() / "worker"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            fault = f"cannot make {folder}: {error.strerror}"
+            raise WorkerError(f"{fault}; set LLAMASPEC_CACHE elsewhere") from error
     told = (
         f"a worker on {host}:{port}, computing on {', '.join(device)}; whoever reaches it can use it: "
         f"private networks only; Ctrl-C ends it"
     )
-    serve_worker(
-        host, port, threads, [each for each in found if each.name in device], folder, lambda: say(told)
-    )
-
-
-def _folder() -> Path:
-    folder = cache_folder() / "worker"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise WorkerError(f"cannot make {folder}: {error.strerror}; set LLAMASPEC_CACHE elsewhere") from error
-    return folder
+    devices = [each for each in found if each.name in device]
+    serve_worker(host, port, threads, devices, folder, lambda: say(told))

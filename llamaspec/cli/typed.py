@@ -34,10 +34,7 @@ class Typed:
 
 
 def read_typed(read_line: ReadLine) -> Typed:
-    """The next message or command; an EOFError where there is none.
-
-    Ctrl-C within several lines takes them back and gives an empty message.
-    """
+    """The next message or command, or an EOFError; Ctrl-C within several lines drops them."""
     line = read_line("> ")
     if "\n" in line:  # several lines were pasted at once
         return Typed(line.rstrip("\n"), is_command=False)
@@ -51,36 +48,34 @@ def read_typed(read_line: ReadLine) -> Typed:
         return Typed("", is_command=False)
 
 
+def _next(read_line: ReadLine, at_end: str) -> str:
+    try:
+        return read_line("... ")
+    except EOFError:
+        return at_end
+
+
 def _continued(line: str, read_line: ReadLine) -> Iterator[str]:
     """Lines up to the first without a backslash at its end."""
     while line.endswith("\\"):
         yield line[:-1]
-        try:
-            line = read_line("... ")
-        except EOFError:
-            return
-    yield line
+        line = _next(read_line, at_end="")
+    if line:
+        yield line
 
 
 def _block(line: str, read_line: ReadLine) -> Iterator[str]:
-    """Lines between triple quotes; text beside the quotes belongs to it; so does the end of input."""
-
-    def next_line() -> str:
-        try:
-            return read_line("... ")
-        except EOFError:
-            return _QUOTES
-
-    line = line[len(_QUOTES) :] or next_line()
+    """Lines between triple quotes, with text beside the quotes; the end of input closes them, too."""
+    line = line[len(_QUOTES) :] or _next(read_line, at_end=_QUOTES)
     while not line.endswith(_QUOTES):
         yield line
-        line = next_line()
+        line = _next(read_line, at_end=_QUOTES)
     if line != _QUOTES:
         yield line[: -len(_QUOTES)]
 
 
 def terminal_line(prompt: str) -> str:
-    """A line typed at the terminal."""
+    """A line from the terminal."""
     if not sys.stdout.isatty():  # `input` would write the prompt there
         click.echo(prompt, nl=False, err=True)
         prompt = ""

@@ -21,7 +21,6 @@ from llamaspec.cli.output import (
     conclusion,
     draw_probe,
     explain,
-    full_statistics,
     statistics_lines,
     verdict,
     write_timeline,
@@ -112,14 +111,14 @@ TWO_ROUNDS = [
 
 
 def test_the_lines_after_a_text() -> None:
-    assert full_statistics(a_text(TWO_ROUNDS), 7) == [
+    assert statistics_lines(a_text(TWO_ROUNDS), 7, "full") == [
         "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens in 0.12 s), stopped by limit, seed 7",
         "2 of 4 draft tokens accepted (50%), 2.00 tokens per round",
         "time: draft 12.5%, verify 62.5%, overhead 25.0%",
     ]
-    constrained = full_statistics(replace(a_text(TWO_ROUNDS), mask_seconds=0.125), 7)[-1]
+    constrained = statistics_lines(replace(a_text(TWO_ROUNDS), mask_seconds=0.125), 7, "full")[-1]
     assert constrained.endswith("overhead 25.0%, of these, for the constraint 3.1%")
-    cached = full_statistics(a_text(TWO_ROUNDS, n_cached=30), 7)[0]
+    cached = statistics_lines(a_text(TWO_ROUNDS, n_cached=30), 7, "full")[0]
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
 
@@ -136,7 +135,7 @@ def test_the_gain_is_told_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(report, "TELLING", 1)
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*TWO_ROUNDS, plain])
-    assert full_statistics(text, 7)[1] == (
+    assert statistics_lines(text, 7, "full")[1] == (
         "1.67 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
     )
     assert statistics_lines(text, 7, "short") == [
@@ -144,7 +143,6 @@ def test_the_gain_is_told_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> Non
         "2 of them came from drafts, 2 draft tokens rejected; the prompt took 0.12 s; "
         "stopped by limit, seed 7",
     ]
-    assert statistics_lines(text, 7, "full") == full_statistics(text, 7)
     slower = a_text([*TWO_ROUNDS, replace(plain, verify_seconds=0.25)])
     assert "0.79 times as fast as without a draft" in statistics_lines(slower, 7, "short")[0]
     undrafted = statistics_lines(a_text([plain]), 7, "short")
@@ -181,9 +179,9 @@ def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = a_text(TWO_ROUNDS)
     text = replace(text, summary=replace(text.summary, n_drafted=9))
-    assert "2 of 4 draft tokens accepted (50%), 5 not verified" in full_statistics(text, 7)[1]
+    assert "2 of 4 draft tokens accepted (50%), 5 not verified" in statistics_lines(text, 7, "full")[1]
     text = replace(text, summary=replace(text.summary, n_verified=0))
-    assert full_statistics(text, 7)[1] == "no draft tokens verified, 9 not verified"
+    assert statistics_lines(text, 7, "full")[1] == "no draft tokens verified, 9 not verified"
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
