@@ -218,7 +218,7 @@ def trim(
     assert file is not None
     trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:
-        click.echo(json.dumps({**asdict(trimmed), "path": str(file)}))
+        click.echo(json.dumps({"path": str(file), **asdict(trimmed)}))
         return
     click.echo(
         f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens, {trimmed.of_text:.1%} of the text; "

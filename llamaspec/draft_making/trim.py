@@ -11,7 +11,7 @@ import io
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,10 @@ import numpy.typing as npt
 
 from llamaspec.drafters.common_vocabulary import SAMPLE
 from llamaspec.errors import LlamaspecError, ModelFileError, PromptError
-from llamaspec.files import replacing
 from llamaspec.hub import DRAFT_FOR, identity
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.quantize import COPY, Copy, write_copy
+from llamaspec.llama.quantize import COPY, Copy, rewrite, write_copy
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TokenArray
 
@@ -40,10 +39,9 @@ _ROWS = re.compile(
     r"(per_layer_)?token_embd\.weight|output\.(weight|bias)"
     r"|blk\.\d+\.nextn\.(embed_tokens|shared_head_head)\.weight"
 )
-_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")
-_MERGES = "tokenizer.ggml.merges"
-_IDS = ("_token_id", "_token_ids", "suppress_tokens")  # ends of keys of token ids
-_LEFT_OUT = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens", "general.architecture")
+_TOKENIZER = "tokenizer.ggml."
+_LISTS = ("tokens", "token_type", "scores")  # of V entries
+_LEFT_OUT = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens")
 _CHUNK = 1 << 20  # bytes of text that are tokenized together
 
 Counts = npt.NDArray[np.int64]  # [V] how often each token occurs in the text
@@ -53,7 +51,6 @@ Counts = npt.NDArray[np.int64]  # [V] how often each token occurs in the text
 class Trimmed:
     """What was written."""
 
-    path: Path
     n_tokens: int  # of the vocabulary that is left
     n_tokens_before: int
     n_bytes: int
@@ -63,13 +60,7 @@ class Trimmed:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A vocabulary as a GGUF file holds it.
-
-    Raises
-    ------
-    ModelFileError
-        There is none, or its lists differ in length.
-    """
+    """A vocabulary as a GGUF file holds it."""
 
     tokens: Sequence[str]  # [V]
     types: Sequence[int]  # [V]
@@ -87,54 +78,44 @@ class Tokenizer:
         LlamaspecError
             `n` is too small, or no fewer than there are.
         """
-        always = [token for token in range(len(self.tokens)) if self._is_needed(token)]
-        room = n - len(always)
-        n_used = len({*always, *filter(self._is_word, range(len(self.tokens)))})
-        if room < 0 or n >= n_used:
+        always = {token for token in range(len(self.tokens)) if self._is_needed(token)}
+        useful = always.union(filter(self._is_useful, range(len(self.tokens))))
+        if not len(always) <= n < len(useful):
             raise LlamaspecError(
-                f"cannot keep {n} tokens: {len(always)} are special or single bytes, and {n_used} are used; "
-                f"choose from {len(always)} to {n_used - 1} with --keep"
+                f"cannot keep {n} tokens: {len(useful)} are used, {len(always)} of them special or single "
+                f"bytes; choose from {len(always)} to {len(useful) - 1} with --keep"
             )
-        is_kept = np.zeros(len(self.tokens), dtype=bool)
-        is_kept[always] = True
-        parts = self._parts()
+        ids = {text: token for token, text in enumerate(self.tokens)}
+        parts: dict[int, list[int]] = {}
+        for merge in reversed(self.merges):  # of several that make a token, the first counts
+            left, right = _parts(merge)
+            if {left, right, left + right} <= ids.keys():
+                parts[ids[left + right]] = [ids[left], ids[right]]
+        kept = set(always)
         for token in np.argsort(-counts, kind="stable").tolist():
-            if room == 0:
-                break
-            wanted, stack = set[int](), [token]
-            while stack and len(wanted) <= room:
+            wanted, stack = set[int](), [token] if token in useful else []
+            while stack and len(kept) + len(wanted) <= n:
                 each = stack.pop()
-                if not is_kept[each] and each not in wanted:
+                if each not in kept and each not in wanted:
                     wanted.add(each)
                     stack += parts.get(each, ())
-            if len(wanted) <= room and (counts[token] or self._is_word(token)):
-                is_kept[list(wanted)] = True
-                room -= len(wanted)
-        return np.flatnonzero(is_kept).astype(np.int32)
+            if len(kept) + len(wanted) <= n:
+                kept |= wanted
+        return np.array(sorted(kept), dtype=np.int32)
 
     def merges_of(self, kept: TokenArray) -> list[str]:
         """The merges whose parts and result are kept; llama.cpp wants one at least."""
         known = {self.tokens[token] for token in kept.tolist()}
-        found = [merge for merge in self.merges if known.issuperset((*_split(merge), "".join(_split(merge))))]
+        found = [merge for merge in self.merges if known.issuperset((*_parts(merge), "".join(_parts(merge))))]
         return found or list(self.merges[:1])
 
-    def _is_word(self, token: int) -> bool:
+    def _is_useful(self, token: int) -> bool:
         return self.types[token] != _UNUSED and not _RESERVED.fullmatch(self.tokens[token])
 
     def _is_needed(self, token: int) -> bool:
         text, kind = self.tokens[token], self.types[token]
         is_byte = kind == _BYTE or (len(text) == 1 and (ord(text) < _LETTERS or text == "▁"))
-        return is_byte or token in self.named or (kind != _NORMAL and self._is_word(token))
-
-    def _parts(self) -> dict[int, tuple[int, int]]:
-        """What each token is merged from."""
-        ids = {text: token for token, text in enumerate(self.tokens)}
-        parts: dict[int, tuple[int, int]] = {}
-        for merge in self.merges:
-            left, right = _split(merge)
-            if {left, right, left + right} <= ids.keys():
-                parts.setdefault(ids[left + right], (ids[left], ids[right]))
-        return parts
+        return is_byte or token in self.named or (kind != _NORMAL and self._is_useful(token))
 
 
 def trim_draft(
@@ -172,27 +153,30 @@ def trim_draft(
     import gguf  # a third of a second, which few need
 
     try:
-        draft = _Draft(gguf.GGUFReader(source))
+        reader = gguf.GGUFReader(source)
+        tokenizer = _tokenizer(reader)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ModelFileError(f"{source} cannot be trimmed: {error}; download or convert it again") from error
-    kept = draft.tokenizer.kept(keep, counts)
-    changes = {} if target is None else {DRAFT_FOR: identity(target)}
-    folder = output.parent
+    kept = tokenizer.kept(keep, counts)
+    entries = dict(_trimmed(reader, tokenizer, kept))
+    if target is not None:
+        entries[DRAFT_FOR] = identity(target)
+    rows = {tensor.name: kept for tensor in reader.tensors if _ROWS.fullmatch(tensor.name)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if file_type == COPY:
-            draft.write(output, kept, changes)
-        else:
-            with tempfile.TemporaryDirectory(prefix=".llamaspec-draft-", dir=folder) as unfinished:
-                draft.write(Path(unfinished) / "trimmed.gguf", kept, changes)
-                write_copy(Path(unfinished) / "trimmed.gguf", output, Copy(file_type))
-        n_bytes, n_bytes_before = output.stat().st_size, source.stat().st_size
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".llamaspec-draft-", dir=output.parent) as unfinished:
+            copy = Path(unfinished) / "trimmed.gguf"
+            rewrite(reader, copy, entries, rows)
+            if file_type == COPY:
+                copy.replace(output)
+            else:
+                write_copy(copy, output, Copy(file_type))
+        sizes = output.stat().st_size, source.stat().st_size
     except OSError as error:
         raise LlamaspecError(
-            f"cannot write into {folder}: {error.strerror or error}; name another place with --output"
+            f"cannot write into {output.parent}: {error.strerror or error}; name another place with --output"
         ) from error
-    share = float(counts[kept].sum() / max(1, counts.sum()))
-    return Trimmed(output, len(kept), len(counts), n_bytes, n_bytes_before, share)
+    return Trimmed(len(kept), len(counts), *sizes, float(counts[kept].sum() / max(1, counts.sum())))
 
 
 def _count(source: Path, texts: Sequence[bytes]) -> Counts:
@@ -216,76 +200,41 @@ def _chunks(texts: Sequence[bytes]) -> Iterator[bytes]:
             yield b"".join(chunk)
 
 
-def _split(merge: str) -> tuple[str, str]:
+def _parts(merge: str) -> tuple[str, str]:
     """The two parts of a merge; the first may begin with a space."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]
 
 
-@dataclass
-class _Draft:
-    reader: GGUFReader
-    tokenizer: Tokenizer = field(init=False)
+def _tokenizer(reader: GGUFReader) -> Tokenizer:
+    """A ValueError where the file has another kind, or matrices of other sizes."""
+    found = {name: field.contents() for name, field in reader.fields.items() if name.startswith(_TOKENIZER)}
+    model, tokens = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.tokens", [])
+    if model not in MODELS:
+        raise ValueError(f"its tokenizer is {model}, not one of {', '.join(MODELS)}")
+    types = found.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    rows = [tensor.data.shape[0] for tensor in reader.tensors if _ROWS.fullmatch(tensor.name)]
+    if not rows or {len(types), *rows} != {len(tokens)}:
+        raise ValueError(f"it has {len(tokens)} tokens, {len(types)} types and matrices of {rows} rows")
+    named = [value for name, value in found.items() if name.endswith("_token_id")]
+    return Tokenizer(tokens, types, found.get("tokenizer.ggml.merges", []), named)
 
-    def __post_init__(self) -> None:
-        tokens, types, merges = (self._value(key) or [] for key in (*_LISTS[:2], _MERGES))
-        n = len(tokens)
-        named = [self._value(name) for name in self.reader.fields if name.endswith(_IDS[0])]
-        self.tokenizer = Tokenizer(tokens, types or [_NORMAL] * n, merges, named)
-        model = self._value("tokenizer.ggml.model")
-        if model not in MODELS:
-            raise ValueError(f"its tokenizer is {model}, not one of {', '.join(MODELS)}")
-        rows = [tensor.data.shape[0] for tensor in self.reader.tensors if _ROWS.fullmatch(tensor.name)]
-        if {n, len(self.tokenizer.types), *rows} != {n} or not rows:
-            raise ValueError(f"it has {n} tokens, and matrices of {rows} rows")
 
-    def write(self, path: Path, kept: TokenArray, changes: dict[str, str]) -> None:
-        """Write the kept rows of the matrices of tokens, and all other tensors; one at a time."""
-        import gguf
-
-        with replacing(path) as file:
-            writer = gguf.GGUFWriter(file.name, self._value("general.architecture"))
-            for entry in self.reader.fields.values():
-                value = self._trimmed(entry.name, entry.contents(), kept)
-                if entry.name.startswith("GGUF.") or entry.name in (*_LEFT_OUT, *changes) or value == []:
-                    continue
-                if entry.name == "general.alignment":
-                    writer.data_alignment = value
-                kinds = entry.types
-                part = kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(entry.name, value, kinds[0], sub_type=part)
-            for key, text in changes.items():
-                writer.add_string(key, text)
-            for tensor in self.reader.tensors:
-                data = tensor.data
-                n = len(kept) if _ROWS.fullmatch(tensor.name) else data.shape[0]
-                n_bytes = data.nbytes // data.shape[0] * n
-                writer.add_tensor_info(
-                    tensor.name, (n, *data.shape[1:]), data.dtype, n_bytes, tensor.tensor_type
-                )
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for tensor in self.reader.tensors:
-                rows = tensor.data[kept] if _ROWS.fullmatch(tensor.name) else tensor.data
-                writer.write_tensor_data(rows)
-            writer.close()
-
-    def _value(self, key: str) -> Any:
-        found = self.reader.fields.get(key)
-        return None if found is None else found.contents()
-
-    def _trimmed(self, key: str, value: Any, kept: TokenArray) -> Any:
-        """An entry of the metadata for the kept tokens."""
+def _trimmed(reader: GGUFReader, tokenizer: Tokenizer, kept: TokenArray) -> Iterator[tuple[str, Any]]:
+    """The entries of the metadata that change; None = left out."""
+    places = {token: i for i, token in enumerate(kept.tolist())}
+    for name, entry in reader.fields.items():
+        key = name.removeprefix(_TOKENIZER)
         if key in _LISTS:
-            return [value[token] for token in kept.tolist()]
-        if key == _MERGES:
-            return self.tokenizer.merges_of(kept)
-        if key.endswith(".vocab_size"):
-            return len(kept)
-        if key.endswith(_IDS):
-            places = {token: i for i, token in enumerate(kept.tolist())}
-            if isinstance(value, list):
-                return [places[token] for token in value if token in places]
-            return places.get(value, value)
-        return value
+            value = entry.contents()
+            yield name, [value[token] for token in places]
+        elif key == "merges":
+            yield name, tokenizer.merges_of(kept)
+        elif key.endswith(".vocab_size"):
+            yield name, len(kept)
+        elif key.endswith("_token_id"):
+            yield name, places.get(entry.contents(), entry.contents())
+        elif key.endswith("_token_ids") or key == "suppress_tokens":
+            yield name, [places[token] for token in entry.contents() if token in places] or None
+        elif name in _LEFT_OUT:
+            yield name, None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TokenArray
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 COPY = "copy"  # in place of a type: the tensors stay as they are
 FILE_TYPES = {
@@ -182,26 +185,57 @@ def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
         return
     import gguf  # a third of a second, which few need
 
-    renewed = path.with_suffix(".renewed")
-    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(renewed, found.architecture)
+    renewed, reader = path.with_suffix(".renewed"), gguf.GGUFReader(path)
+    whole = {key: reader.fields[key].contents() for key in long}
+    rewrite(
+        reader,
+        renewed,
+        {key: [each for i, each in enumerate(value) if i not in pruned] for key, value in whole.items()},
+    )
+    renewed.replace(path)
+
+
+def rewrite(
+    reader: GGUFReader, path: Path, entries: Mapping[str, Any], rows: Mapping[str, TokenArray] | None = None
+) -> None:
+    """Write a GGUF file again with some changes, one tensor after the other.
+
+    Parameters
+    ----------
+    reader : GGUFReader
+        Of the file as it was.
+    path : Path
+        Of another file.
+    entries : mapping
+        Metadata with other values; None = without this entry. New ones are texts.
+    rows : mapping of [n] int32, optional
+        Which rows are kept of the tensors that do not keep all.
+    """
+    import gguf
+
+    rows = rows or {}
+    writer = gguf.GGUFWriter(path, str(reader.fields[gguf.Keys.General.ARCHITECTURE].contents()))
+    writer.data_alignment = int(reader.alignment)
     for entry in reader.fields.values():
         if entry.name.startswith("GGUF.") or entry.name == gguf.Keys.General.ARCHITECTURE:
             continue  # the writer's own
-        value, kind = entry.contents(), entry.types[0]
-        if entry.name in long:
-            value = [each for layer, each in enumerate(value) if layer not in pruned]
-        part = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(entry.name, value, kind, sub_type=part)
+        value = entries[entry.name] if entry.name in entries else entry.contents()
+        part = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+        if value is not None:
+            writer.add_key_value(entry.name, value, entry.types[0], sub_type=part)
+    for key in entries.keys() - reader.fields.keys():
+        writer.add_string(key, entries[key])
     for tensor in reader.tensors:
         data = tensor.data
-        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+        shape = (len(rows[tensor.name]), *data.shape[1:]) if tensor.name in rows else data.shape
+        n_bytes = data.nbytes // data.shape[0] * shape[0]
+        writer.add_tensor_info(tensor.name, shape, data.dtype, n_bytes, tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor in reader.tensors:
-        writer.write_tensor_data(tensor.data)
+        writer.write_tensor_data(tensor.data[rows[tensor.name]] if tensor.name in rows else tensor.data)
     writer.close()
-    renewed.replace(path)
 
 
 def _overrides(texts: Any, numbers: Any) -> ctypes.Array[lib.llama_model_kv_override]:
