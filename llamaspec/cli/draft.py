@@ -30,42 +30,25 @@ MOST_TEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What both ways to make a draft can be told."""
+    """What both ways to train or cut a draft can be told."""
 
-    text: tuple[str, ...]
-    output: str | None
-    force: bool
-    temperature: float
-    n_ctx: int | None
-    gpu_layers: int | None
-    threads: int | None
+    models: ModelOptions  # of the target
+    sampling: Sampling  # of the texts that the target writes
+    texts: tuple[bytes, ...]
+    output: Path | None
 
-    def __post_init__(self) -> None:
-        _ = self.models, self.sampling  # what is out of range is refused here
 
-    @property
-    def models(self) -> ModelOptions:
-        """How to load the target."""
-        return ModelOptions(n_ctx=self.n_ctx, gpu_layers=self.gpu_layers, threads=self.threads)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How the target writes."""
-        return Sampling(temperature=self.temperature)
-
-    def texts(self) -> tuple[bytes, ...]:
-        """The files of --text; a PromptError where one cannot be read."""
-        return _texts(self.text)
-
-    def file(self) -> Path | None:
-        """The file of --output; a LlamaspecError where it exists, and is not to be replaced."""
-        return _file(self.output, self.force)
+def _options(
+    *, text: Sequence[str], output: str | None, force: bool, temperature: float, **models: Any
+) -> DraftOptions:
+    how = ModelOptions(**models), Sampling(temperature=temperature)
+    return DraftOptions(*how, _texts(text), _file(output, force))
 
 
 def _draft_options(texts: str) -> Callable[[Command], Command]:
     return option_group(
         "options",
-        DraftOptions,
+        _options,
         (
             click.option("--text", "-f", metavar="FILE", multiple=True, help=texts),
             click.option("--output", "-o", metavar="FILE", help="The draft; default: beside the target."),
@@ -108,16 +91,23 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
     Copies are measured on this machine and on the text, the best one is written if it pays. Where none pays,
     nothing is written, which is no error; with --json, "path" is null.
     """
-    output, texts = options.file(), options.texts()
     with refusing_values():
-        settings = TrialSettings(texts, budget, options.sampling)
+        settings = TrialSettings(options.texts, budget, options.sampling)
     path = fetched_model(target)
-    if not texts:
+    if not options.texts:
         say("no --text given, measuring on a short text; your own text decides better")
     with _opened(path, options) as model:
-        made = make_draft(model, settings, say, types=types, output=output)
+        made = make_draft(model, settings, say, types=types, output=options.output)
     if as_json:
-        click.echo(json.dumps(_as_json(made)))
+        quartiles = None if made.measured is None else [made.measured.low, made.measured.high]
+        told = {
+            "path": None if made.path is None else str(made.path),
+            "reason": made.reason,
+            "speed_up": None if made.measured is None else made.measured.median,
+            "speed_up_quartiles": quartiles,
+            "candidates": [asdict(found) for found in made.found],
+        }
+        click.echo(json.dumps(told))
         return
     _show(made)
     if made.path is None:
@@ -153,19 +143,18 @@ def distil(
         raise LlamaspecError(
             f"distilling needs {error.name}, which is not installed; run: pip install 'llamaspec[train]'"
         ) from error
-    if not options.text:
+    if not options.texts:
         raise click.UsageError("name the text to learn from with --text", click.get_current_context())
-    output, texts = options.file(), options.texts()
     with refusing_values():
         wish = Distillation(minutes, layers, width)
     path = fetched_model(target)
     check_gguf(path)
-    output = output or made_path(path, "distilled")
+    output = options.output or made_path(path, "distilled")
     with SlowProgress("distilling") as progress:
-        distil_draft(path, options.models, texts, wish, output, say, progress)
+        distil_draft(path, options.models, options.texts, wish, output, say, progress)
     say("measuring the draft together with its target")
     with _opened(path, options) as model:
-        judged = judge_draft(model, output, TrialSettings(texts, sampling=options.sampling))
+        judged = judge_draft(model, output, TrialSettings(options.texts, sampling=options.sampling))
     if as_json:
         click.echo(json.dumps({"path": str(output), **asdict(judged)}))
         return
@@ -276,13 +265,3 @@ def _show(made: Made) -> None:
 def _tell_written(path: Path, measured: Spread | None) -> None:
     told = "" if measured is None else f", measured: {measured.median:.2f}x ± {measured.half:.2f}"
     click.echo(f"wrote {printable(str(path))}{told}")
-
-
-def _as_json(made: Made) -> dict[str, Any]:
-    return {
-        "path": None if made.path is None else str(made.path),
-        "reason": made.reason,
-        "speed_up": None if made.measured is None else made.measured.median,
-        "speed_up_quartiles": None if made.measured is None else [made.measured.low, made.measured.high],
-        "candidates": [asdict(found) for found in made.found],
-    }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from llamaspec import suffix_store
+from llamaspec.cli import options as shared
+from llamaspec.cli import output as out
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_files,
@@ -26,26 +27,6 @@ from llamaspec.cli.model_options import (
     model_options,
     open_files,
 )
-from llamaspec.cli.options import (
-    JSON_OPTION,
-    DecodingOptions,
-    Decorator,
-    GroupedCommand,
-    PromptSource,
-    decoding_options,
-    make_policy,
-    option_group,
-    prompt_options,
-)  # fmt: skip
-from llamaspec.cli.output import (
-    SlowProgress,
-    check_plot,
-    draw_probe,
-    options_of,
-    print_table,
-    say,
-    stderr_console,
-)  # fmt: skip
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
@@ -76,7 +57,7 @@ def _pair_with_draft(models: ModelChoice, command: str) -> PairFiles:
     return files
 
 
-def _task(pair: Pair, text: bytes, decoding: DecodingOptions, seed: int) -> Task:
+def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) -> Task:
     prompt = pair.target.vocabulary.tokenize(text)
     return Task(prompt, decoding.sampling, seed, decoding.max_tokens, decoding.rule)
 
@@ -84,34 +65,19 @@ def _task(pair: Pair, text: bytes, decoding: DecodingOptions, seed: int) -> Task
 # probe
 
 
-_PROBE_OUTPUT: tuple[Decorator, ...] = (
+_PROBE_OUTPUT: tuple[shared.Decorator, ...] = (
     click.option("--quick", is_flag=True, help="Fewer widths and turns: seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show what an earlier probe found; measure nothing."),
     click.option("--forget", is_flag=True, help="Drop what an earlier probe found."),
-    click.option("--plot", metavar="FILE", help="Draw the curve as .png or .svg (needs matplotlib)."),
+    click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
+                 help="Draw the curve as .png or .svg (needs matplotlib)."),
     click.option("--csv", "as_csv", is_flag=True, help="One row for each width on stdout."),
-    JSON_OPTION,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOptions:
-    """What only `probe` can be asked for; a ValueError where two outputs want stdout."""
-
-    quick: bool
-    show: bool
-    forget: bool
-    plot: str | None
-    as_csv: bool
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        if self.as_csv and self.as_json:
-            raise ValueError("--json and --csv both write to stdout; choose one")
+    shared.JSON_OPTION,
+)  # fmt: skip
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec probe --target big.gguf --draft small.gguf
@@ -120,16 +86,26 @@ Examples:
 """,
 )
 @model_options
-@option_group("output", ProbeOptions, _PROBE_OUTPUT)
-def probe(models: ModelChoice, output: ProbeOptions) -> None:
+@shared.section("Output", _PROBE_OUTPUT)
+def probe(
+    models: ModelChoice,
+    quick: bool,
+    show: bool,
+    forget: bool,
+    plot: Path | None,
+    as_csv: bool,
+    as_json: bool,
+) -> None:
     """Measure what evaluating several positions at once costs, and keep it for later runs."""
-    if output.plot is not None:
-        check_plot(Path(output.plot))
-    if output.forget:
+    if as_csv and as_json:
+        raise click.UsageError("--json and --csv both write to stdout; choose one")
+    if plot is not None:
+        out.check_plot(plot)
+    if forget:
         dropped = curves.forget(find_files_here(models))
         click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
         return
-    if output.show:
+    if show:
         files = find_files_here(models)
         kept = curves.stored_probe(files)
         if kept.value is None:
@@ -138,30 +114,25 @@ def probe(models: ModelChoice, output: ProbeOptions) -> None:
         found = kept.value
     else:
         files = find_files(models)
-        with open_files(files, models) as pair, SlowProgress("probing") as progress:
-            found = measure(pair, QUICK if output.quick else FULL, progress)
+        with open_files(files, models) as pair, out.SlowProgress("probing") as progress:
+            found = measure(pair, QUICK if quick else FULL, progress)
             try:
                 curves.store_probe(pair, found)
             except LlamaspecError as error:  # what took minutes is shown even where it cannot be kept
-                say(f"warning: {error}")
-    if output.plot is not None:
-        draw_probe(found, Path(output.plot), printable(files.target.path.stem))
-    if output.as_json:
+                out.say(f"warning: {error}")
+    if plot is not None:
+        out.draw_probe(found, plot, printable(files.target.path.stem))
+    if as_json:
         click.echo(json.dumps(conclusions(found)))
-    elif output.as_csv:
-        click.echo(_csv(found), nl=False)
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        columns = ("width", "depth", "median_seconds", "low_seconds", "high_seconds", "logit_difference")
+        writer.writerow(columns)
+        for row in found.widths:
+            for depth, t in zip(found.depths, row.timings, strict=True):
+                writer.writerow([row.width, depth, t.median, t.low, t.high, row.logit_difference])
     else:
         _show_probe(found)
-
-
-def _csv(found: Probe) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["width", "depth", "median_seconds", "low_seconds", "high_seconds", "logit_difference"])
-    for row in found.widths:
-        for depth, timing in zip(found.depths, row.timings, strict=True):
-            writer.writerow([row.width, depth, timing.median, timing.low, timing.high, row.logit_difference])
-    return out.getvalue()
 
 
 def _show_probe(found: Probe) -> None:
@@ -169,35 +140,23 @@ def _show_probe(found: Probe) -> None:
     slowest = max(curve.verify_seconds)
     rows = []
     for row in found.widths:
-        first = row.timings[0]
+        first = row.timings[0].median
         rows.append(
             (
                 str(row.width),
                 *(_milliseconds(timing) for timing in row.timings),
-                f"{first.median / curve.verify_seconds[0]:.2f}",
-                f"{1e3 * first.median / row.width:.2f}",
+                f"{first / curve.verify_seconds[0]:.2f}",
+                f"{1e3 * first / row.width:.2f}",
                 "yes" if row.logit_difference == 0 else f"± {row.logit_difference:.2g}",
-                Bar(slowest, 0, first.median, width=16),
+                Bar(slowest, 0, first, width=16),
             )
         )
     depths = (f"ms, {depth} deep" for depth in found.depths)
-    print_table(("positions", *depths, "relative", "ms each", "same", "<"), rows, console)
-    _show_conclusions(found, console)
-
-
-def _milliseconds(timing: Spread) -> str:
-    """How far it varied, too, where there was time to measure more than once."""
-    varied = f" ±{timing.half / timing.median:.0%}" if timing.low < timing.high else ""
-    return f"{1e3 * timing.median:.2f}{varied}"
-
-
-def _show_conclusions(found: Probe, console: Console) -> None:
-    curve = found.curve
+    out.print_table(("positions", *depths, "relative", "ms each", "same", "<"), rows, console)
     if found.draft_step is not None:
         console.print(f"a draft token: {1e3 * found.draft_step.median:.2f} ms")
-    console.print(
-        f"a position more costs less than half of a single one up to {saturation_width(curve)} at once"
-    )
+    n_cheap = saturation_width(curve)
+    console.print(f"a position more costs less than half of a single one up to {n_cheap} at once")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens takes too long to prefill here; it was left out")
     if found.identical_widths == {1}:
@@ -210,16 +169,22 @@ def _show_conclusions(found: Probe, console: Console) -> None:
     if found.draft_step is None:
         return
     best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
-    rows = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
-    print_table(("<acceptance", "best draft length", "predicted speed-up"), rows, console)
+    rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
+    out.print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
     console.print(verdict(curve))
+
+
+def _milliseconds(timing: Spread) -> str:
+    """With how far it varied, where there was time to measure more than once."""
+    varied = f" ±{timing.half / timing.median:.0%}" if timing.low < timing.high else ""
+    return f"{1e3 * timing.median:.2f}{varied}"
 
 
 # compare
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec compare
@@ -228,22 +193,22 @@ Examples:
   llamaspec compare --target big.gguf --draft big.gguf       sanity check: every draft token is accepted
 """,
 )
-@prompt_options("The prompt; default: a very predictable text.")
+@shared.prompt_options("The prompt; default: a very predictable text.")
 @click.option("--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True,
               help="Runs of each arm.")  # fmt: skip
 @model_options
-@decoding_options
-@JSON_OPTION
+@shared.decoding_options
+@shared.JSON_OPTION
 def compare(
-    source: PromptSource,
+    source: shared.PromptSource,
     models: ModelChoice,
-    decoding: DecodingOptions,
+    decoding: shared.DecodingOptions,
     num_runs: int,
     as_json: bool,
 ) -> None:
     """Measure target alone, draft alone and both together on one prompt."""
     text, files = source.read(PREDICTABLE_PROMPT), _pair_with_draft(models, "compare")
-    with learning(files, models, decoding) as (pair, policy), SlowProgress("comparing") as progress:
+    with learning(files, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
         task = _task(pair, text, decoding, decoding.seed_or_random())
         comparison = run_compare(pair, task, num_runs, policy, progress)
     if as_json:
@@ -256,18 +221,12 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     rows = []
     for arm in comparison.arms:
         seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
-        told = "" if speed_up is None else f"{speed_up.median:.2f}x ± {speed_up.half:.2f}"
-        rows.append(
-            (
-                arm.name,
-                str(len(arm.runs)),
-                f"{seconds.median:.3f} ± {seconds.half:.3f}",
-                f"{arm.tokens_per_second:.1f}",
-                "1.00x" if arm is comparison.target else told,
-            )
-        )
-    print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
-    notes = stderr_console()
+        told = f"{seconds.median:.3f} ± {seconds.half:.3f}"
+        ratio = "" if speed_up is None else f"{speed_up.median:.2f}x ± {speed_up.half:.2f}"
+        ratio = "1.00x" if arm is comparison.target else ratio
+        rows.append((arm.name, str(len(arm.runs)), told, f"{arm.tokens_per_second:.1f}", ratio))
+    out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
+    notes = out.stderr_console()
     notes.print("medians ± half of the distance between the quartiles; speed-ups are run against run")
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
@@ -325,27 +284,29 @@ def _arm_json(comparison: Comparison, arm: Arm) -> dict[str, Any]:
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec audit --target big.gguf --draft small.gguf
   llamaspec audit --target big.gguf --draft small.gguf -t 0 -n 1000 -f prompt.txt --json
 """,
 )
-@prompt_options("The prompt; default: the beginning of a function.")
+@shared.prompt_options("The prompt; default: the beginning of a function.")
 @model_options
-@decoding_options
-@JSON_OPTION
-def audit(source: PromptSource, models: ModelChoice, decoding: DecodingOptions, as_json: bool) -> None:
+@shared.decoding_options
+@shared.JSON_OPTION
+def audit(
+    source: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool
+) -> None:
     """Check that the text with draft tokens is the text without. Exit code 1 where it is not.
 
     Other rules than coupled draw another text; there every token is checked to be possible.
     """
     text, files = source.read(AUDIT_PROMPT), _pair_with_draft(models, "audit")
     seed = decoding.seed or 0
-    with open_files(files, models) as pair, SlowProgress("auditing") as progress:
+    with open_files(files, models) as pair, out.SlowProgress("auditing") as progress:
         task = _task(pair, text, decoding, seed)
-        found = run_audit(pair, task, make_policy(pair, decoding), progress)
+        found = run_audit(pair, task, shared.make_policy(pair, decoding), progress)
     if as_json:
         told = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
         click.echo(json.dumps(told))
@@ -400,7 +361,7 @@ _SETTINGS = {  # by the settings that findings name
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec doctor                                            this machine, with the embedded pair
@@ -410,12 +371,10 @@ Examples:
 """,
 )
 @model_options
-@JSON_OPTION
-@click.option(
-    "--forget-texts",
-    is_flag=True,
-    help="Delete the texts that are kept for --ngram, of all models, and do nothing else.",
-)
+@shared.JSON_OPTION
+@click.option("--forget-texts", is_flag=True,
+              help="Delete the texts that are kept for --ngram, of all models, "
+                   "and do nothing else.")  # fmt: skip
 def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
     """Find out what will go wrong or be slow here, with remedies. Exit code 1 where there is a problem."""
     if forget_texts:
@@ -423,11 +382,15 @@ def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
         return
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
-        say("no --target given, using the small embedded pair")
-    found = list(examine(find_files(models), lambda role: SlowProgress(f"loading the {role}")))
+        out.say("no --target given, using the small embedded pair")
+    found = list(examine(find_files(models), lambda role: out.SlowProgress(f"loading the {role}")))
     counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
     if as_json:
-        listed = [_finding_json(finding) for finding in found]
+        listed = []
+        for finding in found:
+            text, remedy = _told(finding)
+            entry = {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
+            listed.append(entry)
         click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
     else:
         _show_findings(found)
@@ -439,23 +402,17 @@ def _forget_texts() -> None:
     try:
         dropped = suffix_store.forget_texts()
     except OSError as error:
-        raise LlamaspecError(
-            f"cannot delete {error.filename}: {error.strerror}; delete it by hand"
-        ) from error
+        fault = f"cannot delete {error.filename}: {error.strerror}"
+        raise LlamaspecError(f"{fault}; delete it by hand") from error
     size = f"{dropped.n_bytes / 1e6:.1f} MB forgotten" if dropped.n_models else "no texts were kept"
     click.echo(size, err=True)
-
-
-def _finding_json(finding: Finding) -> dict[str, str | None]:
-    text, remedy = _told(finding)
-    return {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
 
 
 def _told(finding: Finding) -> tuple[str, str | None]:
     """Text and remedy, the last of them with the options that it takes."""
     options = [_SETTINGS[setting] for setting in finding.settings]
     if finding.error is not None:
-        options += options_of(finding.error)
+        options += out.options_of(finding.error)
     added = f" ({', '.join(options)})" if options else ""
     if finding.remedy is None:
         return finding.text + added, None
@@ -468,9 +425,8 @@ def _show_findings(findings: Sequence[Finding]) -> None:
     n_topic = max(len(finding.topic) for finding in findings)
     for finding in findings:
         text, remedy = _told(finding)
-        line = Text(f"{finding.level:<7}  ", style=STYLES[finding.level])
-        line.append(f"{finding.topic:<{n_topic}}  ", style="default")
-        line.append(printable(text), style="default")
-        if remedy is not None:
-            line.append(f"; {printable(remedy)}", style="default")
+        told = printable(text if remedy is None else f"{text}; {remedy}")
+        line = Text.assemble(
+            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", told
+        )
         console.print(line)

@@ -15,14 +15,12 @@ from llamaspec.catalog import RemoteFile
 from llamaspec.cli.options import (
     DEVICE_NAMES,
     SHARES,
-    Command,
     DecodingOptions,
     Decorator,
     make_policy,
     option_group,
 )  # fmt: skip
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import PairError
 from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
 from llamaspec.llama import runtime
@@ -39,13 +37,12 @@ from llamaspec.values import MTP
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
-class DraftName(click.ParamType):  # type: ignore[type-arg]
+class _DraftName(click.ParamType):  # type: ignore[type-arg]
     """A draft; the environment names one alone, whose path may have spaces."""
 
     name = "text"
 
     def split_envvar_value(self, rv: str) -> tuple[str]:
-        """The one name."""
         return (rv,)
 
 
@@ -56,7 +53,7 @@ _NAMES: tuple[Decorator, ...] = (
                  help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
                       ":QUANTIZATION, or the address of a page of the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
-                 type=DraftName(), envvar="LLAMASPEC_DRAFT",
+                 type=_DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
                       "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
                       "earlier text instead. Of several, each drafts for the one before it."),
@@ -72,7 +69,7 @@ _SIZE: dict[str, Any] = {
     "help": "Tokens of the target's context; default as trained, as far as memory allows.",
 }
 _CONTEXT = click.option("--n-ctx", "--ctx-size", "-c", **_SIZE)
-_CONTEXT_OF_CHAT = click.option("--n-ctx", "--ctx-size", **_SIZE)  # whose -c may also stand alone
+_CONTEXT_OF_CHAT = click.option("--n-ctx", "--ctx-size", **_SIZE)  # `chat` reads -c itself
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Tokens of the draft's context; default as --n-ctx."),
@@ -177,19 +174,10 @@ def _choice(
     )  # fmt: skip
 
 
-def model_options(command: Command) -> Command:
-    """Options for the models; the command gets a ModelChoice as `models`."""
-    return option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING))(command)
-
-
-def model_or_plain_options(command: Command) -> Command:
-    """The same with --no-draft."""
-    return option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING, _NO_DRAFT))(command)
-
-
-def chat_model_options(command: Command) -> Command:
-    """The same without -c, which `chat` reads itself."""
-    return option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))(command)
+# The command gets a ModelChoice as `models`.
+model_options = option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING))
+model_or_plain_options = option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING, _NO_DRAFT))
+chat_model_options = option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))
 
 
 def fetched_model(name: str) -> Path:
@@ -213,18 +201,13 @@ def say_fetching(file: RemoteFile, n_missing: int) -> None:
 def find_files(choice: ModelChoice) -> PairFiles:
     """The files of the models; fetched first if they are on the hub and not here.
 
-    Raises
-    ------
-    PairError
-        The known draft was asked for, and none is known.
-    ModelFileError
-        There is no such model, or it cannot be fetched.
+    Raises a PairError where no draft is known, a ModelFileError where there is no such model.
     """
     return _find(choice, fetched_model)
 
 
 def find_files_here(choice: ModelChoice) -> PairFiles:
-    """The files of the models; a ModelFileError where one is not on this machine: nothing is fetched."""
+    """The same where nothing is fetched; a ModelFileError if one is not on this machine."""
     found = _find(choice, locate_model)
     for model in (found.target, *found.draft_models):
         check_gguf(model.path)
@@ -241,25 +224,26 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
         named = None
         if choice.target is not None:
             named = MTP if drafts_itself(choice.target) else known_draft(choice.target)
-    heads = named == MTP and not choice.no_draft
-    if heads:
-        check_heads(target)
     if choice.stages and {named, *choice.stages} & {MTP, NGRAM, AUTO}:
         raise PairError(
             "a draft has drafts of its own only where all are models; give --draft once, or name files"
         )
-    stages = () if choice.no_draft else choice.stages
+    file = ModelFile(target, choice.target_options)
+    if choice.no_draft:
+        return PairFiles(file, None, (), ngram=False, heads=False)
+    if named == MTP:
+        check_heads(target)
     draft = None
-    if named not in (None, MTP, NGRAM) and not choice.no_draft:
+    if named not in (None, MTP, NGRAM):
         draft = find(str(named))
-    elif named is None and choice.is_embedded and not choice.no_draft:
+    elif named is None and choice.is_embedded:
         draft = demo_draft()
     return PairFiles(
-        ModelFile(target, choice.target_options),
+        file,
         ModelFile(draft, choice.draft_options) if draft is not None else None,
-        tuple(ModelFile(find(name), choice.draft_options) for name in stages),
-        ngram=not choice.no_draft and (choice.ngram or named == NGRAM),
-        heads=heads,
+        tuple(ModelFile(find(name), choice.draft_options) for name in choice.stages),
+        ngram=choice.ngram or named == NGRAM,
+        heads=named == MTP,
     )
 
 
@@ -273,12 +257,17 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
         say(f"no --draft given, decoding plainly; try --draft {remedy}")
     named = [model.path for model in files.draft_models]
+    past = None
+    if files.ngram and choice.past_texts:
+        past, fault = SuffixStore.of(files.target.path).read()
+        if fault is not None:
+            say(fault)
     with SlowProgress("loading") as progress:
         pair = open_pair(
             files.target.path,
             MTP if files.heads else named,
             ngram=files.ngram,
-            past=_past(files) if files.ngram and choice.past_texts else None,
+            past=past,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
             on_load=progress,
@@ -291,7 +280,7 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
 def learning(
     files: PairFiles, choice: ModelChoice, decoding: DecodingOptions
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """An open pair and its policy; at the end what was learnt is kept, and texts if asked for."""
+    """Open a pair and make its policy; at the end keep what was learnt, and texts if asked for."""
     with open_files(files, choice) as pair:
         policy = make_policy(pair, decoding)
         try:
@@ -301,13 +290,6 @@ def learning(
             if pair.past is not None:
                 with suppress(OSError):  # the text is what people came for
                     SuffixStore.of(pair.target.path).add(pair.past.added)
-
-
-def _past(files: PairFiles) -> PastTexts:
-    past, fault = SuffixStore.of(files.target.path).read()
-    if fault is not None:
-        say(fault)
-    return past
 
 
 def _warn(pair: Pair) -> None:

@@ -1,7 +1,4 @@
-"""`llamaspec models`: what is known by name, what of it is here, and how to get the rest.
-
-Names, notes and paths come from lists and hubs: on a terminal their control characters are escaped.
-"""
+"""`llamaspec models`: what is known by name, what of it is here, and how to get the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from rich.text import Text
 
 from llamaspec.catalog import (
     HUB,
-    Catalog,
     Entry,
     Quantization,
     add_own,
@@ -59,8 +55,9 @@ def list_models(as_json: bool) -> None:
     catalog = read_catalog()
     entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
     for entry in entries:
-        if entry.draft is not None and not _is_known(catalog, entry.draft):
-            say(f"{entry.name} has the draft {entry.draft}, which is in no list")
+        draft = entry.draft or HUB
+        if not draft.startswith(HUB) and draft.partition(":")[0] not in catalog.entries:
+            say(f"{entry.name} has the draft {draft}, which is in no list")
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in entries]))
         return
@@ -180,33 +177,37 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
         raise ModelFileError(f"{name} is a name in {whose} already; choose another, or --force to replace it")
     if draft is not None:
         catalog.find(draft)
-    written = add_own(replace(_own_entry(name, called), draft=draft, notes=notes))
-    say(f"wrote {written}")
-
-
-def _own_entry(name: str, called: str) -> Entry:
     remote = None if is_path(called) else find_remote(called)
     if remote is not None:
         known = Quantization(remote.file, remote.n_bytes, remote.sha256)
-        return Entry(name, repo=remote.repo, default="default", quantizations={"default": known})
-    file = (expanded(called) if is_path(called) else locate_model(called)).absolute()
-    check_gguf(file)
-    return Entry(name, path=str(file))
-
-
-def _is_known(catalog: Catalog, draft: str) -> bool:
-    return draft.startswith(HUB) or draft.partition(":")[0] in catalog.entries
+        entry = Entry(name, repo=remote.repo, default="default", quantizations={"default": known})
+    else:
+        file = (expanded(called) if is_path(called) else locate_model(called)).absolute()
+        check_gguf(file)
+        entry = Entry(name, path=str(file))
+    say(f"wrote {add_own(replace(entry, draft=draft, notes=notes))}")
 
 
 def _columns(entry: Entry) -> tuple[str, ...]:
     """What is told of an entry in one row."""
+    found = _as_json(entry)
+    here = found["here"]
+    if entry.path is None:
+        n_bytes = entry.file().n_bytes
+    else:
+        n_bytes = None if here is None else Path(here).stat().st_size
+    drafts = (
+        "made here" if found["made_drafts"] else None,
+        entry.draft,
+        "mtp" if found["has_heads"] else None,
+    )
     return (
         entry.name,
         f"{entry.memory_gb} GB" if entry.memory_gb else "",
-        _size(entry),
-        _drafts(entry),
+        f"{n_bytes / 1e9:.1f} GB" if n_bytes else "",
+        ", ".join(name for name in drafts if name),
         entry.licence or "",
-        "yes" if _path_here(entry) is not None else "",
+        "yes" if here is not None else "",
     )
 
 
@@ -228,15 +229,18 @@ def _as_line(quantization: tuple[str, dict[str, Any]]) -> str:
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     here = _path_here(entry)
-    listed = str(own_list()) if entry.is_own else None
-    quantizations = entry.as_listed().get("quantizations", {})
-    found = {
-        "listed_in": listed,
+    try:  # as the file says if it is here, else as the list says
+        has_heads = bool(entry.heads) if here is None else heads_in_file(here).fault is None
+    except ModelFileError:
+        has_heads = False
+    return {
+        **asdict(entry),
+        "quantizations": entry.as_listed().get("quantizations", {}),
+        "listed_in": str(own_list()) if entry.is_own else None,
         "here": str(here) if here is not None else None,
-        "has_heads": _has_heads(entry),
+        "has_heads": has_heads,
         "made_drafts": [str(path) for path in made_drafts(here)] if here is not None else [],
     }
-    return {**asdict(entry), "quantizations": quantizations, **found}
 
 
 def _path_here(entry: Entry) -> Path | None:
@@ -246,29 +250,3 @@ def _path_here(entry: Entry) -> Path | None:
     except ModelFileError:
         return None
     return path if path is not None and path.is_file() else None
-
-
-def _drafts(entry: Entry) -> str:
-    """What can draft for a model: what was made here, the draft that is listed, its own heads."""
-    here = _path_here(entry)
-    made = here is not None and bool(made_drafts(here))
-    found = ("made here" if made else None, entry.draft, "mtp" if _has_heads(entry) else None)
-    return ", ".join(name for name in found if name)
-
-
-def _has_heads(entry: Entry) -> bool:
-    """Whether its own prediction heads can draft: as the file says if it is here, else as the list says."""
-    here = _path_here(entry)
-    try:
-        return bool(entry.heads) if here is None else heads_in_file(here).fault is None
-    except ModelFileError:
-        return False
-
-
-def _size(entry: Entry) -> str:
-    if entry.path is None:
-        n_bytes = entry.file().n_bytes
-    else:
-        here = _path_here(entry)
-        n_bytes = here.stat().st_size if here is not None else None
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes else ""
