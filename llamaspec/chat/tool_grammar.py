@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from llamaspec.chat.escaping import Json
 from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
 from llamaspec.chat.parse import quoted
-from llamaspec.errors import PromptError
 
 _ANYTHING = r"/(?s:.*)/"
 
@@ -33,7 +32,7 @@ def tool_grammar(
     The tools are in OpenAI's form, at least one. Marks are tokens where `controls`, the vocabulary's control
     tokens, have them, else text. `is_forced`: the answer must be a call; `is_parallel`: several are allowed,
     where the family writes several; `thinking`: the prompt ends with the mark that opens reasoning.
-    PromptError where a schema is strict, and this format can only be held to well-formed arguments.
+    Arguments of Gemma 4 are well-formed only: its notation is not JSON, so that schemas do not apply.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
     if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
@@ -146,8 +145,6 @@ class _Grammar:
         if calls is QWEN_XML:
             self._parameters(i, schema)
         elif calls is GEMMA4:
-            if not schema.get("x-guidance", {}).get("lenient", True):
-                raise PromptError("calls of this model cannot be held to a schema; leave strict out")
             self._rules.append(f"arguments_{i}: object")
         else:
             self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -28,6 +28,13 @@ class StreamOptions(bodies.Fields):
     include_usage: bool | None = None
 
 
+class PredictionFields(bodies.Fields):
+    """What the client expects most of the answer to be."""
+
+    type: Literal["content"]
+    content: bodies.Content
+
+
 class OpenAIBody(bodies.SamplingFields):
     """The fields of both APIs."""
 
@@ -40,6 +47,7 @@ class OpenAIBody(bodies.SamplingFields):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     response_format: requests.FormatFields | None = None
+    prediction: PredictionFields | None = None
 
     def wanted_format(self) -> requests.ResponseFormat | None:
         """What the answer must match; RequestError if several fields say so."""
@@ -51,6 +59,12 @@ class OpenAIBody(bodies.SamplingFields):
         if len(found) > 1:
             raise bad_field(found[1].field, "only one field may give the format of the answer")
         return found[0] if found else None
+
+    @property
+    def predicted_text(self) -> str | None:
+        """The text to draft from; RequestError if a part of it is not text."""
+        expected = self.prediction
+        return None if expected is None else bodies.text_of(expected.content, "prediction.content") or None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -101,6 +115,7 @@ async def chat_completions(http: Request) -> Response:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stops=body.stops,
         n_logprobs=n_logprobs if body.logprobs else None,
+        prediction=body.predicted_text,
     )  # fmt: skip
     form = ChatForm(service.model_name, seed, body, builder.vocabulary)
     return await service.respond(http, asked, form, body.stream)
@@ -119,6 +134,7 @@ async def completions(http: Request) -> Response:
     asked = builder.requests(
         prompts, body, requests.GenerationParameters(constraint=constraint), seed,
         n=n, max_tokens=body.max_tokens, stops=body.stops, n_logprobs=body.logprobs,
+        prediction=body.predicted_text,
     )  # fmt: skip
     form = CompletionForm(service.model_name, seed, body, builder.vocabulary)
     return await service.respond(http, asked, form, body.stream)

@@ -23,7 +23,7 @@ from llamaspec.chat.template import RESERVED, ChatTemplate, Message, NoTemplateE
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.generation import Completion
-from llamaspec.errors import ConstraintError, PromptError
+from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import WHITESPACE
@@ -232,6 +232,7 @@ class GenerationRequest:
     drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
     parameters: GenerationParameters = default(default_factory=GenerationParameters)
     n_logprobs: int | None = None  # most probable tokens told with each token
+    prediction: str | None = None  # a text that most of the answer is expected to repeat
 
 
 class RequestBuilder:
@@ -379,9 +380,9 @@ class RequestBuilder:
             )
             if grammar is not None:
                 return await self.compile(ResponseFormat("grammar", grammar, "tools"))
-        except (PromptError, RequestError) as error:
+        except RequestError:
             if use.is_forced or use.is_strict:
-                raise error if isinstance(error, RequestError) else bad_field("tools", str(error)) from None
+                raise
             return None  # unconstrained calls
         if use.is_forced:
             raise not_supported("tool_choice", "this model's format of calls cannot be forced")
@@ -398,6 +399,7 @@ class RequestBuilder:
         max_tokens: int | None = None,
         stops: tuple[str, ...] = (),
         n_logprobs: int | None = None,
+        prediction: str | None = None,
     ) -> list[GenerationRequest]:
         """One request for each prompt and choice; choice i of a prompt has the seed + i."""
         if len(prompts) * n > self._parallel:
@@ -407,7 +409,8 @@ class RequestBuilder:
         wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
         found: list[GenerationRequest] = []
         for prompt in prompts:
-            limit, more = min(wanted, self._context_size - len(prompt)), (drafting, parameters, n_logprobs)
+            limit = min(wanted, self._context_size - len(prompt))
+            more = drafting, parameters, n_logprobs, prediction and prediction[: self._max_bytes]
             found += [GenerationRequest(prompt, sampling, seed + i, limit, stops, *more) for i in range(n)]
         return found
 

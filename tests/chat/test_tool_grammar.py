@@ -11,7 +11,6 @@ from llamaspec.chat import families
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser, message_of
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
-from llamaspec.errors import PromptError
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -324,12 +323,6 @@ def test_any_value_that_gemma_writes_is_read(value: Any, marks: list[str]) -> No
     parser = AnswerParser(answer_format, tools)
     (call,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
     assert json.loads(call.arguments) == {"a": value, "b": 1}
-
-
-def test_gemma_is_not_held_to_strict_schemas() -> None:
-    tools = [{"function": {"name": "f", "parameters": {"x-guidance": {"lenient": False}}}}]
-    with pytest.raises(PromptError, match="cannot be held to a schema; leave strict out"):
-        tool_grammar(AnswerFormat(families.GEMMA4), tools, {})
 
 
 def test_names_never_become_control_tokens() -> None:

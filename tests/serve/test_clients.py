@@ -57,6 +57,16 @@ def test_openai_chat_as_a_stream(client: Any, expected: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_openai_prediction(client: Any, expected: str, as_parts: bool) -> None:
+    content = [{"type": "text", "text": expected}] if as_parts else expected
+    answer = client.chat.completions.create(
+        model="any", messages=MESSAGES, seed=SEED, max_completion_tokens=N,
+        prediction={"type": "content", "content": content},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected
+
+
 def test_openai_completions(client: Any, alone: Pair) -> None:
     answer = client.completions.create(model="any", prompt="import os", seed=SEED, max_tokens=N, n=2)
     assert [choice.text for choice in answer.choices] == [

@@ -269,10 +269,13 @@ GEMMA = "<|tool_call>call: <tool_call|>"
 
 @pytest.mark.parametrize("marks", [GEMMA, "<tool_call> <function= <parameter="])
 def test_calls_of_other_families_are_constrained(demo: Pair, marks: str) -> None:
-    """The template's text tells the family; Gemma's arguments are well-formed only. Drafts change nothing."""
+    """The template's text tells the family. Gemma's arguments are well-formed only, with `strict` too."""
+    tools = [{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS]
     with served(demo, template=f"{{# {marks} #}}{TALKER}") as server:
         drafted, plain = (
-            server.post(CHAT, {**FORCED, "seed": 1, "speculative": {"enabled": enabled}}).json()
+            server.post(
+                CHAT, {**FORCED, "tools": tools, "seed": 1, "speculative": {"enabled": enabled}}
+            ).json()
             for enabled in (True, False)
         )
     choice = drafted["choices"][0]
