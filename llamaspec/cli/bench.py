@@ -288,7 +288,8 @@ def _draw(by_task: Mapping[str, Mapping[str, Figures]], path: Path, title: str) 
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=1, linestyle="--")
     axes.set(title=title, xlabel="whole request, times as fast as without drafts")
-    axes.legend(loc="best", fontsize="small")
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     save_figure(figure, path)
 
 

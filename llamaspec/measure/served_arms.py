@@ -23,6 +23,7 @@ from typing import IO, Any
 import httpx
 
 from llamaspec.errors import LlamaspecError
+from llamaspec.llama.nextn import what_it_reads
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.measure.store import PairFiles
 
@@ -62,7 +63,8 @@ def own_arms(options: Sequence[str], also: Sequence[str], against: Path | None) 
 def peer_arms(program: str, files: PairFiles, types: Sequence[str] = ()) -> Iterator[Arm]:
     """llama-server with each type of drafts, or with those that are known to be good; on the same files."""
     draft = [] if files.draft is None else ["-md", str(files.draft.path)]
-    drafting = ["draft-simple"] if draft else ["draft-mtp"] if files.heads else []
+    is_head = files.heads or (files.draft is not None and bool(what_it_reads(files.draft.path)))
+    drafting = ["draft-mtp"] if is_head else ["draft-simple"] if draft else []
     options = files.target.options
     settings = {
         "-c": options.n_ctx or DEFAULT_CONTEXT,
@@ -72,13 +74,13 @@ def peer_arms(program: str, files: PairFiles, types: Sequence[str] = ()) -> Iter
         "-ctk": options.cache_type_k,
         "-ctv": options.cache_type_v,
     }
-    command = [program, "-m", str(files.target.path), "--jinja", "--no-webui", "-np", "1"]
+    command = [program, "-m", str(files.target.path), "--jinja", "-np", "1"]
     command += [str(part) for item in settings.items() if item[1] is not None for part in item]
     for kind in types or ("none", *drafting, "ngram-simple", "ngram-mod"):
-        if kind == "draft-simple" and not draft:
-            raise LlamaspecError("--spec-types draft-simple needs a --draft that is a model; leave it out")
+        if kind.startswith("draft-") and not drafting:
+            raise LlamaspecError(f"--spec-types {kind} needs a --draft that is a model; leave it out")
         chosen = [] if kind == "none" else ["--spec-type", kind]
-        yield Arm(f"{PEER}, {kind}", (*command, *chosen, *(draft if kind == "draft-simple" else [])))
+        yield Arm(f"{PEER}, {kind}", (*command, *chosen, *(draft if kind.startswith("draft-") else [])))
 
 
 def program_version(program: str) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llamaspec.errors import PromptError
+import llamaspec
+from llamaspec.errors import LlamaspecError, PromptError
+from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import (
     WARM_UP,
     BenchTask,
@@ -23,7 +27,8 @@ from llamaspec.measure.bench import (
     prompt_figures,
     read_tasks,
 )
-from llamaspec.measure.served_arms import PLAIN, Answer, Ask, RefusedError
+from llamaspec.measure.served_arms import PLAIN, Answer, Ask, RefusedError, own_arms, peer_arms
+from llamaspec.measure.store import ModelFile, PairFiles
 
 KINDS = ["ask", "explain", "write code", "translate", "summarise", "json", "edit", "rename", "chat", "agent"]
 
@@ -182,3 +187,32 @@ def test_the_best_arm_of_each_prompt() -> None:
         {"a": of(1.5, 9.0, 1.0), "b": of(0.6, 1.0, 3.0)},
     ]
     assert best_of(arms) == {"a": arms[0]["a"], "b": arms[1]["b"]}
+
+
+def test_llama_server_gets_the_same_files_and_settings() -> None:
+    options = ModelOptions(threads=3, n_ctx=2048, gpu_layers=7, flash_attention="on", cache_type_v="q8_0")
+    files = PairFiles(ModelFile(Path("t.gguf"), options), ModelFile(Path("d.gguf"), ModelOptions()))
+    arms = {arm.name: " ".join(arm.command) for arm in peer_arms("server", files)}
+    names = [f"llama-server, {kind}" for kind in ("none", "draft-simple", "ngram-simple", "ngram-mod")]
+    assert [*arms] == names
+    plain = "server -m t.gguf --jinja -np 1 -c 2048 -t 3 -ngl 7 -fa on -ctk f16 -ctv q8_0"
+    more = ["", " --spec-type draft-simple -md d.gguf", " --spec-type ngram-simple", " --spec-type ngram-mod"]
+    assert [*arms.values()] == [plain + each for each in more]
+    with_heads = replace(files, draft=None, heads=True)
+    assert [arm.command[-1] for arm in peer_arms("server", with_heads)][1] == "draft-mtp"
+    alone = replace(files, draft=None)
+    assert [arm.name for arm in peer_arms("server", alone)] == [names[0], *names[2:]]
+    with pytest.raises(LlamaspecError, match="--spec-types draft-simple needs a --draft"):
+        [*peer_arms("server", alone, ["draft-simple"])]
+
+
+def test_checkouts_are_started_from_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "llamaspec").mkdir()
+    (tmp_path / "llamaspec" / "__main__.py").touch()
+    arms = [*own_arms(["--draft", "d.gguf"], ["-k 2 --exact"], tmp_path)]
+    assert [arm.name for arm in arms] == [PLAIN, "auto", "-k 2 --exact", "before: auto"]
+    last = ["--request-timeout", "0", "--grace", "1"]
+    for arm, more in zip(arms, (["--no-draft"], [], ["-k", "2", "--exact"], []), strict=True):
+        assert [*arm.command[3:]] == ["serve", "--draft", "d.gguf", *more, *last]
+    folders = [arm.environment["PYTHONPATH"].split(os.pathsep)[0] for arm in arms]
+    assert folders == 3 * [str(Path(llamaspec.__file__).parents[1])] + [str(tmp_path)]
