@@ -13,15 +13,6 @@ MAX_PARALLEL = 16  # sequences that a draft model evaluates at once
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may cost before its body is parsed."""
-
-    body_bytes: int = 8 << 20
-    body_seconds: float = 30.0  # until the whole body has arrived
-    json_depth: int = 64
-
-
-@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """The options of `llamaspec serve` that concern HTTP and the queue.
 
@@ -43,7 +34,9 @@ class ServeSettings:
     grace_seconds: float = 30.0  # for running requests when the server stops
     keep_alive_seconds: float = 10.0  # between comments in a silent stream
     log_format: LogFormat = "text"
-    limits: Limits = field(default_factory=Limits)
+    body_bytes: int = 8 << 20  # that a request may have, as the next two
+    body_seconds: float = 30.0  # until the whole body has arrived
+    json_depth: int = 64
 
     def __post_init__(self) -> None:
         fine = all(key.isascii() and key.isprintable() and key.strip() for key in self.keys)

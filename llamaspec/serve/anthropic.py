@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,7 +16,7 @@ from llamaspec.chat.template import Message
 from llamaspec.engine.generation import StopReason
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import event, parse_body, service_of
+from llamaspec.serve.service import Form, event, parse_body, service_of
 
 Data = dict[str, Any]
 
@@ -77,7 +77,7 @@ async def count_tokens(http: Request) -> Response:
     return JSONResponse({"input_tokens": len(tokens)})
 
 
-class MessagesForm:
+class MessagesForm(Form):
     """The message object and its events."""
 
     def __init__(
@@ -105,27 +105,22 @@ class MessagesForm:
         usage, told = self._usage(end), deltas.figures(end, self._options)
         return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
 
-    async def events(self, of: deltas.Deltas) -> AsyncIterator[bytes]:
-        """The message as events."""
+    def _begin(self) -> bytes:
         empty: Data = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
-        yield _event("message_start", message={**self._head, **empty, "usage": usage})
-        try:
-            async for _, delta in of:
-                if isinstance(delta, PromptProgress):
-                    yield _event("ping")
-                    continue
-                for part in self._last(delta) if isinstance(delta, Finished) else self._add(delta):
-                    yield part
-        except Exception as error:  # noqa: BLE001  # the client is told
-            yield event(bodies.anthropic_error(error), "error")
+        return _event("message_start", message={**self._head, **empty, "usage": usage})
 
-    def _add(self, delta: deltas.TextDelta) -> list[bytes]:
-        """A delta, and the beginning of its block."""
+    def _keep_alive(self, progress: PromptProgress) -> bytes:
+        return _event("ping")
+
+    def _error(self, exception: Exception) -> bytes:
+        return event(bodies.anthropic_error(exception), "error")
+
+    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
         if isinstance(delta, CallDelta):
             self._has_calls = True
             return self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
-        begun: list[bytes] = []
+        begun = b""
         if isinstance(delta, ContentDelta):
             told = {"type": "text_delta", "text": delta.text}
             if self._open_type != "text":
@@ -136,23 +131,23 @@ class MessagesForm:
                 begun = self._open({"type": "thinking", "thinking": "", "signature": ""})
         else:
             told = {"type": "input_json_delta", "partial_json": delta.text}
-        return [*begun, _event("content_block_delta", index=self._n_blocks - 1, delta=told)]
+        return begun + _event("content_block_delta", index=self._n_blocks - 1, delta=told)
 
-    def _last(self, end: Finished) -> list[bytes]:
-        begun = [] if self._n_blocks else self._open({"type": "text", "text": ""})
+    def _finish(self, index: int, end: Finished) -> bytes:
+        begun = b"" if self._n_blocks else self._open({"type": "text", "text": ""})
         told = {"delta": self._stop(end), "usage": self._usage(end), **deltas.figures(end, self._options)}
-        return [*begun, *self._close(), _event("message_delta", **told), _event("message_stop")]
+        return begun + self._close() + _event("message_delta", **told) + _event("message_stop")
 
-    def _open(self, block: Data) -> list[bytes]:
+    def _open(self, block: Data) -> bytes:
         """Close the open block and open another."""
         closed, self._open_type, self._n_blocks = self._close(), block["type"], self._n_blocks + 1
-        return [*closed, _event("content_block_start", index=self._n_blocks - 1, content_block=block)]
+        return closed + _event("content_block_start", index=self._n_blocks - 1, content_block=block)
 
-    def _close(self) -> list[bytes]:
+    def _close(self) -> bytes:
         if self._open_type is None:
-            return []
+            return b""
         self._open_type = None
-        return [_event("content_block_stop", index=self._n_blocks - 1)]
+        return _event("content_block_stop", index=self._n_blocks - 1)
 
     def _stop(self, end: Finished) -> Data:
         done = end.completion

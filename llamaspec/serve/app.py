@@ -62,28 +62,25 @@ class DetokenizeBody(Fields):
     tokens: list[int]
 
 
-async def health(http: Request) -> Response:
-    """Whether requests are taken."""
+async def _health(http: Request) -> Response:
     if service_of(http).queue.is_stopping:
         return JSONResponse({"status": "stopping"}, 503)
     return JSONResponse({"status": "ok"})
 
 
-async def models(http: Request) -> Response:
-    """The one model."""
-    return JSONResponse({"object": "list", "data": [_model(service_of(http))]})
+async def _models(http: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_model_object(service_of(http))]})
 
 
-async def model(http: Request) -> Response:
-    """The model by its name."""
+async def _model(http: Request) -> Response:
     service = service_of(http)
     if http.path_params["name"] != service.model_name:
         message = "there is no such model; see /v1/models"
         raise RequestError(404, message, field="model", code="model_not_found")
-    return JSONResponse(_model(service))
+    return JSONResponse(_model_object(service))
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model_object(service: Service) -> dict[str, Any]:
     target = service.pair.target
     about = {"id": service.model_name, "object": "model", "created": service.created}
     sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
@@ -91,8 +88,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {**about, "owned_by": "llamaspec", "meta": meta}
 
 
-async def metrics(http: Request) -> Response:
-    """Counters and gauges for Prometheus."""
+async def _metrics(http: Request) -> Response:
     service = service_of(http)
     running, n_waiting = service.queue.sequences()
     n_used, size = service.pair.target.cache_use()
@@ -100,8 +96,7 @@ async def metrics(http: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def props(http: Request) -> Response:
-    """The models, their sizes, and the load."""
+async def _props(http: Request) -> Response:
     service = service_of(http)
     pair, (running, n_waiting) = service.pair, service.queue.sequences()
     about = {
@@ -120,8 +115,7 @@ async def props(http: Request) -> Response:
     return JSONResponse(about)
 
 
-async def tokenize(http: Request) -> Response:
-    """A text as token ids."""
+async def _tokenize(http: Request) -> Response:
     body, vocabulary = await parse_body(http, TokenizeBody), service_of(http).builder.vocabulary
     if body.parse_special:
         raise not_supported("parse_special", "text is never read as control tokens here")
@@ -139,8 +133,7 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-async def detokenize(http: Request) -> Response:
-    """Token ids as text; what is not UTF-8 becomes U+FFFD."""
+async def _detokenize(http: Request) -> Response:
     body, builder = await parse_body(http, DetokenizeBody), service_of(http).builder
     builder.check_token_ids(body.tokens, "tokens")
     text = b"".join(map(builder.vocabulary.piece, body.tokens)).decode(errors="replace")
@@ -164,14 +157,14 @@ ENDPOINTS = (
     Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody),
     Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
     Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
-    Endpoint("/v1/models", models),
-    Endpoint("/v1/models/{name}", model),
-    Endpoint("/tokenize", tokenize, TokenizeBody),
-    Endpoint("/detokenize", detokenize, DetokenizeBody),
-    Endpoint("/health", health),
-    Endpoint("/v1/health", health),
-    Endpoint("/metrics", metrics),
-    Endpoint("/props", props),
+    Endpoint("/v1/models", _models),
+    Endpoint("/v1/models/{name}", _model),
+    Endpoint("/tokenize", _tokenize, TokenizeBody),
+    Endpoint("/detokenize", _detokenize, DetokenizeBody),
+    Endpoint("/health", _health),
+    Endpoint("/v1/health", _health),
+    Endpoint("/metrics", _metrics),
+    Endpoint("/props", _props),
 )
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",

@@ -171,7 +171,7 @@ class SpeculativeFields(Fields):
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
-    spans: bool | None = None  # mark in a chat stream which text was drafted
+    spans: bool | None = None  # mark in a stream which text was drafted
     rounds: bool | None = None  # list each evaluation of the target
 
 

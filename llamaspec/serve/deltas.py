@@ -162,17 +162,19 @@ def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> dict[str,
     return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(piece)}
 
 
-def openai_usage(ends: Sequence[Finished], n: int = 1) -> dict[str, Any]:
-    """Tokens of all sequences of a request; a prompt with `n` choices counts once."""
+def openai_usage(
+    ends: Sequence[Finished], n: int = 1, *, prompt: str = "prompt", completion: str = "completion"
+) -> dict[str, Any]:
+    """Tokens of all sequences of a request, by OpenAI's names; a prompt with `n` choices counts once."""
     prompts = [end.completion for end in ends[::n]]
-    n_prompt, n_cached = sum(each.n_prompt_tokens for each in prompts), sum(each.n_cached for each in prompts)
+    n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_generated = sum(end.completion.summary.n_tokens for end in ends)
     return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_generated,
+        f"{prompt}_tokens": n_prompt,
+        f"{completion}_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
-        "prompt_tokens_details": {"cached_tokens": n_cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(end.n_reasoning for end in ends)},
+        f"{prompt}_tokens_details": {"cached_tokens": sum(each.n_cached for each in prompts)},
+        f"{completion}_tokens_details": {"reasoning_tokens": sum(end.n_reasoning for end in ends)},
     }
 
 

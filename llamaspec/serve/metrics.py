@@ -1,7 +1,7 @@
 """Prometheus metrics of the server, with vLLM's names where it has the same figure.
 
 Seconds of an evaluation that several sequences share are divided among them, so that sums are wall-clock
-time. Written by the decode thread, read by the event loop. tests/serve/test_metrics.py.
+time. tests/serve/test_figures.py.
 """
 
 from __future__ import annotations

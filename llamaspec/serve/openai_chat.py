@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,8 +18,8 @@ from llamaspec.chat.parse import CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.bodies import CountOrAny, StopText, bad_field, not_supported
-from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import DONE, comment, event, parse_body, service_of
+from llamaspec.serve.scheduling import Finished
+from llamaspec.serve.service import Form, event, parse_body, service_of
 from llamaspec.values import TokenArray
 
 
@@ -51,9 +52,11 @@ class OpenAIBody(bodies.SamplingFields):
 
     def wanted_format(self) -> requests.ResponseFormat | None:
         """What the answer must match; RequestError if several fields say so."""
-        found = [] if self.response_format is None else self.response_format.formats("response_format")
+        wanted = None if self.response_format is None else self.response_format.wanted("response_format")
+        found = [] if wanted is None else [wanted]
         if self.json_schema is not None:
-            found.append(requests.ResponseFormat.schema(self.json_schema, "json_schema"))
+            schema = json.dumps(self.json_schema)
+            found.append(requests.ResponseFormat("json_schema", schema, "json_schema"))
         if self.grammar:
             found.append(requests.ResponseFormat("grammar", self.grammar, "grammar"))
         if len(found) > 1:
@@ -147,7 +150,7 @@ def _prompts(builder: requests.RequestBuilder, prompt: str | list[Any]) -> list[
     ]
 
 
-class ChatForm:
+class ChatForm(Form):
     """`chat.completion` and its chunks."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -160,6 +163,7 @@ class ChatForm:
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         head_id, created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time.time())
         self._head = {"id": head_id, "created": created, "model": model, "seed": seed}
+        self._ends: dict[int, Finished] = {}
         self._n_calls: Counter[int] = Counter()  # of each choice
         self._n_characters: Counter[int] = Counter()
 
@@ -170,26 +174,26 @@ class ChatForm:
         head = {**self._head, "object": self.kind, "choices": choices}
         return {**head, "usage": deltas.openai_usage(ends, self._n), **deltas.figures(ends[0], self._options)}
 
-    async def events(self, of: deltas.Deltas) -> AsyncIterator[bytes]:
-        """The response as chunks."""
-        ends: dict[int, Finished] = {}
-        for choice in self._first_choices():
-            yield self._chunk([choice])
-        try:
-            async for i, delta in of:
-                if isinstance(delta, PromptProgress):
-                    yield comment(delta)
-                elif isinstance(delta, Finished):
-                    ends[i] = delta
-                    yield self._chunk([self._last_choice(i, delta)], **deltas.figures(delta, self._options))
-                else:
-                    yield self._chunk([self._part(i, delta)], **self._spans(delta))
-        except Exception as error:  # noqa: BLE001  # the client is told
-            yield event(bodies.openai_error(error))
-            return
-        if self._with_usage:
-            yield self._chunk([], usage=deltas.openai_usage([ends[i] for i in sorted(ends)], self._n))
-        yield DONE
+    def _begin(self) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk([self._delta(i, role)]) for i in range(self._n))
+
+    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+        spans: dict[str, Any] = {}
+        if self._options.spans and isinstance(delta, deltas.Content):
+            spans = {"spans": [{"text": span.text, "drafted": span.drafted} for span in delta.spans]}
+        return self._chunk([self._part(index, delta)], **spans)
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        self._ends[index] = end
+        return self._chunk([self._last_choice(index, end)], **deltas.figures(end, self._options))
+
+    def _end(self) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if not self._with_usage:
+            return done
+        ends = [self._ends[i] for i in sorted(self._ends)]
+        return self._chunk([], usage=deltas.openai_usage(ends, self._n)) + done
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self._head, "object": self.chunk_kind, "choices": choices, **more})
@@ -208,9 +212,6 @@ class ChatForm:
         reason = self._reason(answer.end, len(said.tool_calls))
         logprobs = self._logprobs(i, answer.logprobs)
         return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-    def _first_choices(self) -> list[dict[str, Any]]:
-        return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self._n)]
 
     def _part(self, i: int, delta: deltas.TextDelta) -> dict[str, Any]:
         if isinstance(delta, deltas.Content):
@@ -235,11 +236,6 @@ class ChatForm:
     def _reason(self, end: Finished, n_calls: int) -> str:
         return "length" if end.is_truncated else "tool_calls" if n_calls else "stop"
 
-    def _spans(self, delta: deltas.TextDelta) -> dict[str, Any]:
-        if not self._options.spans or not isinstance(delta, deltas.Content):
-            return {}
-        return {"spans": [{"text": span.text, "drafted": span.drafted} for span in delta.spans]}
-
     def _logprobs(self, i: int, tokens: Sequence[deltas.TokenLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
@@ -256,8 +252,8 @@ class CompletionForm(ChatForm):
         logprobs = self._logprobs(i, answer.logprobs)
         return {**self._last_choice(i, answer.end), "text": answer.message.text, "logprobs": logprobs}
 
-    def _first_choices(self) -> list[dict[str, Any]]:
-        return []
+    def _begin(self) -> bytes:
+        return b""
 
     def _part(self, i: int, delta: deltas.TextDelta) -> dict[str, Any]:
         assert isinstance(delta, deltas.Content)  # a text has neither reasoning nor calls
@@ -268,9 +264,6 @@ class CompletionForm(ChatForm):
     def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
         logprobs, reason = self._logprobs(i, ()), self._reason(end, 0)
         return {"index": i, "text": "", "logprobs": logprobs, "finish_reason": reason}
-
-    def _spans(self, delta: deltas.TextDelta) -> dict[str, Any]:
-        return {}
 
     def _logprobs(self, i: int, tokens: Sequence[deltas.TokenLogprobs]) -> dict[str, Any] | None:
         """By columns; offsets count the characters of the choice."""

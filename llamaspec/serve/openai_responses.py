@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -15,8 +16,8 @@ from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.chat.template import Message
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.bodies import MessageFields, bad_field, not_supported, required
-from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import comment, event, parse_body, service_of
+from llamaspec.serve.scheduling import Finished
+from llamaspec.serve.service import Form, event, parse_body, service_of
 
 Data = dict[str, Any]
 
@@ -123,7 +124,7 @@ async def responses(http: Request) -> Response:
     return await service.respond(http, asked, form, body.stream)
 
 
-class ResponsesForm:
+class ResponsesForm(Form):
     """The response object and its events; output items are opened, grow, and are closed before the next."""
 
     def __init__(self, model: str, seed: int, body: ResponsesBody) -> None:
@@ -146,64 +147,59 @@ class ResponsesForm:
         self._done: list[Data] = []  # complete items
         self._item: Data = {"type": None}  # the open item; of type None: there is none
         self._text = ""  # of the open item
-        self._n_events = 0
+        self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[deltas.Answer]) -> Data:
         """The response object."""
         message = answers[0].message
         if message.reasoning:
-            self._add(ReasoningDelta(message.reasoning))
+            self._item_events(ReasoningDelta(message.reasoning))
         if message.text or not (message.reasoning or message.tool_calls):
-            self._add(deltas.Content(message.text))
+            self._item_events(deltas.Content(message.text))
         for i, call in enumerate(message.tool_calls):
-            self._add(CallDelta(i, call.id, call.name))
-            self._add(ArgumentsDelta(i, call.arguments))
-        response: Data = self._last(answers[0].end)[-1]["response"]
+            self._item_events(CallDelta(i, call.id, call.name))
+            self._item_events(ArgumentsDelta(i, call.arguments))
+        response: Data = self._last_events(answers[0].end)[-1]["response"]
         return response
 
-    async def events(self, of: deltas.Deltas) -> AsyncIterator[bytes]:
-        """The response as events."""
+    def _begin(self) -> bytes:
         begun = self._response("in_progress")
-        yield self._event({"type": "response.created", "response": begun})
-        yield self._event({"type": "response.in_progress", "response": begun})
-        try:
-            async for _, delta in of:
-                if isinstance(delta, PromptProgress):
-                    yield comment(delta)
-                    continue
-                for data in self._last(delta) if isinstance(delta, Finished) else self._add(delta):
-                    yield self._event(data)
-        except Exception as exception:  # noqa: BLE001  # the client is told
-            error = bodies.openai_error(exception)["error"]
-            told = {"code": error["code"] or error["type"], "message": error["message"]}
-            failed = {**self._response("failed"), "error": told}
-            yield self._event({"type": "response.failed", "response": failed})
+        return self._events(
+            {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
+        )
 
-    def _event(self, data: Data) -> bytes:
-        self._n_events += 1
-        return event({**data, "sequence_number": self._n_events - 1}, data["type"])
+    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+        return self._events(self._item_events(delta))
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        return self._events(self._last_events(end))
+
+    def _error(self, exception: Exception) -> bytes:
+        error = bodies.openai_error(exception)["error"]
+        told = {"code": error["code"] or error["type"], "message": error["message"]}
+        failed = {**self._response("failed"), "error": told}
+        return self._events([{"type": "response.failed", "response": failed}])
+
+    def _events(self, several: Iterable[Data]) -> bytes:
+        return b"".join(
+            event({**data, "sequence_number": next(self._numbers)}, data["type"]) for data in several
+        )
 
     def _response(self, status: str) -> Data:
         empty = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "status": status, "output": self._done.copy(), **empty}
 
-    def _last(self, end: Finished) -> list[Data]:
+    def _last_events(self, end: Finished) -> list[Data]:
         """The events that end the last item and the response."""
-        status, done = "incomplete" if end.is_truncated else "completed", end.completion
+        status = "incomplete" if end.is_truncated else "completed"
         events = self._close(status)
-        n_prompt, n_generated = done.n_prompt_tokens, done.summary.n_tokens
         response = self._response(status) | deltas.figures(end, self._options)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if end.is_truncated else None
-        response["usage"] = {
-            "input_tokens": n_prompt,
-            "input_tokens_details": {"cached_tokens": done.n_cached, "cache_write_tokens": 0},
-            "output_tokens": n_generated,
-            "output_tokens_details": {"reasoning_tokens": end.n_reasoning},
-            "total_tokens": n_prompt + n_generated,
-        }
+        response["usage"] = deltas.openai_usage([end], prompt="input", completion="output")
+        response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
         return [*events, {"type": f"response.{status}", "response": response}]
 
-    def _add(self, delta: deltas.TextDelta) -> list[Data]:
+    def _item_events(self, delta: deltas.TextDelta) -> list[Data]:
         """The events of a delta, without their numbers."""
         if isinstance(delta, CallDelta):
             return self._open("function_call", "fc", call_id=delta.id, name=delta.name, arguments="")

@@ -53,11 +53,6 @@ class ResponseFormat:
     text: str
     field: str  # of the request, for errors
 
-    @classmethod
-    def schema(cls, schema: Mapping[str, Any], field: str) -> ResponseFormat:
-        """JSON that a schema describes."""
-        return cls("json_schema", json.dumps(schema), field)
-
 
 class FormatFields(Fields):
     """What the answer must match: in itself, or for some APIs in `format`."""
@@ -67,31 +62,22 @@ class FormatFields(Fields):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     format: FormatFields | None = None
 
-    def formats(self, field: str) -> list[ResponseFormat]:
-        """Empty for text, else one; RequestError if the type is unknown or the schema is missing."""
+    def wanted(self, field: str) -> ResponseFormat | None:
+        """None for text; RequestError if the type is unknown or the schema is missing."""
         if self.type == "text":
-            return []
+            return None
         if self.type not in ("json_object", "json_schema"):
             raise not_supported(f"{field}.type", "must be text, json_object or json_schema")
         schema = (self.json_schema or self).schema_
         if schema is None and self.type == "json_schema":
             raise bad_field(f"{field}.json_schema", "is missing")
-        return [ResponseFormat.schema({"type": "object"} if schema is None else schema, field)]
+        schema = {"type": "object"} if schema is None else schema
+        return ResponseFormat("json_schema", json.dumps(schema), field)
 
 
 def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | None:
     """What `format` in a field says."""
-    inner = None if fields is None else fields.format
-    found = [] if inner is None else inner.formats(f"{field}.format")
-    return found[0] if found else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reasoning:
-    """How a model should reason before it answers."""
-
-    template_kwargs: Mapping[str, Any] = default(default_factory=dict)  # variables of the chat template
-    budget: int | None = None  # tokens; 0 = none, None = no limit
+    return None if fields is None or fields.format is None else fields.format.wanted(f"{field}.format")
 
 
 class ReasoningFields(Fields):
@@ -103,8 +89,11 @@ class ReasoningFields(Fields):
 
     def reasoning_options(
         self, effort: str | None = None, budget: int | None = None, off: bool = False
-    ) -> Reasoning:
-        """These fields, with those of one API: OpenAI's effort, Anthropic's budget and switch."""
+    ) -> tuple[dict[str, Any], int | None]:
+        """Variables of the chat template, and how many tokens of reasoning there may be; None = any.
+
+        From these fields and those of one API: OpenAI's effort, Anthropic's budget and switch.
+        """
         kwargs = dict(self.chat_template_kwargs or {})
         if effort is not None and effort != "none":
             kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
@@ -114,10 +103,8 @@ class ReasoningFields(Fields):
         if enabled is not None:
             kwargs["enable_thinking"] = enabled
         if self.thinking_budget_tokens is not None:
-            budget = self.thinking_budget_tokens
-        if budget is not None and budget < 0:
-            budget = None
-        return Reasoning(kwargs, 0 if enabled is False else budget)
+            budget = None if self.thinking_budget_tokens < 0 else self.thinking_budget_tokens
+        return kwargs, 0 if enabled is False else budget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +191,7 @@ class ChatRequest:
     messages: Sequence[Message]
     field: str  # that holds them, for errors
     tool_use: ToolUse
-    reasoning: Reasoning
+    reasoning: tuple[Mapping[str, Any], int | None]  # variables of the template, tokens; 0 = none
     response_format: ResponseFormat | None = None
 
 
@@ -268,7 +255,7 @@ class RequestBuilder:
 
     async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
         """Tokens up to where the answer begins, and whether it begins with reasoning."""
-        use, kwargs = request.tool_use, request.reasoning.template_kwargs
+        use, (kwargs, _) = request.tool_use, request.reasoning
         if use.tools and not self.takes_tools:
             raise not_supported("tools", "this model's chat template takes no tools")
         if use.is_forced and not use.tools:
@@ -283,9 +270,8 @@ class RequestBuilder:
     def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
         if self.template is None:
             raise NoTemplateError("the model has no chat template")
-        messages, tools = request.messages, request.tool_use.offered
+        messages, tools, (kwargs, _) = request.messages, request.tool_use.offered, request.reasoning
         self._check_bytes("".join(texts_in([conversation(messages), tools])), request.field)
-        kwargs = request.reasoning.template_kwargs
         rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
         tokens = Transcript(self.vocabulary).read(rendered)
         starts_in_reasoning = self.answer_format.begins_thinking(rendered.text)
@@ -322,7 +308,7 @@ class RequestBuilder:
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
         """The prompt and the parameters of a chat request."""
         prompt, starts_in_reasoning = await self.chat_prompt(request)
-        tools, budget = request.tool_use.offered, request.reasoning.budget
+        tools, (_, budget) = request.tool_use.offered, request.reasoning
         parameters = GenerationParameters(self.answer_format, tools, starts_in_reasoning, budget)
         if request.response_format is not None:
             if tools:

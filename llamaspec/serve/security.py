@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec.errors import printable
-from llamaspec.serve import Limits, LogFormat, ServeSettings
+from llamaspec.serve import LogFormat, ServeSettings
 from llamaspec.serve.bodies import RequestError, error_response
 
 Write = Callable[[str], None]
@@ -41,7 +41,7 @@ class Guard:
         except RequestError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        await self._app(scope, _bounded(receive, self._settings.limits), send)
+        await self._app(scope, _bounded(receive, self._settings), send)
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._settings
@@ -56,13 +56,13 @@ class Guard:
             if key is None or not settings.knows_key(key):
                 raise RequestError(401, "a valid API key is needed", code="invalid_api_key")
         length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length) > settings.limits.body_bytes:
-            raise _too_large(settings.limits)
+        if length.isascii() and length.isdigit() and int(length) > settings.body_bytes:
+            raise _too_large(settings)
 
 
-def _bounded(receive: Receive, limits: Limits) -> Receive:
+def _bounded(receive: Receive, settings: ServeSettings) -> Receive:
     """The same body; raises RequestError 413 or 408 while it is read if it is too large or too slow."""
-    deadline = monotonic() + limits.body_seconds
+    deadline = monotonic() + settings.body_seconds
     n_read, is_complete = 0, False
 
     async def receive_bounded() -> Message:
@@ -72,19 +72,19 @@ def _bounded(receive: Receive, limits: Limits) -> Receive:
         try:
             message = await asyncio.wait_for(receive(), max(0.0, deadline - monotonic()))
         except asyncio.TimeoutError:
-            seconds = limits.body_seconds
+            seconds = settings.body_seconds
             raise RequestError(408, f"the body was not there after {seconds:g} seconds") from None
         n_read += len(message.get("body", b""))
         is_complete = message["type"] != "http.request" or not message.get("more_body", False)
-        if n_read > limits.body_bytes:
-            raise _too_large(limits)
+        if n_read > settings.body_bytes:
+            raise _too_large(settings)
         return message
 
     return receive_bounded
 
 
-def _too_large(limits: Limits) -> RequestError:
-    return RequestError(413, f"the body is larger than {limits.body_bytes} bytes")
+def _too_large(settings: ServeSettings) -> RequestError:
+    return RequestError(413, f"the body is larger than {settings.body_bytes} bytes")
 
 
 def _host_name(host: str) -> str:

@@ -8,37 +8,77 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import Fields, RequestError, json_depth
-from llamaspec.serve.deltas import Answer, Deltas, answers_of, deltas_of
+from llamaspec.serve.bodies import Fields, RequestError, json_depth, openai_error
+from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest, RequestBuilder
-from llamaspec.serve.scheduling import PromptProgress, RequestQueue
+from llamaspec.serve.scheduling import Finished, PromptProgress, RequestQueue
 
 F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 CLIENT_LEFT = 499  # seen by the log only
-DONE = b"data: [DONE]\n\n"
 
 
-class Form(Protocol):
-    """The objects of one API for one request."""
+class Form(ABC):
+    """The objects of one API for one request, and its events."""
 
+    @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The response."""
 
-    def events(self, of: Deltas) -> AsyncIterator[bytes]:
-        """The response as events; an exception becomes the last event."""
+    @abstractmethod
+    def _add(self, index: int, delta: TextDelta) -> bytes:
+        """The events of a delta of a sequence."""
+
+    @abstractmethod
+    def _finish(self, index: int, end: Finished) -> bytes:
+        """The last events of a sequence."""
+
+    def _begin(self) -> bytes:
+        """The events before anything is generated."""
+        return b""
+
+    def _end(self) -> bytes:
+        """The events after all sequences have ended."""
+        return b""
+
+    def _keep_alive(self, progress: PromptProgress) -> bytes:
+        """A sign of life, which clients ignore."""
+        if progress.n_read is None:
+            return b": waiting\n\n"
+        return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()
+
+    def _error(self, exception: Exception) -> bytes:
+        """The event of an error."""
+        return event(openai_error(exception))
+
+    async def events(self, of: Deltas) -> AsyncIterator[bytes]:
+        """The response as events; an exception becomes the last one."""
+        yield self._begin()
+        try:
+            async for index, delta in of:
+                if isinstance(delta, PromptProgress):
+                    yield self._keep_alive(delta)
+                elif isinstance(delta, Finished):
+                    yield self._finish(index, delta)
+                else:
+                    yield self._add(index, delta)
+        except Exception as exception:  # noqa: BLE001  # the client is told
+            yield self._error(exception)
+            return
+        yield self._end()
 
 
 @dataclass(eq=False)
@@ -81,7 +121,7 @@ def service_of(http: Request) -> Service:
 
 async def parse_body(http: Request, kind: type[F]) -> F:
     """The checked body of a request; RequestError or ValidationError if it is wrong."""
-    body, limit = await http.body(), service_of(http).settings.limits.json_depth
+    body, limit = await http.body(), service_of(http).settings.json_depth
     if json_depth(body) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
     return kind.model_validate_json(body)
@@ -93,14 +133,7 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def comment(progress: PromptProgress) -> bytes:
-    """A sign of life, which clients ignore."""
-    if progress.n_read is None:
-        return b": waiting\n\n"
-    return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()
-
-
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events until they end, the client leaves, or the deadline (`time.monotonic`) has passed.
 
     `cancel` is called at the end, whatever it is.
@@ -111,34 +144,25 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncIterator[bytes], cancel: Callable[[], None], deadline: float | None
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._cancel, self._deadline = events, cancel, deadline
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._cancel, self._deadline = cancel, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
         # The events end at the deadline; a second later also for a client that does not read.
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1.0
         try:
-            with suppress(OSError):  # the client left
-                await _while_connected(self._send(send), receive, left)
+            with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
+                await asyncio.wait_for(super().__call__(scope, receive, send), left)
         finally:
             self._cancel()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for part in self._events:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _while_connected(
-    work: Coroutine[Any, Any, T], receive: Receive, timeout: float | None = None
-) -> T | None:
-    """The result of `work`; None if the client leaves before, or after `timeout` seconds."""
+async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`; None if the client leaves before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({working, leaving}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
         working.cancel()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
-from llamaspec.serve import Limits
+from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import RequestError, as_request_error, error_response, json_depth
 from serving import PATIENCE_SECONDS, Served, served
 
@@ -126,7 +126,7 @@ def test_other_paths_and_methods(server: Served) -> None:
 
 def test_a_body_that_is_too_large(server: Served) -> None:
     """Announced, or in chunks that announce nothing."""
-    limit = Limits().body_bytes
+    limit = ServeSettings().body_bytes
     large = b'"' + b"a" * limit + b'"'
     assert server.client.post(TEXT, content=large).status_code == 413
     assert server.client.post(MESSAGES, content=iter([large[:limit], large[limit:]])).status_code == 413
@@ -142,7 +142,7 @@ def test_a_body_that_is_too_deep(server: Served) -> None:
 
 
 def test_a_body_that_never_comes(demo: Pair) -> None:
-    with served(demo, limits=Limits(body_seconds=0.1)) as server:
+    with served(demo, body_seconds=0.1) as server:
         address = urlsplit(server.url)
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 99\r\n\r\n{{"

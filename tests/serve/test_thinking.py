@@ -136,9 +136,9 @@ def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
     ],
 )
 def test_templates_are_told_of_effort(effort: str | None, told: dict[str, object]) -> None:
-    assert ReasoningFields().reasoning_options(effort).template_kwargs == told
+    assert ReasoningFields().reasoning_options(effort)[0] == told
     asked = {"reasoning_effort": "as the request says"}
-    assert ReasoningFields(chat_template_kwargs=asked).reasoning_options(effort).template_kwargs == {
+    assert ReasoningFields(chat_template_kwargs=asked).reasoning_options(effort)[0] == {
         **told,
         **asked,
     }
