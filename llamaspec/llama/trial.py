@@ -1,9 +1,10 @@
-"""The first time that a model file is met, it is opened and evaluated in a process of its own.
+"""The first time that a model file is met, a process of its own opens it.
 
 llama.cpp ends the process, hangs or takes all memory on some damaged files, and no check of ours knows them
 all. So a process that may be lost tries the file first, under limits of memory and time
-(`llama/trial_child.py`); what becomes of it becomes one error here. Files that passed are remembered by
-their size, time and beginning, and cost nothing again. tests/llama/test_trial.py.
+(`llama/trial_child.py`); what becomes of it becomes one error here. It evaluates some tokens; of a large
+file, it reads metadata and vocabulary only, so that the weights are not read twice. Files that passed are
+remembered by their size, time and beginning, and cost nothing again. tests/llama/test_trial.py.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, read_beginning, write_file
 from llamaspec.llama.gguf_file import check_metadata
 from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.llama.runtime import available_bytes
 
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
+LARGE_BYTES = 2 << 30  # of a file whose weights are not read: a SATA SSD takes four seconds for as many
 HASHED_BYTES = 1 << 20  # of the beginning of a file: its metadata
 CPU_SECONDS = 15  # for a small file
 BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than that
@@ -109,8 +112,11 @@ def _remember(record: Path, path: Path) -> None:
 
 def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
     n_bytes = sum(part.stat().st_size for part in _parts(path))
+    reads_weights = n_bytes <= min(LARGE_BYTES, available_bytes())
+    if not reads_weights:
+        n_bytes = 0
     limits = (CPU_SECONDS + n_bytes // BYTES_PER_CPU_SECOND, SPARE_BYTES + n_bytes)
-    settings = [*limits, n_ctx, path.absolute(), "\n".join(sys.path)]
+    settings = [*limits, n_ctx, int(reads_weights), path.absolute(), "\n".join(sys.path)]
     command = [sys.executable, "-I", "-c", _CHILD, *map(str, settings)]
     environment = {
         **os.environ,

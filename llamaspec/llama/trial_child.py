@@ -1,4 +1,4 @@
-"""Runs in the process that tries a model file: sets its limits, then uses the file as llamaspec would.
+"""Runs in the process that tries a model file: sets its limits, then opens the file as llamaspec would.
 
 It may crash, hang or be refused memory; its parent (`llama/trial.py`) reads the outcome. Its answer is a line
 of JSON on stdout: the name of an error and its message, or two empty strings.
@@ -23,6 +23,7 @@ from llamaspec.llama.model import PARTS, LlamaModel
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.runtime import available_bytes
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 
@@ -33,13 +34,16 @@ SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 ha
 
 
 def main() -> None:
-    """Try a file. Arguments: seconds, bytes of memory, tokens of the context (0 = as usual), the file."""
-    seconds, n_bytes, n_ctx = map(int, sys.argv[1:4])
+    """Try a file.
+
+    Arguments: seconds, bytes of memory, tokens of the context (0 = as usual), 1 = read the weights, the file.
+    """
+    seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     limit(seconds, n_bytes)
     kind, message = "", ""
     try:
-        use(Path(sys.argv[4]), n_ctx)
+        use(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
     except MemoryError:
         kind = "memory"
     except LlamaspecError as error:
@@ -67,30 +71,22 @@ def limit(seconds: int, n_bytes: int) -> None:
             resource.setrlimit(what, (within, hard))
 
 
-def use(path: Path, n_ctx: int) -> None:
-    """Open the file, use all of its vocabulary, and evaluate."""
+def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
+    """Open the file and use all of its vocabulary; with its weights, evaluate some tokens."""
     found = read_gguf(path)
     architecture = found.architecture
     trained = found.numbers.get(f"{architecture}.context_length", DEFAULT_CONTEXT)
     n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, trained))
     options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    if architecture in PARTS:
-        Weights(path, options)  # all that can be done without the other model
+    if architecture in PARTS or not reads_weights:  # of a part, all that can be done without the target
+        weights = Weights(path, options, vocabulary_only=not reads_weights)
+        _use_vocabulary(weights.vocabulary)
         return
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:
-        vocabulary, facts = model.vocabulary, model.facts()
-        for token in range(vocabulary.size):
-            vocabulary.piece(token)
-            vocabulary.is_end(token)
-        _ = vocabulary.controls, model.description, model.metadata("tokenizer.chat_template")
-        tokens = np.zeros(1, dtype=np.int32)
-        with suppress(PromptError):  # it concerns this text, not the file
-            vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
-            tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
-        if available_bytes() < facts.weights_bytes:
-            return  # it would be read twice from disk
-        small = facts.weights_bytes < SMALL_BYTES
+        tokens = _use_vocabulary(model.vocabulary)
+        _ = model.description, model.metadata("tokenizer.chat_template")
+        small = model.facts().weights_bytes < SMALL_BYTES
         tokens = tokens[: min(model.context_size, 64 if small else 1)]
         with suppress(ScoresError):  # of a draft that is only useless; a target's are told when it is used
             model.forward(ForwardRequest(TARGET, tokens))
@@ -98,6 +94,19 @@ def use(path: Path, n_ctx: int) -> None:
                 model.try_memory()
             if has_heads and len(tokens) > 1:
                 _try_heads(model, tokens)
+
+
+def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
+    """Read every token, and tokenize a text: at least one token."""
+    for token in range(vocabulary.size):
+        vocabulary.piece(token)
+        vocabulary.is_end(token)
+    _ = vocabulary.controls
+    tokens = np.zeros(1, dtype=np.int32)
+    with suppress(PromptError):  # it concerns this text, not the file
+        vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
+        tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
+    return tokens
 
 
 def _try_heads(model: LlamaModel, tokens: TokenArray) -> None:

@@ -61,6 +61,8 @@ class Weights:
         `gpu_layers`, `repack`, `placement` and `heads` count here, the rest for contexts.
     on_load : callable, optional
         Told the fraction that is loaded.
+    vocabulary_only : bool
+        Read metadata and vocabulary, and no tensors; nothing can be evaluated.
 
     Raises
     ------
@@ -74,13 +76,22 @@ class Weights:
         There is no such device.
     """
 
-    def __init__(self, path: Path, options: ModelOptions, on_load: LoadProgress | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: ModelOptions,
+        on_load: LoadProgress | None = None,
+        *,
+        vocabulary_only: bool = False,
+    ) -> None:
         self.path = path
         runtime.start()
         self.devices = _devices(options)
         check_gguf(path)
         ensure_tried(path, options.n_ctx, on_load)
-        self._handle: Handle | None = Handle(self._load(options, on_load), lib.llama_model_free)
+        self._handle: Handle | None = Handle(
+            self._load(options, on_load, vocabulary_only=vocabulary_only), lib.llama_model_free
+        )
         try:
             self._check_kind()
         except ModelFileError:
@@ -178,7 +189,7 @@ class Weights:
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
 
-    def _load(self, options: ModelOptions, on_load: LoadProgress | None) -> Any:
+    def _load(self, options: ModelOptions, on_load: LoadProgress | None, *, vocabulary_only: bool) -> Any:
         """The llama_model of the file."""
         parameters = lib.llama_model_default_params()
         if options.gpu_layers is not None:
@@ -197,6 +208,7 @@ class Weights:
 
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         parameters.load_mtp = options.heads
+        parameters.vocab_only = vocabulary_only
         runtime.clear_errors()
         with runtime.raising_callbacks():
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)

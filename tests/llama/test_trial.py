@@ -218,6 +218,35 @@ def test_what_ends_llama_cpp_does_not_end_us(
         open_and_close(path)
 
 
+def _large(path: Path) -> Path:
+    """The file, with zeros behind its tensors that take no room on the disk."""
+    os.truncate(path, trial.LARGE_BYTES + 1)
+    return path
+
+
+def test_of_a_large_file_the_tensors_are_not_read(store: ModelStore, tmp_path: Path) -> None:
+    """One that lacks a layer: llama.cpp refuses it as soon as it looks for the tensors."""
+    path = changed(store.path(), tmp_path / "lacks.gguf", setting("llama.block_count", 100))
+    with pytest.raises(ModelFileError, match=r"tensor .* not found"):
+        trial.ensure_tried(path)
+    trial.ensure_tried(_large(path))
+
+
+def test_the_vocabulary_of_a_large_file_is_tried(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
+    path = changed(store.path(), tmp_path / "bad.gguf", _twice)
+    with pytest.raises(ModelFileError, match=r"ends llama\.cpp"):
+        trial.ensure_tried(_large(path))
+
+
+def test_a_large_file_works(store: ModelStore, tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    path.write_bytes(store.path().read_bytes())
+    open_and_close(_large(path))
+
+
 def test_sentencepiece_without_bytes(store: ModelStore, tmp_path: Path) -> None:
     source = store.path("llama", Recipe(vocabulary=sentencepiece_vocabulary()))
     with pytest.raises(ModelFileError, match=r"bad\.gguf"):
@@ -280,14 +309,14 @@ ENDLESS = """
 import sys, time
 sys.path[:] = sys.argv.pop().split("\\n")
 from llamaspec.llama import trial_child
-trial_child.use = lambda *_: time.sleep(600)
+trial_child.use = lambda *_, **_options: time.sleep(600)
 trial_child.main()
 """
 
 
 def test_a_trial_ends_with_who_asked_for_it() -> None:
     """Also where that process was killed: its end of the pipe closes."""
-    command = [sys.executable, "-c", ENDLESS, "100", str(1 << 40), "0", "x", "\n".join(sys.path)]
+    command = [sys.executable, "-c", ENDLESS, "100", str(1 << 40), "0", "1", "x", "\n".join(sys.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.close()
