@@ -175,7 +175,7 @@ Examples:
 @click.option("--keep", type=int, default=KEEP, show_default=True, help="Tokens of the vocabulary to keep.")
 @click.option("--text", "-f", metavar="FILE", multiple=True,
               help="Text whose most frequent tokens are kept; several are allowed. Default: a short one, and "
-                   "the lowest ids, which in most vocabularies are the most frequent.")  # fmt: skip
+                   "the lowest ids, mostly the most frequent ones of English and code.")  # fmt: skip
 @click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
               show_default=True, help="Quantise the copy; copy = the weights as they are.")  # fmt: skip
 @click.option("--for", "target", metavar="TARGET", help="Whose draft it is: --draft auto then finds it.")
@@ -205,12 +205,15 @@ def trim(
         label = f"trim-{keep}" if file_type == COPY else f"trim-{keep}-{file_type}"
         file = file or made_path(owner, label)
     assert file is not None
+    if not texts:
+        say("no --text given, keeping the lowest ids; for other languages than English, name texts in them")
     trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:
         click.echo(json.dumps({"path": str(file), **asdict(trimmed)}))
         return
+    of_text = f", {trimmed.of_text:.1%} of the text" if texts else ""
     click.echo(
-        f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens, {trimmed.of_text:.1%} of the text; "
+        f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens{of_text}; "
         f"{trimmed.n_bytes_before / 1e6:.0f} MB are {trimmed.n_bytes / 1e6:.0f} MB"
     )
     _tell_written(file, None)
