@@ -136,7 +136,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         with _ended_by_signals(), serving(arms) as asks:
             for done, each in enumerate(ask_all(asks, tasks, bench.settings, bench.repeats, say), 1):
                 samples += each
-                times = ", ".join(f"{sample.arm} {sample.answer.seconds:.1f} s" for sample in each)
+                times = ", ".join(f"{sample.arm} {sample.answer.seconds:.2f} s" for sample in each)
                 click.echo(f"{done}/{total} {each[0].prompt}: {times}", err=True)
     except KeyboardInterrupt:
         say(f"interrupted{'; this was measured so far' if samples else ''}")
@@ -209,7 +209,8 @@ def _show(samples: Sequence[Sample], options: BenchOptions, files: PairFiles) ->
     title = f"{names['target']}, draft {draft}; "
     title += ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
     machine, versions = _machine(), _versions(options.llama_server)
-    console = Console(stderr=options.as_json and not options.markdown, highlight=False, soft_wrap=True)
+    is_aside = options.as_json and not options.markdown
+    console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
     console.print(printable(f"{title}; llamaspec {versions['llamaspec']} on {', '.join(machine['devices'])}"))
     for group, arms in by_group.items():
         rows = [_row(arm, each, options.temperature) for arm, each in arms.items()]
