@@ -189,6 +189,13 @@ def test_auto_finds_what_was_made(with_draft: Path) -> None:
     assert answer.json["statistics"]["drafted"] > 0
 
 
+def test_what_was_made_comes_before_what_is_listed(own_list: Path, with_draft: Path) -> None:
+    own_list.write_text(f"mine: {{path: {with_draft}, draft: other}}\nother: {{path: {with_draft}}}\n")
+    assert find_draft("mine") == str(made_path(with_draft, "L1-copy"))
+    made_path(with_draft, "L1-copy").unlink()
+    assert find_draft("mine") == "other"
+
+
 def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
     own_list.write_text(f"mine: {{path: {with_draft}}}\n")
     assert "made here" in invoke("models", "list").stdout
