@@ -156,7 +156,9 @@ def trim_draft(
         reader = gguf.GGUFReader(source)
         tokenizer = _tokenizer(reader)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ModelFileError(f"{source} cannot be trimmed: {error}; download or convert it again") from error
+        raise ModelFileError(
+            f"{source} cannot be trimmed: {error}; download it again or name another draft"
+        ) from error
     kept = tokenizer.kept(keep, counts)
     entries = dict(_trimmed(reader, tokenizer, kept))
     if target is not None:
