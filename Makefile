@@ -33,7 +33,7 @@ help:
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make coverage   the tests, and which lines and branches they miss"
 	@echo "make check   style, types, layers, docs in step with the commands"
-	@echo "make bench   measure                            (ARGS='--help')"
+	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
 	@echo "make demo    does drafting pay here? three quantisations of a target of real cost"
 	@echo "make docs    write docs/commands.md anew"
 	@echo "make format  lay the code out as make check wants it"
@@ -59,7 +59,7 @@ check: $(PROJECT_READY)
 	$(BIN)/python scripts/write_command_docs.py --check
 
 bench: $(PROJECT_READY)
-	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/llamaspec bench $(ARGS)
 
 # The claim, seen on a target of real cost: the embedded one, widened to 0.55 billion parameters.
 demo: $(PROJECT_READY)

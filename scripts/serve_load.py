@@ -3,7 +3,7 @@
 \b
     python scripts/serve_load.py --target big.gguf --draft small.gguf
     python scripts/serve_load.py --target big-q4_0.gguf --target big-f16.gguf --draft small.gguf \\
-        --llama-cpp llama/bin                               # scripts/bench_peers.py says how to build it
+        --llama-cpp llama/bin                               # docs/benchmarks.md says how to build it
 
 Every arm is a server of its own over the same files; only one of them has work at a time. Clients ask one
 request after the other and stream the answers, all of which have `--max-tokens`. No two requests to a server

@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
-import bench
 import mixed_commands
 import sweep_probe
 from demo import Found, most_gained, report
-from foresight import shortest, standing
 from llamaspec.measure.probe import Effort
-from llamaspec.values import Draft, Round
 from mixed_commands import COMMANDS, Commands
 from mutate import mutants
 from overhead import hand_over_seconds
@@ -35,28 +30,6 @@ def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
         "  F16   2.05 times the speed with 5 draft tokens a round: not below 0.31",
         "Comparing on F16, where it should gain most:",
     ]
-
-
-def brute_force(stands: list[bool], seconds: list[float]) -> float:
-    ways = [
-        cost + brute_force(stands[n + 1 :], seconds)
-        for n, cost in enumerate(seconds)
-        if stands and all(stands[:n])
-    ]
-    return min(ways, default=0.0)
-
-
-@given(st.lists(st.booleans(), max_size=9), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=5))
-def test_no_rounds_are_shorter_than_the_bound(stands: list[bool], seconds: list[float]) -> None:
-    assert shortest(stands, seconds) == pytest.approx(brute_force(stands, seconds))
-
-
-def test_accepted_positions_are_read_off_a_run() -> None:
-    rounds = [
-        Round(draft=Draft.certain([0] * n), path=tuple(range(n_accepted)), next_token=1, width=n + 1)
-        for n, n_accepted in ((3, 2), (3, 0), (3, 3), (0, 0))
-    ]
-    assert standing(rounds) == [True, True, False, False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -121,17 +94,6 @@ def test_a_sweep_measures_what_is_missing_and_is_drawn(
     assert again == lines
     assert said.count(": known") == 2
     assert "<svg" in picture.read_text()
-
-
-def test_the_bench_compares_its_arms(demo_files: tuple[Path, Path]) -> None:
-    files = ["--target", str(demo_files[0]), "--draft", str(demo_files[1])]
-    options = ["-t", "0", "-n", "12", "-k", "2", "--max-prompts", "1"]
-    answer = CliRunner().invoke(bench.main, [*files, *options])
-    assert answer.exit_code == 0, answer.output
-    scores = {score["arm"]: score for score in json.loads(answer.stdout.splitlines()[-1])["scores"]}
-    assert {"plain", "K=2", "auto, kept", "auto, cold", "simple", bench.BOUND} <= scores.keys()
-    assert scores["plain"]["geometric_mean"] == 1.0
-    assert scores["plain"]["same_text"]
 
 
 def test_the_hand_over_of_a_token_is_measured() -> None:
