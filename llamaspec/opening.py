@@ -39,7 +39,7 @@ def open_pair(
     target: str | Path,
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
-    ngram: bool = False,
+    ngram: bool = True,
     past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.ngram import PastTexts
-from llamaspec.drafters.tree import TreeLength
 from llamaspec.engine.generation import GenerationRequest
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
@@ -33,7 +32,7 @@ from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sequence_drafters import Drawing, SequenceDrafters, cascade_of, draft_name
-from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import MTP, NO_TOKENS, TARGET, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -55,7 +54,7 @@ class Pair:
         cascade: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         common: CommonTokens | None = None,
-        ngram: bool = False,
+        ngram: bool = True,
         past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -110,6 +109,7 @@ class Pair:
         on_prefill: Progress | None = None,
         constraint: Constraint | None = None,
         logprobs: int | None = None,
+        prediction: str | bytes | TokenArray | None = None,
     ) -> TextStream:
         """Generate piece by piece; `.run()` on the answer generates to the end at once.
 
@@ -140,6 +140,9 @@ class Pair:
             What the text must look like: made by `json_schema` or `grammar`.
         logprobs : int, optional
             Each piece tells the log-probability of its token and of so many of the most probable tokens.
+        prediction : str, bytes or [n] int32, optional
+            What the text is expected to be mostly, such as the file that it edits: it is copied from. The
+            text is the same without.
 
         Raises
         ------
@@ -159,11 +162,11 @@ class Pair:
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        length = policy.start_sequence(drops=RULES[rule].drops)
+        length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
-            trees = length if isinstance(length, TreeLength) else None
-            drafter = self._drafters.make(drawing, trees)
+            expected = NO_TOKENS if not prediction else self._tokens(prediction, add_special=False)
+            drafter = self._drafters.make(drawing, length, expected)
         speculation = Speculation(
             drafter=drafter,
             length=length,
@@ -255,11 +258,11 @@ class Pair:
         """The drafter that asks the draft model for chains, or the target's prediction heads."""
         return self._drafters.asking_model(Drawing(sampling, rule, streams, n_prompt, constraint))
 
-    def _tokens(self, prompt: str | bytes | TokenArray) -> TokenArray:
-        if isinstance(prompt, str):
-            prompt = prompt.encode()
-        if not isinstance(prompt, bytes):
-            return prompt
-        if not prompt:
+    def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:
+        if isinstance(text, str):
+            text = text.encode()
+        if not isinstance(text, bytes):
+            return text
+        if not text:
             raise PromptError("the prompt is empty; give some text to continue")
-        return self.target.vocabulary.tokenize(prompt)
+        return self.target.vocabulary.tokenize(text, add_special=add_special)

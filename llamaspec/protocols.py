@@ -185,11 +185,29 @@ class SequenceLength(Protocol):
         """The text has ended."""
 
 
+@runtime_checkable
+class PromptReading(Protocol):
+    """A sequence's length that also decides when a draft model reads the prompt."""
+
+    @property
+    def n_to_read(self) -> int:
+        """How many tokens of the text the draft reads in this round, instead of drafting; 0: the rest."""
+
+    def reads_prompt(self, n_unread: int) -> bool:
+        """Whether the draft reads the prompt at once, of which it has not read so many tokens."""
+
+    def observe_prompt(self, n: int, seconds: float) -> None:
+        """The target has read `n` tokens of the prompt in one evaluation."""
+
+    def observe_reading(self, n: int, seconds: float) -> None:
+        """The draft has read `n` tokens of the text."""
+
+
 class LengthPolicy(Protocol):
     """How many tokens are drafted: shared by all rows of a pair."""
 
-    def start_sequence(self, *, drops: bool = False) -> SequenceLength:
-        """A text begins; `drops` as in `Rule`."""
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceLength:
+        """A text of at most `max_tokens` begins; `drops` as in `Rule`."""
 
 
 class Drafter(Protocol):

@@ -10,16 +10,17 @@ from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.ngram import NgramDrafter, PastTexts
+from llamaspec.drafters.ngram import MIN_MATCH, MIN_PAST_MATCH, NgramDrafter, PastTexts
 from llamaspec.drafters.tree import TreeDrafter, TreeLength
+from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, SequenceConstraint
+from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, SequenceConstraint, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES, Coupled
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import CascadeStreams
-from llamaspec.values import DRAFT, MTP, Source
+from llamaspec.values import DRAFT, MTP, NO_TOKENS, Source, TokenArray
 
 
 @dataclass(eq=False, slots=True)
@@ -79,27 +80,37 @@ class SequenceDrafters:
     ngram: bool  # earlier text is copied before the draft is asked
     past: PastTexts | None  # texts that are copied from, too
 
-    def make(self, drawing: Drawing, trees: TreeLength | None) -> Drafter:
-        """All that can draft; drafts branch as `trees` says, where both models and the rule can."""
-        drafters: list[Drafter] = [NgramDrafter(past=self.past)] if self.ngram else []
+    def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:
+        """All that can draft, for a sequence whose length is decided by `length`.
+
+        Drafts branch as that says, where both models and the rule can; `prediction` is copied from, too.
+        """
+        drafters: list[Drafter] = []
+        if self.ngram or len(prediction):
+            least = MIN_MATCH if self.draft is None and self.heads is None else MIN_PAST_MATCH
+            drafters.append(NgramDrafter(least, self.past, prediction=prediction))
         if self.cascade:
             drafters.append(self._cascaded(drawing))
         elif self.draft is not None or self.heads is not None:
-            drafters.append(self.asking_model(drawing, trees))
+            drafters.append(self.asking_model(drawing, length))
         if drawing.constraint is not None:
             drafters.append(ForcedDrafter(drawing.constraint, drawing.n_prompt))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
-    def asking_model(self, drawing: Drawing, trees: TreeLength | None = None) -> ModelDrafter:
+    def asking_model(self, drawing: Drawing, length: SequenceLength | None = None) -> ModelDrafter:
         """The drafter that asks the draft model alone, or the target's prediction heads."""
         if self.heads is not None:
             drafter = self._asking(self.heads, drawing, MTP)
             return replace(drafter, source=Source.MTP, longest=self.heads.longest)
         assert self.draft is not None
         kind: Callable[..., ModelDrafter] = ModelDrafter
-        if trees and drawing.rule == Coupled.name and self.draft.can_branch and self.target.can_branch:
-            kind = partial(TreeDrafter, trees=trees)
-        return self._asking(self.draft, drawing, kind=kind)
+        can_branch = drawing.rule == Coupled.name and self.draft.can_branch and self.target.can_branch
+        if can_branch and isinstance(length, TreeLength):
+            kind = partial(TreeDrafter, trees=length)
+        drafter = self._asking(self.draft, drawing, kind=kind)
+        if length is not None:
+            drafter.reading, drafter.n_cached = prompt_reading(length), self.draft.n_cached
+        return drafter
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a level's draft, with everybody that drafts for it."""

@@ -30,6 +30,7 @@ class Source(str, Enum):
     STAGE = "stage"  # a draft model that has a draft of its own
     NGRAM = "ngram"  # copied from earlier in the same text, at no cost
     STORE = "store"  # copied from an earlier text, at no cost
+    PREDICTION = "prediction"  # copied from what the caller expects, at no cost
     GRAMMAR = "grammar"  # the only tokens that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
 

@@ -209,7 +209,7 @@ class Length:
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
 
-    def start_sequence(self, *, drops: bool = False) -> Length:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Length:
         return self
 
     def wants_more(self, draft: Draft) -> bool:
@@ -249,7 +249,7 @@ class Partly(UntilToken):
         self.widths, self.n = lambda n: n, n
         self.made: list[Draft] = []  # what was drafted in each round
 
-    def start_sequence(self, *, drops: bool = False) -> Partly:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Partly:
         return Partly(self.n_draft, self.n, self.token)
 
     def n_verified(self, draft: Draft) -> int:

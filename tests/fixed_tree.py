@@ -21,7 +21,7 @@ class FixedTree:
 
     widths: tuple[int, ...]
 
-    def start_sequence(self, *, drops: bool = False) -> FixedTree:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> FixedTree:
         """Itself: it has no state."""
         return self
 

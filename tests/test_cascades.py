@@ -137,7 +137,7 @@ def test_every_policy_is_told_whether_the_rule_drops(store: ModelStore, rule: st
     told: list[bool] = []
 
     class Told(Length):
-        def start_sequence(self, *, drops: bool = False) -> Told:
+        def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Told:
             told.append(drops)
             return self
 

@@ -435,7 +435,7 @@ def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> Non
 class Kept(Partly):
     """Keeps what was drafted for all texts."""
 
-    def start_sequence(self, *, drops: bool = False) -> Kept:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Kept:
         return self
 
 

@@ -140,7 +140,7 @@ class _HelperLength(SequenceAtMost):
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether the model could use one more token; it makes the one after them itself."""
-        if len(draft) >= self.limit or not self.row.wants_more(draft):
+        if len(draft) >= self.limit or not self.sequence.wants_more(draft):
             return False
         tokens = np.concatenate((self.draft.tokens, draft.tokens, np.zeros(1, np.int32)))
         confidences = (*self.draft.confidences, *draft.confidences, 1.0)

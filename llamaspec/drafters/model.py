@@ -6,6 +6,7 @@ tests/drafters/test_model.py counts the evaluations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,7 +14,15 @@ import numpy as np
 
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.errors import ContextFullError, ScoresError
-from llamaspec.protocols import Drafting, Preparing, RandomStreams, Rule, SequenceConstraint, SequenceLength
+from llamaspec.protocols import (
+    Drafting,
+    Preparing,
+    PromptReading,
+    RandomStreams,
+    Rule,
+    SequenceConstraint,
+    SequenceLength,
+)
 from llamaspec.sampling.filters import Sampling, confidence
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
@@ -35,19 +44,32 @@ class ModelDrafter:
     longest: int | None = None  # the most draft tokens of a round that it can make
     n_prompt: int = 0  # tokens before the first that was generated
     constraint: SequenceConstraint | None = None  # what the text must look like
+    reading: PromptReading | None = None  # when the model reads a prompt; None = at once
+    n_cached: Callable[[TokenArray], int] | None = None  # tokens of a text that the model need not read
     is_silent: bool = field(default=False, init=False)  # its scores were not numbers: it drafts no more
+    _is_asleep: bool | None = field(default=None, init=False)  # it has not read the prompt; None = undecided
+    _n_read: int = field(default=0, init=False)  # tokens of the prompt that it has read, while it is asleep
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Read all but the last token, so that the first draft token costs no more than the next."""
-        prefix = self.window(self.known(context))[:-1]
-        if len(prefix):
-            with suppress(ContextFullError):  # without the draft it is only slower
-                yield ForwardRequest(self.model, prefix, n_logits=0)
+        if self.reading is not None and self._is_asleep is None:
+            self._n_read = 0 if self.n_cached is None else self.n_cached(self.known(context))
+            n_unread = max(self.n_prompt, len(context)) - self._n_read
+            self._is_asleep = not self.reading.reads_prompt(n_unread)
+        if not self._is_asleep:
+            yield from self._read(self.window(self.known(context))[:-1])
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
         tokens, draft, known = self._tokens, Draft(source=self.source), self.known(context)
+        if self._is_asleep and self.reading is not None:
+            if length.wants_more(draft):  # it wakes
+                path = self.window(known)[:-1]
+                n = min(self._n_read + (self.reading.n_to_read or len(path)), len(path))
+                yield from self._read(path[:n])
+                self._n_read, self._is_asleep = n, n < len(path)
+            return draft
         while not self.is_silent and len(draft) != self.longest and length.wants_more(draft):
             text = np.concatenate([context, draft.tokens])
             allowed = sampler.allowed(text)
@@ -69,6 +91,13 @@ class ModelDrafter:
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
+
+    def _read(self, prefix: TokenArray) -> Preparing:
+        if len(prefix):
+            with suppress(ContextFullError):  # without the draft it is only slower
+                forward = yield ForwardRequest(self.model, prefix, n_logits=0)
+                if self.reading is not None:
+                    self.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
 
     @property
     def n_drawn(self) -> int:

@@ -1,8 +1,10 @@
 """Prompt lookup: draft tokens copied from where the same tokens occurred before.
 
-The longest end of the text that also occurs earlier, in the text itself or in an earlier text, is found by
-comparing arrays: some 50 microseconds in 30,000 tokens, and no index to keep in step with the text.
-tests/drafters/test_ngram.py compares with plain search.
+A copy begins at the longest end of the text that also occurs earlier: in the text itself, in an earlier text,
+or in a prediction that the caller gave. From there on the text is aligned with its source: after an
+insertion, deletion or replacement the copy resumes in the same passage, and a replacement that was seen once
+is proposed where the replaced tokens come next. Copies cost nothing to make; which of them are verified is
+decided by their confidences. tests/drafters/test_ngram.py.
 
 References: prompt lookup decoding (Saxena, 2023); SuffixDecoding, arXiv 2411.04975, with earlier texts.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +24,17 @@ from llamaspec.values import NO_TOKENS, Distribution, Draft, Source, TokenArray
 MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_PAST_MATCH = 4  # tokens; shorter ones occur everywhere in much text
 LONGEST_MATCH = 32  # tokens; longer ones are not told apart
-LONGEST_COPY = 64  # tokens
+LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
 MAX_TOKENS = 1 << 18  # of all past texts together; older ones are dropped
+SURE = 8  # strength of an alignment that is not compared with other matches
+SWITCH = 4  # tokens of a match that an alignment is given up for, or begins with
+BACK, AHEAD, FAR = (
+    8,
+    48,
+    48,
+)  # tokens of the source where a text is looked for; lost ones that end an alignment
+NEEDED, LONGEST_REPLACED = 2, 8  # tokens that must match to resume; of a replacement
+UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
 _GAP = -1  # between past texts
 
 
@@ -116,47 +128,218 @@ def latest(texts: Sequence[TokenArray], max_tokens: int = MAX_TOKENS) -> tuple[T
     return tuple(kept)
 
 
+class Alignment:
+    """Where a text follows a source, over insertions, deletions and replacements.
+
+    Parameters
+    ----------
+    at : int
+        Index in the source of the token that is expected next.
+    n_matched : int
+        Tokens before it that are the same in text and source.
+    """
+
+    def __init__(self, at: int, n_matched: int) -> None:
+        self.at, self.n_matched = at, n_matched
+        self.n_before = 0  # tokens that matched before the last mismatch
+        self.lost: list[int] = []  # tokens of the text since the mismatch at `at`, not found in the source
+        self._replacements: dict[int, Replacement] = {}  # by the first of the replaced tokens
+        self._open: Replacement | None = None  # that the text is in
+        self._n_open = 0  # tokens of it
+
+    @property
+    def strength(self) -> float:
+        """How well text and source agree, as the length of a match."""
+        if self.lost:
+            return 0.0
+        return self.n_matched + min(self.n_before, MUCH) * min(self.n_matched, 2) / 8
+
+    def follow(self, source: TokenArray, token: int) -> None:
+        """One more token of the text."""
+        if self.lost:
+            self.lost.append(token)
+            self._realign(source)
+            return
+        if self._open is None:
+            self._open, self._n_open = self._replacement(source, self.at), 0
+        replacement = self._open
+        if replacement is not None and replacement.written[self._n_open] == token:
+            self._n_open, self.n_matched = self._n_open + 1, self.n_matched + 1
+            if self._n_open == len(replacement.written):
+                replacement.n_confirmed += 1
+                self.at, self._open = self.at + len(replacement.replaced), None
+            return
+        if replacement is None and self.at < len(source) and source[self.at] == token:
+            self.at, self.n_matched = self.at + 1, self.n_matched + 1
+            return
+        written: Sequence[int] = ()
+        if replacement is not None:
+            written, self._open = replacement.written[: self._n_open], None
+            self._replacements.pop(replacement.replaced[0], None)
+            if not written and self.at < len(source) and source[self.at] == token:  # it is not replaced here
+                self.at, self.n_matched = self.at + 1, self.n_matched + 1
+                return
+        self.n_before, self.n_matched = max(self.n_matched, self.n_before // 2), 0
+        self.lost = [*written, token]
+        self._realign(source)
+
+    def continuation(self, source: TokenArray, n: int) -> tuple[list[int], list[float]]:
+        """At most `n` tokens that are expected next, and the strength of each."""
+        i, tokens, strengths, strength = self.at, list[int](), list[float](), self.strength
+        if self.lost:  # as many are taken to be replaced
+            i += len(self.lost)
+        elif self._open is not None:
+            tokens += self._open.written[self._n_open :]
+            i += len(self._open.replaced)
+        if not self._replacements:
+            tokens += source[i : i + n - len(tokens)].tolist()
+            return tokens, [strength + k for k in range(len(tokens))]
+        strengths = [strength + k for k in range(len(tokens))]
+        while len(tokens) < n and i < len(source):
+            replacement = self._replacement(source, i)
+            written: tuple[int, ...] = (int(source[i]),)
+            known = replacement is None or replacement.n_confirmed > 0
+            if replacement is None:
+                i += 1
+            else:
+                written = replacement.written
+                i += len(replacement.replaced)
+            for token in written:
+                strengths.append(strength + len(tokens) if known else UNSURE)
+                tokens.append(token)
+        return tokens[:n], strengths[:n]
+
+    def _replacement(self, source: TokenArray, i: int) -> Replacement | None:
+        """What replaces the tokens at index `i` of the source, as far as that is known."""
+        found = self._replacements.get(int(source[i])) if i < len(source) else None
+        if found is None or tuple(source[i : i + len(found.replaced)].tolist()) != found.replaced:
+            return None
+        return found
+
+    def _realign(self, source: TokenArray) -> None:
+        """Find the end of the lost tokens in the source: the longest match, the nearest of several."""
+        begin, n_lost = max(self.at - BACK, 0), len(self.lost)
+        window = source[begin : self.at + AHEAD + n_lost].tolist()
+        best, end = (0, 0), 0
+        for j in range(1, len(window) + 1):
+            n = 0
+            while n < min(n_lost, j) and window[j - 1 - n] == self.lost[-1 - n]:
+                n += 1
+            if n:
+                best, end = max((best, end), ((n, -abs(begin + j - self.at - n_lost)), j))
+        n_found = best[0]
+        if n_found < NEEDED and not (n_found and window.count(self.lost[-1]) == 1):
+            return
+        resumed = begin + end
+        replaced, written = source[self.at : resumed - n_found].tolist(), self.lost[: n_lost - n_found]
+        if 0 < len(replaced) <= LONGEST_REPLACED and 0 < len(written) <= LONGEST_REPLACED:
+            self._replacements[replaced[0]] = Replacement(tuple(replaced), tuple(written))
+        self.at, self.n_matched, self.lost = resumed, n_found, []
+
+
+@dataclass(slots=True)
+class Replacement:
+    """Tokens of the source, and what the text has in their place."""
+
+    replaced: tuple[int, ...]
+    written: tuple[int, ...]
+    n_confirmed: int = 0  # times that it was proposed and right
+
+
 class NgramDrafter:
-    """Copies what followed the longest earlier occurrence of the text's end.
+    """Copies what followed the longest earlier occurrence of the text's end, and follows that passage.
 
     Matches shorter than `min_match` in the text itself give no draft. Where it `keeps`, the text is added to
     the past ones when it ends; not where the text is a draft's own, whose end may be rejected.
     """
 
     def __init__(
-        self, min_match: int = MIN_MATCH, past: PastTexts | None = None, *, keeps: bool = True
+        self,
+        min_match: int = MIN_MATCH,
+        past: PastTexts | None = None,
+        *,
+        keeps: bool = True,
+        prediction: TokenArray = NO_TOKENS,
     ) -> None:
-        self._min_match, self._past, self._keeps = min_match, past, keeps
+        self._min_match, self._past, self._keeps, self._prediction = min_match, past, keeps, prediction
         self._read = NO_TOKENS
+        self._alignment: Alignment | None = None
+        self._source = Source.NGRAM  # of the alignment
 
     def prepare(self, context: TokenArray) -> None:
         """Note the prompt."""
         self._read = context
+        if len(self._prediction):
+            self._alignment, self._source = Alignment(0, 0), Source.PREDICTION
+            self._alignment.n_before = MUCH
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         """Copy while the policy wants more; a token's confidence is that of the match it would lengthen."""
+        if not np.array_equal(context[: len(self._read)], self._read):
+            self._alignment = None  # another text
+        self._follow(context)
         self._read = context
+        alignment = self._alignment
+        if alignment is not None and alignment.strength >= SURE and not alignment.lost:
+            return self._aligned(alignment, context, length)
         found = NO_MATCH if self._past is None else self._past.find(context)
         n, begin = longest_match(context, context, self._min_match)
-        if found.length > n and len(draft := _copied(Source.STORE, found, length)):
+        if alignment is not None and alignment.strength >= max(n, found.length, 1):
+            return self._aligned(alignment, context, length)
+        if found.length > n and len(draft := _copied(Source.STORE, *_plain(found), length)):
             return draft
+        if not n:
+            return (
+                Draft(source=Source.NGRAM) if alignment is None else self._aligned(alignment, context, length)
+            )
+        if alignment is None or n >= SWITCH:
+            self._alignment, self._source = Alignment(begin, n), Source.NGRAM
         # What is copied may itself be copied from: a text that repeats goes on.
-        following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY if n else 0)
-        return _copied(Source.NGRAM, Match(n, following), length)
+        following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
+        return _copied(Source.NGRAM, *_plain(Match(n, following)), length)
 
     def close(self) -> None:
         """Add the text to the past ones."""
         if self._past is not None and self._keeps:
             self._past.add(self._read)
-        self._read = NO_TOKENS
+        self._read, self._alignment = NO_TOKENS, None
+
+    def _follow(self, context: TokenArray) -> None:
+        """Align what was written since the last round."""
+        alignment = self._alignment
+        if alignment is None:
+            return
+        for i in range(len(self._read), len(context)):
+            n = i - len(alignment.lost)  # what follows in the text itself cannot be its source
+            source = self._prediction if self._source is Source.PREDICTION else context[:n]
+            alignment.follow(source, int(context[i]))
+        if len(alignment.lost) > FAR:
+            self._alignment = None
+
+    def _aligned(self, alignment: Alignment, context: TokenArray, length: SequenceLength) -> Draft:
+        source = self._prediction if self._source is Source.PREDICTION else context
+        tokens, strengths = alignment.continuation(source, LONGEST_COPY)
+        following = np.array(tokens, np.int32)
+        if self._source is Source.NGRAM and 0 < len(tokens) < LONGEST_COPY:  # a text that repeats goes on
+            following = np.resize(following, LONGEST_COPY)
+            strengths += [strengths[-1] + k for k in range(1, LONGEST_COPY + 1 - len(tokens))]
+        return _copied(self._source, following, strengths, length)
 
 
-def _copied(source: Source, match: Match, length: SequenceLength) -> Draft:
-    """What followed a match, while the policy wants more."""
-    ahead = tuple([i / (i + 1.0) for i in range(match.length, match.length + len(match.following))])
-    draft = Draft(source=source, ahead=ahead)
-    for token in match.following.tolist():
-        if not length.wants_more(draft):
-            break
-        draft = draft.plus(token, Distribution.certain(token), draft.ahead[0])
-    return draft
+def _plain(match: Match) -> tuple[TokenArray, list[float]]:
+    """Tokens that follow a match, and the length of the match that each would lengthen."""
+    return match.following, [float(match.length + k) for k in range(len(match.following))]
+
+
+def _copied(
+    source: Source, following: TokenArray, strengths: Sequence[float], length: SequenceLength
+) -> Draft:
+    """What is expected next, while the policy wants more."""
+    ahead = tuple([i / (i + 1.0) for i in strengths])
+    n = 0
+    while n < len(following) and length.wants_more(
+        Draft(following[:n], (), ahead[:n], source, None, ahead[n:])
+    ):
+        n += 1
+    certain = tuple([Distribution.certain(token) for token in following[:n].tolist()])
+    return Draft(following[:n], certain, ahead[:n], source)

@@ -20,6 +20,7 @@ from llamaspec.engine.sequence import Text
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.statistics import Summary
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
+from llamaspec.length.fixed import prompt_reading
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
 
@@ -157,12 +158,14 @@ def generate(request: GenerationRequest) -> Text[TextEvent]:
 def _prefill(request: GenerationRequest) -> Text[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
     prompt, n_to_read = request.prompt, len(request.prompt) - 1
-    n_cached, seconds = 0, 0.0
+    n_cached, seconds, reading = 0, 0.0, prompt_reading(request.speculation.length)
     for begin in range(0, n_to_read, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_to_read)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
+        if reading is not None and forward.n_sequences == 1:
+            reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
         if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
             seconds += yield from _prepare_drafter(request, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)

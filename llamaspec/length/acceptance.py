@@ -16,35 +16,58 @@ import numpy.typing as npt
 
 from llamaspec.values import Round
 
+Array = npt.NDArray[np.float64]
+
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of confidence
 CENTRES = (0.05, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.94, 0.985)
+MATCHES = (0.5, 1, 2, 3.5, 6, 12, 24, 48, 96, 192, 400)  # tokens: centres of the bins of copies
+MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5))
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # tokens that these count for; that an average remembers
-GAIN, COPY_GAIN, FADING = 0.25, 0.8, 0.95  # how fast a text's level moves; of copies; how it fades
+GAIN, COPY_GAIN = 0.25, 0.4  # how fast a text's level moves; of copies
 FLATTEST = 0.1  # slope of a probability over its log-odds, at least
 
 
 class Acceptance:
-    """What all texts have learnt of one source: log-odds of each bin, then of tokens not drawn yet."""
+    """What all texts have learnt of one source: log-odds of each bin, then of tokens not drawn yet.
 
-    def __init__(self, log_odds: Sequence[float] = (), *, level: float = LEVEL, slope: float = SLOPE) -> None:
-        usual = (*(level + slope * log(p / (1 - p)) for p in CENTRES), UNDRAWN)
-        self.log_odds = list(log_odds or usual)
-        self._n = [PRIOR] * len(usual)
+    At first a copy goes on after a match of n tokens with odds of n : 1.
+    """
+
+    def __init__(
+        self,
+        log_odds: Sequence[float] = (),
+        *,
+        level: float = LEVEL,
+        slope: float = SLOPE,
+        is_copied: bool = False,
+    ) -> None:
+        self._edges = MATCH_EDGES if is_copied else EDGES
+        usual = map(log, MATCHES) if is_copied else (level + slope * log(p / (1 - p)) for p in CENTRES)
+        self.log_odds = np.array(log_odds if len(log_odds) else (*usual, UNDRAWN))
+        self._n = [PRIOR] * len(self.log_odds)
 
     def probability(self, confidence: float | None = None, shift: float = 0.0) -> float:
         """That a token is accepted; None: that is not drawn yet."""
-        return 1.0 / (1.0 + exp(-max(self.log_odds[_bin(confidence)] + shift, -30.0)))
+        return 1.0 / (1.0 + exp(-max(float(self.log_odds[self._bin(confidence)]) + shift, -30.0)))
+
+    def probabilities(self, confidences: Sequence[float], shift: float = 0.0) -> Array:
+        """That each token is accepted, given that those before it are: [n]."""
+        bins = np.searchsorted(self._edges, confidences, side="right")
+        return 1.0 / (1.0 + np.exp(-np.maximum(self.log_odds[bins] + shift, -30.0)))
 
     def learn(self, outcome: float, confidence: float | None = None) -> None:
         """Learn from one token that was accepted (1) or rejected (0)."""
-        i, p = _bin(confidence), self.probability(confidence)
+        i, p = self._bin(confidence), self.probability(confidence)
         self._n[i] = min(self._n[i] + 1, MOST)
         self.log_odds[i] += (outcome - p) / (self._n[i] * max(p * (1 - p), FLATTEST))
 
+    def _bin(self, confidence: float | None) -> int:
+        return len(self._edges) + 1 if confidence is None else bisect(self._edges, confidence)
+
 
 class TextAcceptance:
-    """The shared one and a level: of tokens that are not drawn yet; of all copies, where it fades."""
+    """The shared one and a level: of tokens that are not drawn yet; of copies, of all."""
 
     def __init__(self, shared: Acceptance, *, is_copied: bool) -> None:
         self._shared, self._is_copied, self._level = shared, is_copied, 0.0
@@ -54,6 +77,10 @@ class TextAcceptance:
         has_level = confidence is None or self._is_copied
         return self._shared.probability(confidence, self._level if has_level else 0.0)
 
+    def probabilities(self, confidences: Sequence[float]) -> Array:
+        """That each of some drawn tokens is accepted, given that those before it are: [n]."""
+        return self._shared.probabilities(confidences, self._level if self._is_copied else 0.0)
+
     def learn(self, outcome: float, confidence: float) -> None:
         """Learn from one token."""
         gain, known = (COPY_GAIN, confidence) if self._is_copied else (GAIN, None)
@@ -61,12 +88,8 @@ class TextAcceptance:
         self._shared.learn(outcome)
         self._shared.learn(outcome, confidence)
 
-    def pass_tokens(self, n: int) -> None:
-        """So many tokens were written."""
-        self._level *= FADING**n if self._is_copied else 1.0
 
-
-def expected_accepted(acceptance: float, longest: int) -> npt.NDArray[np.float64]:
+def expected_accepted(acceptance: float, longest: int) -> Array:
     """[n] draft tokens that are accepted, on average, of n = 0 .. longest with the same acceptance."""
     return np.concatenate(([0.0], (acceptance ** np.arange(1, longest + 1)).cumsum()))
 
@@ -78,7 +101,3 @@ def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
         if children := round_.draft.children(node):
             found.append((round_.confidences[children[0]], children[0] == drawn))
     return found
-
-
-def _bin(confidence: float | None) -> int:
-    return len(CENTRES) if confidence is None else bisect(EDGES, confidence)

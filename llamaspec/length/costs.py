@@ -26,7 +26,8 @@ TOGETHER = 0.1  # part of a surprise by which all widths move
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 LINEAR, HICCUP = 1.1, 1.05  # of the positions one by one: a first timing counts as at most this; is doubted
 PAD = 0.96  # padding must save this much
-CATCH_UP = 0.1  # of a draft step, for each token that the draft has not read
+READING = 0.15  # of a draft step, for each token that the draft has not read, until that was timed
+PROMPT = 64  # positions of a part of a prompt from which on its time tells what such a width costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class CostCurve:
     widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
     verify_seconds: tuple[float, ...]  # one for each width
     draft_step_seconds: float  # one draft token; 0 where they cost nothing
+    draft_reading_seconds: float = 0.0  # a token of a prompt that the draft reads; 0 where that is not known
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
@@ -50,7 +52,9 @@ class CostCurve:
             raise ValueError(f"widths must ascend, got {self.widths}")
         if self.widths[-1] > WIDEST:
             raise ValueError(f"widths must be <= {WIDEST}, got {self.widths[-1]}")
-        times = (*self.verify_seconds, self.draft_step_seconds or LONGEST)
+        times = (
+            *self.verify_seconds, self.draft_step_seconds or LONGEST, self.draft_reading_seconds or LONGEST,
+        )  # fmt: skip
         if not all(SHORTEST <= seconds <= LONGEST for seconds in times):
             raise ValueError(f"seconds must be positive, from {SHORTEST:g} to {LONGEST:g}")
 
@@ -88,6 +92,9 @@ class Costs:
             for width, seconds in zip(prior.widths, prior.verify_seconds, strict=True)
         }
         self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
+        reading = prior.draft_reading_seconds
+        self._reading = Average(log(reading), PROBED) if reading else None
+        self._prompt: tuple[int, float] | None = None  # width and seconds of a part that was read first
         self._scale = 0.0  # logarithm
         self._allowed = allowed
         self._latest: list[Average] = []  # that were timed
@@ -103,6 +110,13 @@ class Costs:
         return max((width for width, average in self.averages.items() if average.n), default=1)
 
     @property
+    def widest_narrow(self) -> int:
+        """The same, of those that a draft model reaches."""
+        return max(
+            (width for width, average in self.averages.items() if average.n and width <= DENSE), default=1
+        )
+
+    @property
     def knows_step(self) -> bool:
         """Whether a draft step was timed, or probed."""
         return self._step.n > 0
@@ -112,9 +126,16 @@ class Costs:
         """One evaluation of the draft that reads one token."""
         return exp(self._step.log + self._scale)
 
+    @property
+    def reading_seconds(self) -> float:
+        """For the draft to read one token of a prompt."""
+        if self._reading is not None:
+            return exp(self._reading.log + self._scale)
+        return READING * self.step_seconds
+
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
-        return (n_steps + CATCH_UP * n_unread) * self.step_seconds
+        return n_steps * self.step_seconds + n_unread * self.reading_seconds
 
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
@@ -158,6 +179,33 @@ class Costs:
         else:
             self._learn(average, surprise)
         self._seconds = np.empty(0)
+        if self._prompt is not None:
+            self.observe_prompt(*self._prompt)
+
+    def observe_prompt(self, width: int, seconds: float) -> None:
+        """Learn from a part of a prompt that the target has read: what an evaluation of this width takes.
+
+        It computes no scores, so it counts as one timing and is not compared with others.
+        """
+        if width < PROMPT or seconds <= 0:
+            return
+        if not self.n_timed:  # what is usual on this machine is not known
+            self._prompt = width, seconds
+            return
+        self._prompt, knot = None, _knot(width)
+        if knot not in self.averages or self.averages[knot].n <= 1:
+            self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
+            self._seconds = np.empty(0)
+
+    def observe_reading(self, n: int, seconds: float) -> None:
+        """Learn from `n` tokens that the draft has read."""
+        if n < PROMPT // 2 or seconds <= 0:
+            return
+        found = log(seconds / n) - self._scale
+        if self._reading is None:
+            self._reading = Average(found, 1)
+        else:
+            self._reading.learn(min(found - self._reading.log, OUTLIER))
 
     def _learn(self, average: Average, surprise: float) -> None:
         sign = (surprise > OUTLIER) - (surprise < -OUTLIER)
@@ -197,7 +245,8 @@ class Costs:
         known = sorted({1, *(width for width, average in self.averages.items() if average.n)})
         times = [max(SHORTEST, min(exp(self.averages[w].log + self._scale), LONGEST)) for w in known]
         step = max(SHORTEST, min(self.step_seconds, LONGEST)) if self.knows_step else 0.0
-        return CostCurve(tuple(known), tuple(times), step)
+        reading = 0.0 if self._reading is None else max(SHORTEST, min(self.reading_seconds, LONGEST))
+        return CostCurve(tuple(known), tuple(times), step, reading)
 
     def allows(self, width: int) -> bool:
         """Whether exactly this width may be evaluated."""

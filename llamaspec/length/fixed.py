@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaspec.protocols import LengthPolicy, SequenceLength
+from llamaspec.protocols import LengthPolicy, PromptReading, SequenceLength
 from llamaspec.values import Draft, Round
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
-    """Always the same number of draft tokens; 0 is plain decoding. Without state, so it is its own row.
+    """Always the same number of draft tokens; 0 is plain decoding. Without state, so it is its own sequence.
 
     Raises
     ------
@@ -24,7 +24,7 @@ class FixedLength:
         if self.n_draft < 0:
             raise ValueError(f"draft length must be >= 0, got {self.n_draft}")
 
-    def start_sequence(self, *, drops: bool = False) -> FixedLength:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> FixedLength:
         """Itself."""
         return self
 
@@ -52,27 +52,27 @@ class SequenceAtMost:
     """One text's length, of at most so many draft tokens. Lets no trees grow: they have no number."""
 
     limit: int
-    row: SequenceLength
+    sequence: SequenceLength
 
     def wants_more(self, draft: Draft) -> bool:
         """As the policy decides, below the limit."""
-        return len(draft) < self.limit and self.row.wants_more(draft)
+        return len(draft) < self.limit and self.sequence.wants_more(draft)
 
     def n_verified(self, draft: Draft) -> int:
         """As the policy decides."""
-        return self.row.n_verified(draft)
+        return self.sequence.n_verified(draft)
 
     def width(self, n_positions: int) -> int | None:
         """As the policy decides."""
-        return self.row.width(n_positions)
+        return self.sequence.width(n_positions)
 
     def observe(self, round_: Round) -> None:
         """The policy learns."""
-        self.row.observe(round_)
+        self.sequence.observe(round_)
 
     def close(self) -> None:
         """The text has ended."""
-        self.row.close()
+        self.sequence.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +82,12 @@ class AtMost:
     limit: int
     policy: LengthPolicy
 
-    def start_sequence(self, *, drops: bool = False) -> SequenceAtMost:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceAtMost:
         """A text begins."""
-        return SequenceAtMost(self.limit, self.policy.start_sequence(drops=drops))
+        return SequenceAtMost(self.limit, self.policy.start_sequence(drops=drops, max_tokens=max_tokens))
+
+
+def prompt_reading(length: SequenceLength) -> PromptReading | None:
+    """What decides when a draft model reads the prompt; None: it does so at once."""
+    inner = length.sequence if isinstance(length, SequenceAtMost) else length
+    return inner if isinstance(inner, PromptReading) else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,21 @@ from llamaspec.length.costs import Array, CostCurve, Costs
 from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
 from llamaspec.values import Draft, Round, Source
 
-FREE = frozenset({Source.NGRAM, Source.STORE, Source.GRAMMAR})  # sources that cost no draft step
+COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
+FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
 TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
+FIRST_COPY, LONGEST_COPY = (
+    16,
+    511,
+)  # tokens; the longest is, with the one before, a physical batch of llama.cpp
+TRUST = 0.5  # plain tokens of losses in this text that each token of a match makes up for
+CHUNK, LITTLE = 32, 64  # tokens that a draft reads beside a round, at least; that it reads without a plan
+USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
 
 Grown = TypeVar("Grown")
 
@@ -45,12 +53,24 @@ class LearnedPrior:
     curve: CostCurve | None = None
     log_odds: tuple[float, ...] = ()  # of the draft's acceptance, as `Acceptance`
     distance: int = NEAREST  # rounds between two explorations
+    copy_log_odds: tuple[float, ...] = ()  # of copies from the text itself
 
     def __post_init__(self) -> None:
-        if len(self.log_odds) not in (0, len(Acceptance().log_odds)) or self.distance < 1:
-            raise ValueError("a prior of another kind")
-        if not all(abs(number) < 50 for number in self.log_odds):
+        for log_odds, usual in (
+            (self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True))
+        ):  # fmt: skip
+            if len(log_odds) not in (0, len(usual.log_odds)) or self.distance < 1:
+                raise ValueError("a prior of another kind")
+        if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
+
+
+class UnusedDraft(NamedTuple):
+    """Why a draft has not read a prompt: it would have cost more than it was expected to save."""
+
+    reading_seconds: float
+    saved_seconds: float
+    n_unread: int  # tokens
 
 
 @dataclass(slots=True)
@@ -109,18 +129,20 @@ class AutoLength:
             prior = LearnedPrior(prior)
         self.costs, self.longest, self.sources = Costs(prior.curve, widths), longest, frozenset(sources)
         self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
-        self.acceptance = {source: Acceptance() for source in Source}
+        self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)
+        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
         self.trees = TreeAcceptance() if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
         self.credit = 0.0  # seconds that exploring may cost
         self.rows: list[AutoSequence] = []
         self.n_tokens = 0
+        self.usual_length = USUAL  # tokens of a text
         self.latest = -1  # evaluation
 
-    def start_sequence(self, *, drops: bool = False) -> AutoSequence:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """A text begins."""
-        row = AutoSequence(self, drops=drops)
+        row = AutoSequence(self, drops=drops, max_tokens=max_tokens)
         self.rows.append(row)
         return row
 
@@ -132,8 +154,10 @@ class AutoLength:
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
-        log_odds = tuple(self.acceptance[self.drafting].log_odds)
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance)
+        log_odds, copies = (
+            tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
+        )
+        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies)
 
     def running(self) -> list[AutoSequence]:
         """The texts that are expected in the coming evaluation."""
@@ -163,19 +187,26 @@ class AutoLength:
 class AutoSequence:
     """One text's share of `AutoLength`."""
 
-    def __init__(self, policy: AutoLength, *, drops: bool) -> None:
-        self._policy, self._drops = policy, drops
+    def __init__(self, policy: AutoLength, *, drops: bool, max_tokens: int | None) -> None:
+        self._policy, self._drops, self._max_tokens = policy, drops, max_tokens
         self._acceptance = {
-            source: TextAcceptance(shared, is_copied=source in FREE)
+            source: TextAcceptance(shared, is_copied=source in COPIES)
             for source, shared in policy.acceptance.items()
         }
         self.is_open = False  # its round has begun
         self.is_drafting = False  # its latest round had draft steps
         self.evaluation = -1  # that it took part in last
         self.n_unread = 0  # tokens that the draft has not read, besides the last
+        self.n_written = 0  # tokens of the text
+        self.unused: UnusedDraft | None = None  # why the draft has not read the prompt
+        self._copy_loss = 0.0  # plain tokens that copies have lost in this text, and not won back
+        self._longest_copy = FIRST_COPY  # doubled after each copy that was accepted as a whole
+        self._is_asleep = self._is_waking = False  # the draft has not read the prompt; reads it beside rounds
         # Of the open round:
         self._plain = self._rate = 1.0  # seconds of a token without drafts; tokens per second of the plan
         self._prices: Array = np.zeros(1)  # [n] this text's share of what n verified tokens cost, in seconds
+        self._copy_prices: Array = np.zeros(1)  # the same of copies, which may be longer
+        self.n_to_read = 0  # tokens that the draft reads in this round, instead of drafting
         self._step = 0.0  # and of a draft step
         self._limits: dict[Source, int] = {}  # draft tokens, at most
         self._explored: Source | None = None  # whose draft is not expected to pay
@@ -185,6 +216,8 @@ class AutoSequence:
         """Whether the next tokens are worth their time, or are to be explored."""
         self._begin()
         n, source = len(draft), draft.source
+        if self.n_to_read and source is self._policy.drafting:
+            return n == 0
         if source in FREE and source not in self._limits:
             self._limits[source] = self._plan_free(source, draft.ahead)
         if n >= self._limits.get(source, 0):
@@ -221,6 +254,7 @@ class AutoSequence:
         """Learn acceptance and costs."""
         self._begin()  # the drafter may not have asked
         policy, n_made, n_steps = self._policy, round_.n_accepted + 1, round_.n_priced_steps
+        n_read = 0 if n_steps or not round_.draft_seconds else self.n_to_read
         found = [*verified_tokens(round_), *((round_.counterfactual,) if round_.counterfactual else ())]
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
@@ -234,16 +268,61 @@ class AutoSequence:
         if n_steps and self._explored is policy.drafting:
             policy.drafts.learn(paid=any(outcome > 0.5 for _, outcome in found))
             policy.credit -= max(round_.seconds / round_.n_sequences - n_made * self._plain, 0.0)
-        for belief in self._acceptance.values():
-            belief.pass_tokens(n_made)
+        elif n_read and self._explored is policy.drafting:
+            policy.credit -= round_.draft_seconds
+        if round_.source in COPIES and len(round_.draft):
+            self._observe_copy(round_)
         has_read = len(round_.draft) + round_.n_dropped >= n_made
-        self.n_unread = int(not has_read) if n_steps else self.n_unread + n_made
+        self.n_unread = int(not has_read) if n_steps else max(self.n_unread - n_read, 0) + n_made
+        self._is_asleep &= self.n_unread > LITTLE
+        self.n_written += n_made
         self.is_open, self.is_drafting, self.evaluation = False, n_steps > 0, round_.evaluation
+
+    def observe_prompt(self, n: int, seconds: float) -> None:
+        """Learn from a part of the prompt that the target has read: `n` tokens."""
+        self._policy.costs.observe_prompt(n, seconds)
+
+    def reads_prompt(self, n_unread: int) -> bool:
+        """Whether the draft reads a prompt at once, of which it has not read so many tokens."""
+        self._begin()
+        self.is_open, self.n_unread = False, n_unread
+        self._is_asleep = n_unread > LITTLE and not self._pays_reading()
+        if self._is_asleep:
+            seconds = n_unread * self._policy.costs.reading_seconds
+            self.unused = UnusedDraft(seconds, self._saving(), n_unread)
+        else:
+            self.n_unread = 0
+        return not self._is_asleep
+
+    def observe_reading(self, n: int, seconds: float) -> None:
+        """Learn from `n` tokens of the prompt that the draft has read."""
+        self._policy.costs.observe_reading(n, seconds)
 
     def close(self) -> None:
         """The text has ended."""
-        if self in self._policy.rows:
-            self._policy.rows.remove(self)
+        policy = self._policy
+        if self in policy.rows:
+            policy.rows.remove(self)
+            if self.n_written:
+                policy.usual_length += (self.n_written - policy.usual_length) / REMEMBERED
+
+    def _observe_copy(self, round_: Round) -> None:
+        n, n_accepted = len(round_.draft), round_.n_accepted
+        gain = n_accepted + 1 - round_.seconds / (round_.n_sequences * self._plain)
+        self._copy_loss = max(self._copy_loss - gain, 0.0)
+        longest = 2 * (self._longest_copy if n_accepted == n else n_accepted)
+        self._longest_copy = max(FIRST_COPY, min(longest, LONGEST_COPY))
+
+    def _saving(self) -> float:
+        """Seconds that drafts are expected to save in the rest of the text."""
+        n_left = self._policy.usual_length  # whatever was written: texts end by chance
+        if self._max_tokens is not None:
+            n_left = min(n_left, self._max_tokens - self.n_written)
+        return max(self._plain - 1.0 / self._rate, 0.0) * n_left
+
+    def _pays_reading(self) -> bool:
+        """Whether drafts are expected to save more than the draft takes to read what it has not read."""
+        return self._saving() > self.n_unread * self._policy.costs.reading_seconds
 
     def _begin(self) -> None:
         """Plan the round, once."""
@@ -251,16 +330,22 @@ class AutoSequence:
             return
         policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
+        self.n_to_read = 0
         others = [row for row in policy.running() if row is not self]
         n_sequences, n_drafting = 1 + len(others), 1 + sum(row.is_drafting for row in others)
         # Texts that draft take as many each: where the curve has steps, one position never pays for all.
-        n = min(policy.longest, max((max(REACH, costs.widest * 3 // 2) - n_sequences) // n_drafting, 1))
-        seconds = costs.padded_seconds(n_sequences, n_sequences + n * n_drafting, n_drafting)
-        self._prices, self._step = np.zeros(1), costs.step_seconds / n_drafting
-        self._plain = float(seconds[0]) / n_sequences
+        n, n_copies = (
+            min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
+            for longest, widest in ((policy.longest, costs.widest_narrow), (LONGEST_COPY, costs.widest))
+        )
+        n_copies = max(n, n_copies) if policy.sources & COPIES else n
+        seconds = costs.padded_seconds(n_sequences, n_sequences + n_copies * n_drafting, n_drafting)
+        self._prices, self._copy_prices = np.zeros(1), np.zeros(1)
+        self._step, self._plain = costs.step_seconds / n_drafting, float(seconds[0]) / n_sequences
         if sum(average.n for average in costs.averages.values()) < TIMED or self._plain == inf:
             return
-        self._prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
+        self._copy_prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
+        self._prices = self._copy_prices[: n + 1]
         if source not in policy.sources:
             return
         spent = self._prices + self._step * np.arange(n + 1)
@@ -270,14 +355,21 @@ class AutoSequence:
         if rates.argmax():
             policy.drafts.distance, self._rate = NEAREST, float(rates.max())
             self._checks = policy.plain.is_due() and costs.allows(n_sequences)
-            if not self._checks:
+            if self._is_asleep and not self._is_waking and not self._pays_reading():
+                self._checks, self._rate = False, 1.0 / self._plain
+            elif not self._checks:
                 self._limits[source] = limit
-        elif (
+        elif self._is_waking or (
             policy.drafts.is_due(could_pay=could_pay)
-            and costs.drafting_seconds(1, 0 if could_pay else self.n_unread) <= policy.credit
+            and costs.drafting_seconds(1, self.n_unread if self._is_asleep or not could_pay else 0)
+            <= policy.credit
         ):
             policy.drafts.n_since = 0
             self._explored, self._limits[source] = source, limit if self._drops else 1
+        self._is_waking = bool(self._limits) and self._is_asleep
+        if self._is_waking:  # no pause longer than a round
+            self.unused = None
+            self.n_to_read = min(self.n_unread, max(CHUNK, int(self._plain / costs.reading_seconds)))
         if self._checks or self._explored:
             costs.forget_hiccups()
 
@@ -286,16 +378,20 @@ class AutoSequence:
 
         Where nothing is drafted, one that is not verified. `ahead`: the confidences of what could be copied.
         """
-        policy, n_most = self._policy, len(self._prices) - 1
+        policy, prices = self._policy, self._copy_prices
+        n_most = min(len(prices) - 1, self._longest_copy)
         if not n_most or self._checks or source not in {*policy.sources, Source.GRAMMAR}:
             return 0
         if source is Source.GRAMMAR:
             expected = expected_accepted(1.0, n_most)
         else:
             expected = self._expected(source, ahead[:n_most])
-        worth = expected - self._rate * self._prices[: len(expected)]
+        worth = expected - self._rate * prices[: len(expected)]
         n = int(worth.argmax())
-        if source is Source.GRAMMAR or worth[n] > self._rate * self._plain - 1.0:
+        if source is Source.GRAMMAR or (
+            worth[n] > self._rate * self._plain - 1.0
+            and self._copy_loss <= TRUST * ahead[0] / (1.0 - ahead[0])
+        ):
             return n
         if not self._limits.get(policy.drafting):
             self._explored = source
@@ -303,8 +399,7 @@ class AutoSequence:
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """[n] how many of the first n tokens of a draft are accepted, on average."""
-        chances = [self._acceptance[source].probability(confidence) for confidence in confidences]
-        return np.concatenate(([0.0], np.cumprod(chances).cumsum()))
+        return np.concatenate(([0.0], self._acceptance[source].probabilities(confidences).cumprod().cumsum()))
 
     def _pays(self, draft: Draft) -> bool:
         """Whether the next tokens of a draft are worth more than to stop here."""

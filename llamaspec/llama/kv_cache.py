@@ -129,6 +129,10 @@ class KVCache:
             self._table.take_over(sequence, other, n)
             other.last_used = next(self._clock)
 
+    def n_shared(self, tokens: TokenArray) -> int:
+        """How many of the first of some tokens are held."""
+        return max([sequence.shared(tokens) for sequence in self._sequences], default=0)
+
     def find(self, row: int) -> CachedSequence | None:
         """What is held of a row; None before its first request."""
         return self._of_row.get(row)

@@ -23,7 +23,7 @@ from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits
+from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
@@ -115,6 +115,11 @@ class LlamaModel:
     def n_cells(self) -> int | None:
         """Tokens that all sequences together can cache; None where each has a context of its own."""
         return None if self.weights.keeps_states else self._contexts[0].cache.size
+
+    def n_cached(self, tokens: TokenArray) -> int:
+        """How many of the first of some tokens need not be evaluated again; 0 where states are kept."""
+        cache = self._contexts[0].cache
+        return cache.n_shared(tokens) if isinstance(cache, KVCache) else 0
 
     @property
     def can_branch(self) -> bool:

@@ -64,7 +64,7 @@ class ModelOptions:
     cache_type_k: str = "f16"  # of the keys in the KV cache
     cache_type_v: str = "f16"  # of the values in the KV cache
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
-    max_scored: int = MAX_DRAFT + 1  # positions of one evaluation whose logits are wanted
+    max_scored: int = BATCH  # positions of one evaluation whose logits are wanted
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
     devices: tuple[str, ...] | None = (
         None  # by llama.cpp's names; None = the workers' and all GPUs, () = none

@@ -185,7 +185,7 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     """Positions, steps and confidences are others every time; so is what first candidates are worth."""
     rng = np.random.default_rng(seed)
     acceptance, steps = TreeAcceptance(), np.cumsum(rng.uniform(0.002, 0.03, WIDEST + 1))
-    acceptance.first.log_odds = [each - seed % 3 for each in acceptance.first.log_odds]
+    acceptance.first.log_odds -= seed % 3
     steps[0] = 0.0
     prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
     prices[0] = 0.0

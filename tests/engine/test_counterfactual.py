@@ -44,7 +44,7 @@ class Until(Partly):
         super().__init__(n_draft, lambda draft, rounds: len(draft) * (verifies and len(rounds) == last))
         self.last, self.verifies = last, verifies
 
-    def start_sequence(self, *, drops: bool = False) -> Until:
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Until:
         return Until(self.n_draft, self.last, verifies=self.verifies)
 
     def wants_more(self, draft: Draft) -> bool:
