@@ -26,7 +26,7 @@ TOGETHER = 0.1  # part of a surprise by which all widths move
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 LINEAR, HICCUP = 1.1, 1.05  # of the positions one by one: a first timing counts as at most this; is doubted
 PAD = 0.96  # padding must save this much
-READING = 0.15  # of a draft step, for each token that the draft has not read, until that was timed
+READING = 0.1  # of a draft step, for each token that the draft has not read, until that was timed
 PROMPT = 64  # positions of a part of a prompt from which on its time tells what such a width costs
 
 
