@@ -30,6 +30,9 @@ _OPTIONS: tuple[shared.Decorator, ...] = (
     click.option("--json-schema", metavar="FILE|TEXT", help="Write JSON as this schema wants it."),
     click.option("--grammar", metavar="FILE|TEXT",
                  help="Write what this grammar allows: llguidance's Lark, or llama.cpp's GBNF."),
+    click.option("--prediction", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                 help="What the text is expected to be mostly, such as the file that it edits: it is copied "
+                      "from. The text is the same without."),
     click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
     *shared.statistics_options("short", "A few lines of statistics on stderr, or more"),
     click.option("--explain", is_flag=True,
@@ -47,6 +50,7 @@ class GenerateOptions:
     stop: tuple[str, ...]
     json_schema: str | None
     grammar: str | None
+    prediction: Path | None
     show_drafts: bool
     stats: out.Detail | None
     explain: bool
@@ -105,6 +109,7 @@ def generate(
                 policy=policy,
                 on_prefill=progress.part,
                 constraint=constraint,
+                prediction=None if output.prediction is None else output.prediction.read_bytes(),
             )
             interrupted = _consume(stream, output, progress)
         completion = stream.completion

@@ -55,11 +55,12 @@ _NAMES: tuple[Decorator, ...] = (
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
                  type=_DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
-                      "heads; mtp = the target's own prediction heads; ngram = look up draft tokens in "
-                      "earlier text instead. Of several, each drafts for the one before it."),
+                      "heads; mtp = the target's own prediction heads; ngram = none, only copies of "
+                      "earlier text. Of several, each drafts for the one before it."),
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
-    click.option("--ngram", is_flag=True,
-                 help="Look up draft tokens in earlier text that repeats itself, before the draft is asked."),
+    click.option("--ngram/--no-ngram", default=True,
+                 help="Copy draft tokens from the prompt and from earlier text where it goes on alike; they "
+                      "cost nothing. Default: yes."),
     click.option("--past-texts/--no-past-texts", envvar="LLAMASPEC_PAST_TEXTS",
                  help="With ngram: look up draft tokens in texts of earlier runs, too, and keep this one, in "
                       "the cache folder, readable by you alone. Default: nothing is kept."),
@@ -190,7 +191,7 @@ def known_draft(target: str) -> str:
     try:
         return find_draft(target)
     except PairError as error:
-        raise PairError(f"{error}, or look it up with --draft ngram") from error
+        raise PairError(f"{error}, or leave --draft out") from error
 
 
 def say_fetching(file: RemoteFile, n_missing: int) -> None:
@@ -253,9 +254,10 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
     elif not files.drafts and not choice.no_draft:
-        target = str(choice.target)
-        remedy = "auto" if has_draft(target) or drafts_itself(target) else "ngram"
-        say(f"no --draft given, decoding plainly; try --draft {remedy}")
+        say("no --draft given, decoding plainly")
+    elif files.draft is None and not files.heads and choice.draft is None and not choice.no_draft:
+        if has_draft(str(choice.target)) or drafts_itself(str(choice.target)):
+            say("no --draft given, only earlier text is copied; try --draft auto")
     named = [model.path for model in files.draft_models]
     past = None
     if files.ngram and choice.past_texts:
