@@ -255,9 +255,8 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         say("no --target given, using the small embedded pair")
     elif not files.drafts and not choice.no_draft:
         say("no --draft given, decoding plainly")
-    elif files.draft is None and not files.heads and choice.draft is None and not choice.no_draft:
-        if has_draft(str(choice.target)) or drafts_itself(str(choice.target)):
-            say("no --draft given, only earlier text is copied; try --draft auto")
+    elif choice.draft is None and not choice.no_draft and _has_known_draft(str(choice.target)):
+        say("no --draft given, only earlier text is copied; try --draft auto")
     named = [model.path for model in files.draft_models]
     past = None
     if files.ngram and choice.past_texts:
@@ -276,6 +275,10 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         )
     _warn(pair)
     return pair
+
+
+def _has_known_draft(target: str) -> bool:
+    return has_draft(target) or drafts_itself(target)
 
 
 @contextmanager
