@@ -94,7 +94,7 @@ class Costs:
         self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
         reading = prior.draft_reading_seconds
         self._reading = Average(log(reading), PROBED) if reading else None
-        self._prompt: tuple[int, float] | None = None  # width and seconds of a part that was read first
+        self._parts: dict[int, float] = {}  # width -> seconds of parts of a prompt that was read first
         self._scale = 0.0  # logarithm
         self._allowed = allowed
         self._latest: list[Average] = []  # that were timed
@@ -179,8 +179,9 @@ class Costs:
         else:
             self._learn(average, surprise)
         self._seconds = np.empty(0)
-        if self._prompt is not None:
-            self.observe_prompt(*self._prompt)
+        parts, self._parts = self._parts, {}
+        for wide, of_part in parts.items():
+            self.observe_prompt(wide, of_part)
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn from a part of a prompt that the target has read: what an evaluation of this width takes.
@@ -190,9 +191,9 @@ class Costs:
         if width < PROMPT or seconds <= 0:
             return
         if not self.n_timed:  # what is usual on this machine is not known
-            self._prompt = width, seconds
+            self._parts[width] = seconds
             return
-        self._prompt, knot = None, _knot(width)
+        knot = _knot(width)
         if knot not in self.averages or self.averages[knot].n <= 1:
             self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
             self._seconds = np.empty(0)

@@ -35,6 +35,8 @@ FIRST_COPY, LONGEST_COPY = (
 )  # tokens; the longest is, with the one before, a physical batch of llama.cpp
 TRUST = 0.5  # plain tokens of losses in this text that each token of a match makes up for
 CHUNK, LITTLE = 32, 64  # tokens that a draft reads beside a round, at least; that it reads without a plan
+SHORT, WAIT = 8, 4  # plain tokens: a prompt that takes longer to read waits for a part of as many, at most 16
+PACE = 8  # tokens over which the pace of a text is averaged
 USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
 
 Grown = TypeVar("Grown")
@@ -201,6 +203,7 @@ class AutoSequence:
         self.unused: UnusedDraft | None = None  # why the draft has not read the prompt
         self._copy_loss = 0.0  # plain tokens that copies have lost in this text, and not won back
         self._longest_copy = FIRST_COPY  # doubled after each copy that was accepted as a whole
+        self._pace: float | None = None  # seconds of a token, without those of draft models; recently
         self._is_asleep = self._is_waking = False  # the draft has not read the prompt; reads it beside rounds
         # Of the open round:
         self._plain = self._rate = 1.0  # seconds of a token without drafts; tokens per second of the plan
@@ -276,6 +279,10 @@ class AutoSequence:
         self.n_unread = int(not has_read) if n_steps else max(self.n_unread - n_read, 0) + n_made
         self._is_asleep &= self.n_unread > LITTLE
         self.n_written += n_made
+        pace = (round_.verify_seconds + round_.overhead_seconds) / n_made
+        self._pace = (
+            pace if self._pace is None else self._pace + (pace - self._pace) * n_made / (n_made + PACE)
+        )
         self.is_open, self.is_drafting, self.evaluation = False, n_steps > 0, round_.evaluation
 
     def observe_prompt(self, n: int, seconds: float) -> None:
@@ -286,9 +293,9 @@ class AutoSequence:
         """Whether the draft reads a prompt at once, of which it has not read so many tokens."""
         self._begin()
         self.is_open, self.n_unread = False, n_unread
-        self._is_asleep = n_unread > LITTLE and not self._pays_reading()
+        seconds = n_unread * self._policy.costs.reading_seconds
+        self._is_asleep = n_unread > LITTLE and (not self._pays_reading() or seconds > SHORT * self._plain)
         if self._is_asleep:
-            seconds = n_unread * self._policy.costs.reading_seconds
             self.unused = UnusedDraft(seconds, self._saving(), n_unread)
         else:
             self.n_unread = 0
@@ -318,11 +325,17 @@ class AutoSequence:
         n_left = self._policy.usual_length  # whatever was written: texts end by chance
         if self._max_tokens is not None:
             n_left = min(n_left, self._max_tokens - self.n_written)
-        return max(self._plain - 1.0 / self._rate, 0.0) * n_left
+        pace = self._plain if self._pace is None else min(self._pace, self._plain)
+        return max(pace - 1.0 / self._rate, 0.0) * n_left
 
     def _pays_reading(self) -> bool:
-        """Whether drafts are expected to save more than the draft takes to read what it has not read."""
-        return self._saving() > self.n_unread * self._policy.costs.reading_seconds
+        """Whether drafts are expected to save more than the draft takes to read what it has not read.
+
+        Known only after some tokens: where these are copies, no draft is wanted.
+        """
+        seconds = self.n_unread * self._policy.costs.reading_seconds
+        has_waited = not self._is_asleep or self.n_written >= min(seconds / self._plain / WAIT, 2 * PACE)
+        return has_waited and self._saving() > seconds
 
     def _begin(self) -> None:
         """Plan the round, once."""
