@@ -22,6 +22,7 @@ from llamaspec.values import (
     Logits,
     Round,
     TokenArray,
+    UnusedDraft,
     Verification,
 )
 
@@ -192,6 +193,10 @@ class PromptReading(Protocol):
     @property
     def n_to_read(self) -> int:
         """How many tokens of the text the draft reads in this round, instead of drafting; 0: the rest."""
+
+    @property
+    def unused(self) -> UnusedDraft | None:
+        """Why the draft has not read the text, if it has not."""
 
     def reads_prompt(self, n_unread: int) -> bool:
         """Whether the draft reads the prompt at once, of which it has not read so many tokens."""

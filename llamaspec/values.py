@@ -224,6 +224,13 @@ class Verification(NamedTuple):
     distributions: tuple[Distribution, ...] = ()  # p after the context and after each accepted token
 
 
+class UnusedDraft(NamedTuple):
+    """Why a draft has not read a text: it would have cost more than it was expected to save."""
+
+    reading_seconds: float
+    saved_seconds: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
     """A draft, one evaluation of the target, the tokens that it adds to the text."""

@@ -209,6 +209,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
                 "decode": summary.decode_seconds,
                 "mask": completion.mask_seconds,
             },
+            "unused_draft": None if completion.unused_draft is None else completion.unused_draft._asdict(),
         },
     }
 
@@ -231,7 +232,8 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
         if summary.n_drafted:
             rejected = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
             source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
-        return [speed, f"{source}; the prompt took {completion.prefill_seconds:.2f} s; {ended}"]
+        prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
+        return [speed, f"{source}; {prompt}; {ended}", *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
     prompt = f"{completion.n_prompt_tokens} tokens{cached} in {completion.prefill_seconds:.2f} s"
     lines = [f"{speed} (prompt: {prompt}), {ended}"]
@@ -257,7 +259,18 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             parts["of these, for the constraint"] = completion.mask_seconds
         shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
         lines.append("time: " + ", ".join(shares))
-    return lines
+    return [*lines, *_unused_draft(completion)]
+
+
+def _unused_draft(completion: Completion) -> list[str]:
+    unused = completion.unused_draft
+    if unused is None:
+        return []
+    reading, saved = unused
+    return [
+        f"the draft was not used: it would have taken {reading:.1f} s to read the prompt, "
+        f"and was expected to save {saved:.1f} s"
+    ]
 
 
 # Why tokens were drafted

@@ -22,7 +22,7 @@ from llamaspec.engine.statistics import Summary
 from llamaspec.errors import ContextFullError, PromptError, ScoresError
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.protocols import Vocabulary
-from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray, UnusedDraft
 
 
 class StopReason(str, Enum):
@@ -90,6 +90,7 @@ class Completion:
     summary: Summary
     prefill_seconds: float  # reading the prompt, by target and draft
     n_cached: int = 0  # tokens of the prompt that the target's KV cache held before
+    unused_draft: UnusedDraft | None = None  # why the draft has read nothing
     mask_seconds: float = 0.0  # computing what the constraint allows: a part of drafting and of overhead
 
 

@@ -24,6 +24,7 @@ from llamaspec.engine.generation import (
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.thread import ComputeThread
+from llamaspec.length.fixed import prompt_reading
 from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import Round
 
@@ -161,7 +162,8 @@ class TextStream:
     @property
     def completion(self) -> Completion:
         """What has been generated up to now."""
-        constraint = self._request.speculation.constraint
+        speculation = self._request.speculation
+        constraint, reading = speculation.constraint, prompt_reading(speculation.length)
         return Completion(
             text="".join(self._shown),
             tokens=tuple(self._tokens),
@@ -171,6 +173,7 @@ class TextStream:
             summary=summarize(self._rounds, len(self._tokens) + self._n_ended),
             prefill_seconds=self._prefilled.seconds,
             n_cached=self._prefilled.n_cached,
+            unused_draft=None if reading is None else reading.unused,
             mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
 

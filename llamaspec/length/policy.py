@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from llamaspec.length.acceptance import Acceptance, TextAcceptance, expected_accepted, verified_tokens
 from llamaspec.length.costs import Array, CostCurve, Costs
 from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
-from llamaspec.values import Draft, Round, Source
+from llamaspec.values import Draft, Round, Source, UnusedDraft
 
 COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
 FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
@@ -65,14 +65,6 @@ class LearnedPrior:
                 raise ValueError("a prior of another kind")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
-
-
-class UnusedDraft(NamedTuple):
-    """Why a draft has not read a prompt: it would have cost more than it was expected to save."""
-
-    reading_seconds: float
-    saved_seconds: float
-    n_unread: int  # tokens
 
 
 @dataclass(slots=True)
@@ -296,7 +288,7 @@ class AutoSequence:
         seconds = n_unread * self._policy.costs.reading_seconds
         self._is_asleep = n_unread > LITTLE and (not self._pays_reading() or seconds > SHORT * self._plain)
         if self._is_asleep:
-            self.unused = UnusedDraft(seconds, self._saving(), n_unread)
+            self.unused = UnusedDraft(seconds, self._saving())
         else:
             self.n_unread = 0
         return not self._is_asleep
@@ -369,6 +361,7 @@ class AutoSequence:
             policy.drafts.distance, self._rate = NEAREST, float(rates.max())
             self._checks = policy.plain.is_due() and costs.allows(n_sequences)
             if self._is_asleep and not self._is_waking and not self._pays_reading():
+                self.unused = UnusedDraft(self.n_unread * costs.reading_seconds, self._saving())
                 self._checks, self._rate = False, 1.0 / self._plain
             elif not self._checks:
                 self._limits[source] = limit
