@@ -188,6 +188,7 @@ def test_the_timings_of_an_answer() -> None:
         "verify_ms": 4500.0,
         "overhead_ms": 875.0,
         "mask_ms": 375.0,
+        "unused_draft": None,
         "speedup_estimate": 1.25,
     }
     cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]

@@ -57,7 +57,12 @@ export function conclude(rounds, timings) {
   if (!rounds.length) return "";
   const told = `${nTokens} tokens in ${rounds.length} evaluations of the target and ${seconds.toFixed(2)} s`;
   const drafted = sum("drafted");
-  if (!drafted) return `${told}; nothing was drafted.`;
+  const unused = timings?.unused_draft;
+  const why = unused
+    ? ` The draft was not used: it would have taken ${unused.reading_seconds.toFixed(1)} s to read the prompt,` +
+      ` and was expected to save ${unused.saved_seconds.toFixed(1)} s.`
+    : "";
+  if (!drafted) return `${told}; nothing was drafted.${why}`;
   const plain = timings?.speedup_estimate ? ` Without a draft it would take about ${(seconds * timings.speedup_estimate).toFixed(2)} s.` : "";
-  return `${told}: ${sum("accepted")} of ${drafted} draft tokens were accepted.${plain}`;
+  return `${told}: ${sum("accepted")} of ${drafted} draft tokens were accepted.${plain}${why}`;
 }
