@@ -271,6 +271,8 @@ class AutoSequence:
         self.n_unread = int(not has_read) if n_steps else max(self.n_unread - n_read, 0) + n_made
         self._is_asleep &= self.n_unread > LITTLE
         self.n_written += n_made
+        if n_steps:
+            self.unused = None
         pace = (round_.verify_seconds + round_.overhead_seconds) / n_made
         self._pace = (
             pace if self._pace is None else self._pace + (pace - self._pace) * n_made / (n_made + PACE)
@@ -286,12 +288,13 @@ class AutoSequence:
         self._begin()
         self.is_open, self.n_unread = False, n_unread
         seconds = n_unread * self._policy.costs.reading_seconds
-        self._is_asleep = n_unread > LITTLE and (not self._pays_reading() or seconds > SHORT * self._plain)
-        if self._is_asleep:
-            self.unused = UnusedDraft(seconds, self._saving())
-        else:
+        is_read = self._pays_reading() and seconds <= SHORT * self._plain
+        self._is_asleep = not is_read and n_unread > LITTLE
+        if is_read:
             self.n_unread = 0
-        return not self._is_asleep
+        else:
+            self.unused = UnusedDraft(seconds, self._saving())
+        return is_read
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` tokens of the prompt that the draft has read."""
@@ -367,7 +370,7 @@ class AutoSequence:
                 self._limits[source] = limit
         elif self._is_waking or (
             policy.drafts.is_due(could_pay=could_pay)
-            and costs.drafting_seconds(1, self.n_unread if self._is_asleep or not could_pay else 0)
+            and costs.drafting_seconds(1, self.n_unread if self.unused or not could_pay else 0)
             <= policy.credit
         ):
             policy.drafts.n_since = 0

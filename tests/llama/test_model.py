@@ -22,7 +22,7 @@ from forward_requests import (
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.options import BATCH
+from llamaspec.llama.options import BATCH, DRAFT_SCORED
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 from tiny_models import Recipe
@@ -87,6 +87,14 @@ def test_sequences_longer_than_a_batch(opened: OpenModel, kind: str) -> None:
         for row, wanted in batch:
             assert_same(answers[row], fresh(other, wanted), TOLERANCE[kind])
             assert_same(fresh(model, wanted), fresh(other, wanted), TOLERANCE[kind])
+
+
+def test_as_many_texts_draft_as_a_draft_scores_positions(opened: OpenModel) -> None:
+    """A server may run 16 texts at once: the sixteenth drafts, too."""
+    model = opened(n_ctx=64, n_cells=1024, max_scored=DRAFT_SCORED, **EXACT)
+    batch = [(row, ForwardRequest(TARGET, tokens(1, 2 + row))) for row in range(DRAFT_SCORED)]
+    assert all(isinstance(n, int) for n in model.prepare([(*entry, 0) for entry in batch]))
+    assert [len(logits) for logits in model.evaluate(batch)] == [1] * DRAFT_SCORED
 
 
 def test_rows_that_change_places(opened: OpenModel) -> None:
