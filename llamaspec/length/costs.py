@@ -135,7 +135,8 @@ class Costs:
 
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
-        return n_steps * self.step_seconds + n_unread * self.reading_seconds
+        first = max(self.step_seconds, n_unread * self.reading_seconds)  # several tokens at once cost as one
+        return (n_steps - 1) * self.step_seconds + first
 
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
@@ -237,9 +238,9 @@ class Costs:
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""
-        if n_steps and seconds > 0:
+        if n_steps and seconds > 0 and n_unread * self.reading_seconds < self.step_seconds:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
-            self._step.learn(min(surprise, OUTLIER) if self._step.n else surprise)
+            self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
 
     def learned(self) -> CostCurve:
         """What the next run should begin with."""

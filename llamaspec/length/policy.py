@@ -249,7 +249,7 @@ class AutoSequence:
         """Learn acceptance and costs."""
         self._begin()  # the drafter may not have asked
         policy, n_made, n_steps = self._policy, round_.n_accepted + 1, round_.n_priced_steps
-        n_read = 0 if n_steps or not round_.draft_seconds else self.n_to_read
+        n_read = 0 if n_steps or not round_.draft_seconds else self.n_to_read or self.n_unread
         found = [*verified_tokens(round_), *((round_.counterfactual,) if round_.counterfactual else ())]
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
