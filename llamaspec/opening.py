@@ -39,7 +39,7 @@ def open_pair(
     target: str | Path,
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
-    ngram: bool = True,
+    ngram: bool | None = None,
     past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
@@ -54,8 +54,9 @@ def open_pair(
     draft : str, Path or sequence of them, optional
         The same; "auto" is the draft that is known for the target, or else the target's own prediction
         heads; "mtp" is these heads, "ngram" no model at all. Of several, each drafts for the one before it.
-    ngram : bool
-        Copy from earlier text where it goes on alike; the draft, if any, is asked elsewhere.
+    ngram : bool, optional
+        Copy from earlier text where it goes on alike. Default: yes, but where a draft is asked for a fixed
+        number of tokens, which nobody weighs against copies.
     past : PastTexts, optional
         Earlier texts of this target that may be copied from, too.
 

@@ -54,14 +54,16 @@ class Pair:
         cascade: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         common: CommonTokens | None = None,
-        ngram: bool = True,
+        ngram: bool | None = None,
         past: PastTexts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
-        self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=ngram)
+        self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=bool(ngram))
         self.common = common  # tokens, where the draft's vocabulary is not the target's
-        self.ngram = ngram  # earlier text is copied before the draft is asked
+        self.ngram = (
+            ngram  # whether earlier text is copied; None: not before a model of fixed length is asked
+        )
         if past is not None:
             past.keep_below(target.vocabulary_size)
         self.past = past  # texts that are copied from, too; every text becomes one of them
@@ -89,8 +91,8 @@ class Pair:
         found = {
             Source.STAGE if self.cascade else Source.MODEL: self.draft is not None,
             Source.MTP: self.heads is not None,
-            Source.NGRAM: self.ngram,
-            Source.STORE: self.ngram and self.past is not None,
+            Source.NGRAM: self.ngram is not False,
+            Source.STORE: self.ngram is not False and self.past is not None,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
 

@@ -77,7 +77,7 @@ class SequenceDrafters:
     cascade: Sequence[CascadeLevel]
     heads: PredictionHeads | None  # of the target, in place of a draft
     common: CommonTokens | None  # where the draft's vocabulary is not the target's
-    ngram: bool  # earlier text is copied before the draft is asked
+    ngram: bool | None  # whether earlier text is copied; None: not before a model of fixed length is asked
     past: PastTexts | None  # texts that are copied from, too
 
     def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:
@@ -86,12 +86,16 @@ class SequenceDrafters:
         Drafts branch as that says, where both models and the rule can; `prediction` is copied from, too.
         """
         drafters: list[Drafter] = []
-        if self.ngram or len(prediction):
-            least = MIN_MATCH if self.draft is None and self.heads is None else MIN_PAST_MATCH
+        has_model = self.draft is not None or self.heads is not None
+        copies = self.ngram
+        if copies is None:  # else nobody weighs them against what the model drafts
+            copies = not has_model or prompt_reading(length) is not None
+        if copies or len(prediction):
+            least = MIN_PAST_MATCH if has_model and self.ngram is None else MIN_MATCH
             drafters.append(NgramDrafter(least, self.past, prediction=prediction))
         if self.cascade:
             drafters.append(self._cascaded(drawing))
-        elif self.draft is not None or self.heads is not None:
+        elif has_model:
             drafters.append(self.asking_model(drawing, length))
         if drawing.constraint is not None:
             drafters.append(ForcedDrafter(drawing.constraint, drawing.n_prompt))

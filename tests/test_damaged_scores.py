@@ -48,7 +48,7 @@ def test_later_requests_fail_alike(bad: Path) -> None:
 @pytest.mark.parametrize("n_texts", [1, 3])
 def test_a_draft_falls_silent(target_file: Path, bad: Path, n_texts: int) -> None:
     def texts(draft: Path | None) -> list[tuple[int, ...]]:
-        with open_pair(target_file, draft, target_options=CPU, draft_options=CPU) as pair:
+        with open_pair(target_file, draft, ngram=False, target_options=CPU, draft_options=CPU) as pair:
             streams = [pair.stream("def f(x):", seed=seed, max_tokens=20, policy=FixedLength(3))
                        for seed in range(n_texts)]  # fmt: skip
             for stream in streams:

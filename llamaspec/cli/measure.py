@@ -53,7 +53,7 @@ PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 def _pair_with_draft(models: ModelChoice, command: str) -> PairFiles:
     files = find_files(models)
     if not files.drafts:
-        raise PairError(f"{command} needs a draft; name it with --draft, or look it up with --draft ngram")
+        raise PairError(f"{command} needs a draft; name it with --draft, or drop --no-ngram")
     return files
 
 

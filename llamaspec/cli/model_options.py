@@ -58,9 +58,9 @@ _NAMES: tuple[Decorator, ...] = (
                       "heads; mtp = the target's own prediction heads; ngram = none, only copies of "
                       "earlier text. Of several, each drafts for the one before it."),
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
-    click.option("--ngram/--no-ngram", default=True,
+    click.option("--ngram/--no-ngram", default=None,
                  help="Copy draft tokens from the prompt and from earlier text where it goes on alike; they "
-                      "cost nothing. Default: yes."),
+                      "cost nothing. Default: yes, but not before a draft with a fixed --draft-length."),
     click.option("--past-texts/--no-past-texts", envvar="LLAMASPEC_PAST_TEXTS",
                  help="With ngram: look up draft tokens in texts of earlier runs, too, and keep this one, in "
                       "the cache folder, readable by you alone. Default: nothing is kept."),
@@ -111,7 +111,7 @@ class ModelChoice:
     target: str | None  # None = the embedded pair
     draft: str | None
     stages: tuple[str, ...]  # the draft's draft, and so on
-    ngram: bool
+    ngram: bool | None
     past_texts: bool
     no_draft: bool
     verbose: bool
@@ -136,7 +136,7 @@ class ModelChoice:
 
 
 def _choice(
-    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool, past_texts: bool,
+    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None, past_texts: bool,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
     """From the command line, where a pair in the environment gives way to names that are nearer."""
@@ -243,7 +243,7 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
         file,
         ModelFile(draft, choice.draft_options) if draft is not None else None,
         tuple(ModelFile(find(name), choice.draft_options) for name in choice.stages),
-        ngram=choice.ngram or named == NGRAM,
+        ngram=True if named == NGRAM else choice.ngram,
         heads=named == MTP,
     )
 
@@ -259,7 +259,7 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
         say("no --draft given, only earlier text is copied; try --draft auto")
     named = [model.path for model in files.draft_models]
     past = None
-    if files.ngram and choice.past_texts:
+    if files.ngram is not False and choice.past_texts:
         past, fault = SuffixStore.of(files.target.path).read()
         if fault is not None:
             say(fault)

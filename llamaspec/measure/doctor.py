@@ -358,8 +358,8 @@ def file_findings(files: PairFiles) -> Iterator[Finding]:
             f"{kept.n_bytes / 1e6:.1f} MB of {kept.n_models} model{'s' if kept.n_models > 1 else ''} are kept"
         )
         yield Finding(OK, "past texts", f"{text} in {folder()}", settings=("past_texts",))
-    if files.ngram and files.draft is None and not files.heads:
-        yield Finding(OK, "draft", "none: draft tokens are looked up in earlier text")
+    if files.ngram is not False and files.draft is None and not files.heads:
+        yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
     elif not files.drafts:
         remedy = "name a small model of the target's family, or look draft tokens up in earlier text"
         text = "none given: plain decoding, one token at a time"

@@ -51,7 +51,7 @@ class PairFiles:
     target: ModelFile
     draft: ModelFile | None
     stages: tuple[ModelFile, ...] = ()  # the draft's draft, and so on
-    ngram: bool = False  # draft tokens are looked up in earlier text
+    ngram: bool | None = None  # draft tokens are copied from earlier text, as `open_pair` says
     heads: bool = False  # the target's own prediction heads draft
 
     @property
@@ -62,7 +62,7 @@ class PairFiles:
     @property
     def drafts(self) -> bool:
         """Whether anything drafts."""
-        return self.draft is not None or self.ngram or self.heads
+        return self.draft is not None or self.ngram is not False or self.heads
 
 
 PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair

@@ -275,7 +275,7 @@ def open_stream(
     def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
         """None: the pair's own."""
         if drafting.enabled is not False and drafting.max_draft != 0:
-            if drafting.ngram is not False or not pair.ngram:
+            if drafting.ngram is not False or pair.ngram is False:
                 return None
             if pair.draft is not None:
                 row = None if constraint is None else constraint.start_sequence()

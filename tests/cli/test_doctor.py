@@ -99,7 +99,7 @@ def test_without_a_target_the_embedded_pair_is_examined(demo_files: tuple[Path, 
 
 
 def test_without_a_draft(target_file: Path) -> None:
-    found = listed(invoke("doctor", *naming([target_file]), "--json"))
+    found = listed(invoke("doctor", *naming([target_file]), "--no-ngram", "--json"))
     assert found["draft"]["level"] == "warning"
     assert "vocabulary" not in found
 

@@ -161,7 +161,7 @@ def test_models_from_the_environment(models: list[Path], monkeypatch: pytest.Mon
 
 
 def test_a_target_without_a_draft(models: list[Path]) -> None:
-    answer = generate(PROMPT, "-n", "5", "--json", models=models[:1])
+    answer = generate(PROMPT, "-n", "5", "--no-ngram", "--json", models=models[:1])
     assert answer.json["draft"] is None
     assert "no --draft given, decoding plainly" in answer.stderr
 

@@ -43,7 +43,9 @@ def test_a_file_without_heads(target_file: Path, command: str) -> None:
 
 def test_a_hint_where_there_are_heads(target: Path) -> None:
     answer = invoke("generate", "--target", target, "--threads", "1", "-n", "2", "x")
-    assert answer.stderr.startswith("llamaspec: no --draft given, decoding plainly; try --draft auto")
+    assert answer.stderr.startswith(
+        "llamaspec: no --draft given, only earlier text is copied; try --draft auto"
+    )
 
 
 def test_compare_and_audit(target: Path, own_cache: None) -> None:

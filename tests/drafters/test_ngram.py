@@ -11,6 +11,7 @@ from llamaspec.drafters.ngram import (
     LONGEST_MATCH,
     MAX_TOKENS,
     MIN_PAST_MATCH,
+    Alignment,
     NgramDrafter,
     PastTexts,
     latest,
@@ -238,3 +239,59 @@ def test_a_text_becomes_a_past_one_when_it_ends() -> None:
         drafter.close()
     assert other.propose(tokens(9, 1, 2, 3, 4), FixedLength(3)).tokens.tolist() == [5, 6]
     assert len(past.texts) == 1
+
+
+# Alignment
+
+PASSAGE = tokens(*range(100, 160))
+
+
+def aligned(source: TokenArray, *text: int) -> Alignment:
+    """An alignment that has followed a text from the begin of its source."""
+    alignment = Alignment(0, 0)
+    for token in text:
+        alignment.follow(source, token)
+    return alignment
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ((*range(100, 110), 1, *range(111, 114)), [114, 115, 116]),  # a replacement
+        ((*range(100, 110), 1, 2, *range(110, 113)), [113, 114, 115]),  # an insertion
+        ((*range(100, 110), *range(113, 116)), [116, 117, 118]),  # a deletion
+    ],
+)
+def test_a_copy_resumes_after_an_edit(text: tuple[int, ...], expected: list[int]) -> None:
+    assert aligned(PASSAGE, *text).continuation(PASSAGE, 3)[0] == expected
+
+
+def test_a_replacement_is_proposed_again_and_dropped_when_it_was_wrong() -> None:
+    source = tokens(10, 11, 5, 12, 13, 14, 5, 15, 16, 17, 5, 18, 19)
+    alignment = aligned(source, 10, 11, 99, 12, 13)
+    assert alignment.continuation(source, 4)[0] == [14, 99, 15, 16]
+    for token in (14, 5, 15, 16):
+        alignment.follow(source, token)
+    assert alignment.continuation(source, 3)[0] == [17, 5, 18]
+
+
+def test_a_prediction_is_followed_from_the_first_token_and_after_a_wrong_beginning() -> None:
+    drafter = NgramDrafter(prediction=PASSAGE)
+    drafter.prepare(tokens(1, 2, 3))
+    draft = proposed(drafter, tokens(1, 2, 3), 3)
+    assert (draft.source, draft.tokens.tolist()) == (Source.PREDICTION, [100, 101, 102])
+    draft = proposed(drafter, tokens(1, 2, 3, 7, 8, 102, 103), 3)
+    assert (draft.source, draft.tokens.tolist()) == (Source.PREDICTION, [104, 105, 106])
+
+
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+    draft = proposed(NgramDrafter(), tokens(*[7, 8, 9] * 3), 8)
+    assert draft.tokens.tolist() == [7, 8, 9, 7, 8, 9, 7, 8]
+
+
+def test_new_tokens_are_never_aligned_with_themselves() -> None:
+    """What was written since the last round is looked for in the text before it."""
+    drafter, text = NgramDrafter(), [*range(1, 9), *range(1, 5)]
+    drafter.prepare(tokens(*text))
+    proposed(drafter, tokens(*text), 2)
+    assert proposed(drafter, tokens(*text, 70, 71, 72, 73, 6, 7), 1).tokens.tolist() == [8]

@@ -118,7 +118,7 @@ def test_looking_asks_nobody(hub: Hub, cache: Path, option: str, naming: tuple[s
 
 
 def test_library_errors_speak_of_no_options(cache: Path) -> None:
-    assert "with --draft ngram" in said(invoke("generate", "--pair", "small", "x"))
+    assert "leave --draft out" in said(invoke("generate", "--pair", "small", "x"))
     for name in ("nobody", "hf:acme", "small:Q4_0", "hf:a/b:../x.gguf"):
         with pytest.raises(ModelFileError) as error:
             locate_model(name)
