@@ -167,7 +167,9 @@ class Pair:
         length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
         if drafter is None:
             drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
-            expected = NO_TOKENS if not prediction else self._tokens(prediction, add_special=False)
+            expected = NO_TOKENS
+            if prediction is not None and len(prediction):
+                expected = self._tokens(prediction, add_special=False)
             drafter = self._drafters.make(drawing, length, expected)
         speculation = Speculation(
             drafter=drafter,

@@ -108,13 +108,16 @@ class SequenceDrafters:
             return replace(drafter, source=Source.MTP, longest=self.heads.longest)
         assert self.draft is not None
         kind: Callable[..., ModelDrafter] = ModelDrafter
-        can_branch = drawing.rule == Coupled.name and self.draft.can_branch and self.target.can_branch
-        if can_branch and isinstance(length, TreeLength):
-            kind = partial(TreeDrafter, trees=length)
+        if isinstance(length, TreeLength) and drawing.rule == Coupled.name:
+            kind = partial(TreeDrafter, trees=length) if self._can_branch else kind
         drafter = self._asking(self.draft, drawing, kind=kind)
         if length is not None:
             drafter.reading, drafter.n_cached = prompt_reading(length), self.draft.n_cached
         return drafter
+
+    @property
+    def _can_branch(self) -> bool:
+        return self.target.can_branch and self.draft is not None and self.draft.can_branch
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a level's draft, with everybody that drafts for it."""

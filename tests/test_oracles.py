@@ -136,7 +136,7 @@ def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> N
 
 def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would try widths and plan rounds, so that what drafts are compared with would be slower."""
-    monkeypatch.setattr(AutoLength, "start_sequence", lambda self, drops: pytest.fail("asked"))
+    monkeypatch.setattr(AutoLength, "start_sequence", lambda self, **how: pytest.fail("asked"))
     target = store.path("llama", Recipe(dtype="q8_0"))
     with opened(target, target) as pair:
         assert len(pair.stream(PROMPTS[0], drafter=NoDrafter(), max_tokens=8).run().tokens) == 8
@@ -562,6 +562,25 @@ def test_the_embedded_target_drafts_for_itself(demo_files: tuple[Path, Path]) ->
         for rule in RULES:
             found = assisted(pair, PROMPTS[0], Sampling(), 1, 40, 5, rule)
             assert found.summary.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["right", "partly", "wrong"])
+def test_a_prediction_changes_no_token(demo_files: tuple[Path, Path], kind: str, temperature: float) -> None:
+    sampling, n_copied = Sampling(temperature=temperature), 0
+    with open_pair(*demo_files, target_options=CPU, draft_options=CPU) as pair:
+        right = plain(pair, PROMPTS[0], sampling, 5, 60)
+        said = np.array(right.tokens, np.int32)
+        if kind != "right":
+            said[:: 7 if kind == "partly" else 1] = 3
+        for policy in (FixedLength(6), None):
+            pair.forget()
+            found = pair.stream(
+                PROMPTS[0], prediction=said, policy=policy, sampling=sampling, seed=5, max_tokens=60
+            ).run()
+            assert found.tokens == right.tokens
+            n_copied += sum(r.n_accepted for r in found.rounds if r.source is Source.PREDICTION)
+    assert n_copied > 20 or kind != "right"
 
 
 def test_a_pair_that_is_used_again_says_the_same(demo_files: tuple[Path, Path]) -> None:

@@ -129,7 +129,7 @@ def run_compare(
     if pair.draft is not None:
         alone = Pair(pair.draft, None, 0.0)
         prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
-        ways["draft alone"] = lambda task: replace(task, prompt=prompt).run(alone)
+        ways["draft alone"] = lambda task: replace(task, prompt=prompt).run_plain(alone)
     runs: dict[str, list[Completion]] = {name: [] for name in ways}
     for run in range(-1, n_runs):  # run -1 warms up
         for i, (name, start) in enumerate(ways.items()):

@@ -238,6 +238,7 @@ def test_the_line_of_json_after_a_text() -> None:
             "load": 0.75, "prefill": 0.125, "draft": 0.5, "verify": 4.0, "rest": 1.5, "decode": 6.0,
             "mask": 0.0,
         },
+        "unused_draft": None,
     }  # fmt: skip
     assert told == {
         "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "stop_reason": "limit", "seed": 7,
