@@ -19,7 +19,7 @@ from llamaspec.engine.statistics import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
 from llamaspec.serve.scheduling import Finished, PromptProgress, Submission
-from llamaspec.values import Logprobs, Round
+from llamaspec.values import Logprobs, Round, Source
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -169,12 +169,17 @@ def openai_usage(
     prompts = [end.completion for end in ends[::n]]
     n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_generated = sum(end.completion.summary.n_tokens for end in ends)
+    details = {"reasoning_tokens": sum(end.n_reasoning for end in ends)}
+    rounds = [each for end in ends for each in end.completion.rounds if each.source is Source.PREDICTION]
+    if rounds:
+        details["accepted_prediction_tokens"] = sum(each.n_accepted for each in rounds)
+        details["rejected_prediction_tokens"] = sum(each.n_verified - each.n_accepted for each in rounds)
     return {
         f"{prompt}_tokens": n_prompt,
         f"{completion}_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
         f"{prompt}_tokens_details": {"cached_tokens": sum(each.n_cached for each in prompts)},
-        f"{completion}_tokens_details": {"reasoning_tokens": sum(end.n_reasoning for end in ends)},
+        f"{completion}_tokens_details": details,
     }
 
 

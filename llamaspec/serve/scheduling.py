@@ -298,6 +298,7 @@ def open_stream(
             on_prefill=on_prefill,
             constraint=constraint,
             logprobs=request.n_logprobs,
+            prediction=request.prediction,
         )
 
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)

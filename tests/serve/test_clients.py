@@ -65,6 +65,8 @@ def test_openai_prediction(client: Any, expected: str, as_parts: bool) -> None:
         prediction={"type": "content", "content": content},
     )  # fmt: skip
     assert answer.choices[0].message.content == expected
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 0
 
 
 def test_openai_completions(client: Any, alone: Pair) -> None:
