@@ -31,7 +31,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
 
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
-_TITLES = {"source": "Prompt", "thinking": "Reasoning", "options": "Server"}
 _SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
 
 
@@ -81,7 +80,7 @@ def option_group(
                 values[name] = make(**own)
             return command(**values)
 
-        section(_TITLES.get(name, name.capitalize()), options)(grouped)
+        section("Prompt" if name == "source" else name.capitalize(), options)(grouped)
         names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
         return cast(Command, grouped)
 
@@ -266,17 +265,10 @@ def _decoding(
 
 
 # The command gets DecodingOptions as `decoding`; answers of a chat end by themselves.
-decoding_options = option_group(
-    "decoding", _decoding, (_limit(256, True, "Stop after this many tokens."), *_DECODING)
-)
-answer_decoding_options = option_group(
-    "decoding",
-    _decoding,
-    (
-        _limit(UNLIMITED, "what the context has room for", "Stop an answer after this many tokens."),
-        *_DECODING,
-    ),
-)
+_LIMIT = _limit(256, True, "Stop after this many tokens.")
+_ANSWER_LIMIT = _limit(UNLIMITED, "what the context has room for", "Stop an answer after this many tokens.")
+decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
+answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))
 
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:

@@ -13,17 +13,8 @@ from typing import Any
 import click
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
+from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
-from llamaspec.cli.options import (
-    DEVICE_NAMES,
-    DRAFTING,
-    ChatOptions,
-    DecodingOptions,
-    Decorator,
-    GroupedCommand,
-    refusing_values,
-    section,
-)  # fmt: skip
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import LlamaspecError, WorkerError
@@ -39,7 +30,7 @@ from llamaspec.serve import ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes
 
-_OPTIONS: tuple[Decorator, ...] = (
+_OPTIONS: tuple[shared.Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="The address to listen on; others than this machine's need a key."),
     click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free."),
@@ -64,7 +55,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--alias", help="The model's name in answers; default: that of the file."),
     click.option("--chat-template", metavar="FILE",
                  help="A Jinja template instead of the one in the target's file."),
-    *DRAFTING,
+    *shared.DRAFTING,
     click.option("--cache-dir", metavar="DIR",
                  help="Save what the KV caches hold there when the server stops, and begin with it the next "
                       "time: prompts are not read again."),
@@ -76,7 +67,7 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=shared.GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
@@ -84,7 +75,7 @@ Examples:
   LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
 """,
 )
-@section("Server", _OPTIONS)
+@shared.section("Server", _OPTIONS)
 @model_or_plain_options
 def serve(
     models: ModelChoice,
@@ -101,14 +92,14 @@ def serve(
     **others: Any,
 ) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
-    with refusing_values():
-        decoding = DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
+    with shared.refusing_values():
+        decoding = shared.DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
     check_installed()
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
-    with refusing_values():
+    with shared.refusing_values():
         files = _with_room(find_files(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
@@ -176,7 +167,7 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
 
 def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
     try:
-        return ChatOptions(None, name).read_template(pair)
+        return shared.ChatOptions(None, name).read_template(pair)
     except NoTemplateError:
         say("the target has no chat template; only /v1/completions can be answered (--chat-template)")
         return None
@@ -194,7 +185,7 @@ Examples:
 @click.option("--threads", type=click.IntRange(1, 512), help="Threads of a CPU; default: its physical cores.")
 @click.option(
     "--device",
-    type=DEVICE_NAMES,
+    type=shared.DEVICE_NAMES,
     help="What to compute on, names with commas between them; default: all GPUs, else the CPU.",
 )
 @click.option("--cache", is_flag=True,

@@ -126,11 +126,12 @@ def test_help_shows_examples(command: list[str], says: list[str]) -> None:
         ("generate", ["Prompt", "Conversation", "Models", "Decoding", "Output", "Other"]),
         ("chat", ["Conversation", "Reasoning", "Files", "Models", "Decoding", "Other"]),
         ("serve", ["Server", "Models", "Other"]),
+        ("draft make", ["Other", "Options"]),
         ("probe", ["Models", "Output", "Other"]),
     ],
 )
 def test_help_shows_options_in_groups(command: str, titles: list[str]) -> None:
-    lines = invoke(command, "-h").stdout.splitlines()
+    lines = invoke(*command.split(), "-h").stdout.splitlines()
     found = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert found == titles
     assert sum("--target" in line for line in lines) >= 1
