@@ -29,11 +29,11 @@ NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
-FIRST_COPY, LONGEST_COPY = (
-    16,
-    511,
-)  # tokens; the longest is, with the one before, a physical batch of llama.cpp
-TRUST = 0.5  # plain tokens of losses in this text that each token of a match makes up for
+FIRST_COPY, LONGEST_COPY = 16, 511  # tokens; the longest is, with the one before, a batch of llama.cpp
+TRUST, BANK = (
+    0.5,
+    32.0,
+)  # plain tokens that a copy may lose: for each of the match, and of what others have won
 CHUNK, LITTLE = 32, 64  # tokens that a draft reads beside a round, at least; that it reads without a plan
 SHORT, WAIT = 8, 4  # plain tokens: a prompt that takes longer to read waits for a part of as many, at most 16
 PACE = 8  # tokens over which the pace of a text is averaged
@@ -193,7 +193,7 @@ class AutoSequence:
         self.n_unread = 0  # tokens that the draft has not read, besides the last
         self.n_written = 0  # tokens of the text
         self.unused: UnusedDraft | None = None  # why the draft has not read the prompt
-        self._copy_loss = 0.0  # plain tokens that copies have lost in this text, and not won back
+        self._copy_gain = 0.0  # plain tokens that copies have won in this text
         self._longest_copy = FIRST_COPY  # doubled after each copy that was accepted as a whole
         self._pace: float | None = None  # seconds of a token, without those of draft models; recently
         self._is_asleep = self._is_waking = False  # the draft has not read the prompt; reads it beside rounds
@@ -311,7 +311,7 @@ class AutoSequence:
     def _observe_copy(self, round_: Round) -> None:
         n, n_accepted = len(round_.draft), round_.n_accepted
         gain = n_accepted + 1 - round_.seconds / (round_.n_sequences * self._plain)
-        self._copy_loss = max(self._copy_loss - gain, 0.0)
+        self._copy_gain = min(self._copy_gain + gain, BANK)
         longest = 2 * (self._longest_copy if n_accepted == n else n_accepted)
         self._longest_copy = max(FIRST_COPY, min(longest, LONGEST_COPY))
 
@@ -388,23 +388,28 @@ class AutoSequence:
         Where nothing is drafted, one that is not verified. `ahead`: the confidences of what could be copied.
         """
         policy, prices = self._policy, self._copy_prices
-        n_most = min(len(prices) - 1, self._longest_copy)
+        n_most = len(prices) - 1
         if not n_most or self._checks or source not in {*policy.sources, Source.GRAMMAR}:
             return 0
         if source is Source.GRAMMAR:
             expected = expected_accepted(1.0, n_most)
         else:
+            n_most = min(n_most, self._longest_copy, self._affordable(ahead))
             expected = self._expected(source, ahead[:n_most])
         worth = expected - self._rate * prices[: len(expected)]
         n = int(worth.argmax())
-        if source is Source.GRAMMAR or (
-            worth[n] > self._rate * self._plain - 1.0
-            and self._copy_loss <= TRUST * ahead[0] / (1.0 - ahead[0])
-        ):
+        if source is Source.GRAMMAR or worth[n] > self._rate * self._plain - 1.0:
             return n
         if not self._limits.get(policy.drafting):
             self._explored = source
         return int(self._explored is source)
+
+    def _affordable(self, ahead: Sequence[float]) -> int:
+        """The longest copy whose whole price may be lost, by the match and by what copies have won."""
+        if not ahead:
+            return 0
+        most = TRUST * ahead[0] / (1.0 - ahead[0]) + self._copy_gain
+        return int((self._copy_prices <= most * self._plain).nonzero()[0].max(initial=0))
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """[n] how many of the first n tokens of a draft are accepted, on average."""

@@ -315,3 +315,81 @@ def test_the_same_rounds_give_the_same_decisions() -> None:
         return play(AutoLength(), machine("stepped"), mixed(), seed=3)
 
     assert run() == run()
+
+
+def copying(row: AutoSequence, n_matched: int) -> int:
+    """How many tokens are copied behind a match of so many."""
+    ahead = tuple(i / (i + 1.0) for i in range(n_matched, n_matched + 511))
+    n = 0
+    while row.wants_more(Draft(np.zeros(n, np.int32), (), ahead[:n], Source.NGRAM, ahead=ahead[n:])):
+        n += 1
+    return n
+
+
+def copied(row: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds: float) -> None:
+    """A round with a copy of `n` tokens."""
+    draft = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM)
+    row.observe(
+        Round(draft, tuple(range(n_accepted)), 0, n + 1, evaluation=evaluation, verify_seconds=seconds)
+    )
+
+
+def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer_match() -> None:
+    """A position costs 0.1 of a plain token."""
+    widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    curve = CostCurve(widths, tuple(1.0 + 0.1 * (width - 1) for width in widths), 0.0)
+    row = AutoLength(curve, sources={Source.NGRAM}).start_sequence(drops=True)
+    for i, n in enumerate((16, 32, 64, 128)):
+        assert copying(row, 400) == n
+        copied(row, n, n, i, 1.0 + 0.1 * n)
+    assert copying(row, 400) == 256
+    copied(row, 256, 0, 9, 26.6)
+    assert copying(row, 400) == 16
+    dear = CostCurve(widths, tuple(1.0 + 0.4 * (width - 1) for width in widths), 0.0)
+    row = AutoLength(dear, sources={Source.NGRAM}).start_sequence(drops=True)
+    assert copying(row, 20) == 16
+    copied(row, 16, 0, 1, 7.4)  # 6.4 plain tokens are lost; a match of 20 may lose 10
+    assert copying(row, 20) == 8
+    copied(row, 8, 0, 2, 4.2)
+    assert copying(row, 20) <= 1
+    assert copying(row, 100) == 16
+
+
+def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before_some_tokens() -> None:
+    """Reading a token costs 0.05 of a plain one; drafts save half of the time."""
+    curve = CostCurve((1, 8), (1.0, 1.1), 0.05, 0.05)
+    policy = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10))
+    short = policy.start_sequence(drops=True, max_tokens=200)
+    assert short.reads_prompt(100)
+    assert short.unused is None
+    brief = policy.start_sequence(drops=True, max_tokens=3)
+    assert not brief.reads_prompt(100)
+    assert brief.unused is not None
+    assert brief.unused.reading_seconds == pytest.approx(5.0)
+    assert brief.unused.saved_seconds < 3.0
+    long = policy.start_sequence(drops=True, max_tokens=500)
+    assert not long.reads_prompt(400)
+    nothing = Draft(source=Source.MODEL)
+    for i in range(8):
+        if long.wants_more(nothing):
+            break
+        long.observe(Round(nothing, (), 0, 1, evaluation=i, verify_seconds=1.0))
+    assert i == 6  # 20 plain tokens of reading, a quarter of which it waits
+    assert long.n_to_read == 32  # a round reads 20; fewer than 32 are not worth an evaluation
+    assert not long.wants_more(Draft.certain([1]))
+    copies = policy.start_sequence(drops=True, max_tokens=500)
+    assert not copies.reads_prompt(400)
+    for i in range(8):  # 16 tokens a round: no draft is wanted
+        assert not copies.wants_more(nothing)
+        copied(copies, 15, 15, 20 + i, 1.3)
+
+
+def test_part_of_a_prompt_tells_what_wide_evaluations_cost_once_a_plain_one_was_timed() -> None:
+    row = AutoLength(sources={Source.NGRAM}).start_sequence(drops=True)
+    policy = row._policy
+    row.observe_prompt(512, 8.0)
+    assert policy.costs.widest == 1
+    row.observe(Round(Draft(), (), 0, 1, verify_seconds=0.1))
+    assert policy.costs.widest == 512
+    assert policy.costs.seconds(512) == pytest.approx(8.0)
+    assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.01)
