@@ -27,10 +27,12 @@ WARM_UP = "Count from one to thirty, in words."
 WARM_UP_TOKENS = 24
 _MAX_TASKS_BYTES = 4 << 20
 
+Message = dict[str, str]  # role and content
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of the user, and the answer with which the conversation goes on: None = the plain arm's."""
+    """A message of the user, and the answer with which the conversation goes on: None = the arm's own."""
 
     user: str
     answer: str | None = None
@@ -148,23 +150,28 @@ def ask_all(
         for task in tasks:
             for i, turns in enumerate(task.conversations()):
                 n_begun += 1
-                messages = []
+                said: dict[str, list[Message]] = {name: [] for name in order}  # an arm goes on from its own
                 for j, turn in enumerate(turns):
-                    number = "" if messages else f"[{n_begun}]\n"
-                    messages.append({"role": "user", "content": number + turn.user})
-                    body = {**settings, "messages": [*messages], "seed": n_asked, **_format(task)}
+                    number = "" if j else f"[{n_begun}]\n"
+                    more = {**settings, "seed": n_asked, **_format(task)}
+                    for messages in said.values():
+                        messages.append({"role": "user", "content": number + turn.user})
                     label, shift = _label(task, i, j), n_asked % len(order)
                     n_asked += 1
                     try:
-                        answers = {name: asks[name](body) for name in order[shift:] + order[:shift]}
+                        answers = {
+                            name: asks[name]({**more, "messages": [*said[name]]})
+                            for name in order[shift:] + order[:shift]
+                        }
                     except RefusedError as error:
                         tell(f"{label} is left out: {error}")
                         break
                     yield [
                         Sample(name, task.group, task.name, label, repeat, answers[name]) for name in order
                     ]
-                    reply = answers[PLAIN].reply if turn.answer is None else turn.answer
-                    messages.append({"role": "assistant", "content": reply or "…"})
+                    for name, messages in said.items():
+                        reply = answers[name].reply if turn.answer is None else turn.answer
+                        messages.append({"role": "assistant", "content": reply or "…"})
 
 
 def _format(task: BenchTask) -> dict[str, Any]:
