@@ -135,8 +135,7 @@ class Costs:
 
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
         """Draft steps, the first of which has to read `n_unread` tokens more than one."""
-        first = max(self.step_seconds, n_unread * self.reading_seconds)  # several tokens at once cost as one
-        return (n_steps - 1) * self.step_seconds + first
+        return n_steps * self.step_seconds + n_unread * self.reading_seconds
 
     def seconds(self, width: int) -> float:
         """An evaluation of exactly this width."""
@@ -238,7 +237,7 @@ class Costs:
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""
-        if n_steps and seconds > 0 and n_unread * self.reading_seconds < self.step_seconds:
+        if n_steps and seconds > 0 and n_unread <= DENSE:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
 

@@ -94,11 +94,11 @@ def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> N
     costs = timed({1: 0.010})
     assert not costs.knows_step
     for _ in range(8):
-        costs.observe_draft(2, 2, 0.004)
+        costs.observe_draft(2, 2, 0.0044)
     assert costs.knows_step
     assert costs.step_seconds == pytest.approx(0.002)
     assert costs.drafting_seconds(1, 0) == pytest.approx(0.002)
-    assert costs.drafting_seconds(2, 30) == pytest.approx(0.008)
+    assert costs.drafting_seconds(2, 30) == pytest.approx(0.01)
     costs.observe_draft(1, 0, 0.2)
     assert costs.step_seconds < 0.0022
 

@@ -350,9 +350,6 @@ def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer
     assert copying(row, 20) == 16
     copied(row, 16, 0, 1, 7.4)  # 6.4 plain tokens are lost; a match of 20 may lose 10
     assert copying(row, 20) == 8
-    copied(row, 8, 0, 2, 4.2)
-    assert copying(row, 20) <= 1
-    assert copying(row, 300) == 16
 
 
 def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before_some_tokens() -> None:
