@@ -34,6 +34,7 @@ from llamaspec.values import MTP, Round, Source
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
 TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
+NOTABLE = 0.1  # seconds; what would have taken less is not told
 
 # The options that belong to the remedy of an error; the first class that fits counts.
 _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
@@ -264,7 +265,7 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
 
 def _unused_draft(completion: Completion) -> list[str]:
     unused = completion.unused_draft
-    if unused is None:
+    if unused is None or unused.reading_seconds < NOTABLE:
         return []
     reading, saved = unused
     return [

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
@@ -28,7 +28,7 @@ from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
 from llamaspec.measure.store import ModelFile, PairFiles, store_probe
-from llamaspec.values import ForwardRequest, Logits, Source
+from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
 from rounds import a_round, a_text, taking
 from texts import Letters
 
@@ -422,3 +422,15 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
         "mean_seconds": pytest.approx(1.1),
         "std_seconds": pytest.approx(0.63**0.5),
     }
+
+
+@pytest.mark.parametrize(
+    ("reading", "says"), [(7.25, "7.2 s to read the prompt, and was expected to save 2.5 s"), (0.05, "")]
+)
+def test_a_draft_that_was_not_used_is_told_with_its_price(reading: float, says: str) -> None:
+    told = replace(a_text(TWO_ROUNDS), unused_draft=UnusedDraft(reading, 2.5))
+    details: tuple[Literal["short", "full"], ...] = ("short", "full")
+    for detail in details:
+        lines = [line for line in statistics_lines(told, 7, detail) if "not used" in line]
+        assert len(lines) == bool(says)
+        assert all(says in line for line in lines)
