@@ -61,9 +61,7 @@ class Pair:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
         self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=bool(ngram))
         self.common = common  # tokens, where the draft's vocabulary is not the target's
-        self.ngram = (
-            ngram  # whether earlier text is copied; None: not before a model of fixed length is asked
-        )
+        self.ngram = ngram  # copy earlier text; None: yes, but not beside drafts of a fixed length
         if past is not None:
             past.keep_below(target.vocabulary_size)
         self.past = past  # texts that are copied from, too; every text becomes one of them

@@ -77,7 +77,9 @@ class SequenceDrafters:
     cascade: Sequence[CascadeLevel]
     heads: PredictionHeads | None  # of the target, in place of a draft
     common: CommonTokens | None  # where the draft's vocabulary is not the target's
-    ngram: bool | None  # whether earlier text is copied; None: not before a model of fixed length is asked
+    ngram: (
+        bool | None
+    )  # whether earlier text is copied; None: yes, but not beside a model that drafts a fixed number
     past: PastTexts | None  # texts that are copied from, too
 
     def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:

@@ -35,6 +35,10 @@ class Source(str, Enum):
     MTP = "mtp"  # the target's own prediction heads
 
 
+COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
+LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardRequest:
     """A sequence to evaluate, and draft tokens behind it.

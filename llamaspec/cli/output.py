@@ -29,7 +29,7 @@ from llamaspec.measure.reasons import Reasons, break_even_seconds
 from llamaspec.measure.reasons import verdict as verdict_of_costs
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
-from llamaspec.values import MTP, Round, Source
+from llamaspec.values import COPIES, MTP, Round
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
@@ -376,7 +376,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
         "rest": round_.overhead_seconds,
         "accepted": round_.n_accepted,
         "verified": round_.n_verified,
-        "copied": round_.source in (Source.NGRAM, Source.STORE),
+        "copied": round_.source in COPIES,
         "drafted": [
             {
                 "text": text(token),

@@ -17,22 +17,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import NO_TOKENS, Distribution, Draft, Source, TokenArray
+from llamaspec.values import LONGEST_COPY, NO_TOKENS, Distribution, Draft, Source, TokenArray
+
+Array = npt.NDArray[np.float64]
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_PAST_MATCH = 4  # tokens; shorter ones occur everywhere in much text
 LONGEST_MATCH = 32  # tokens; longer ones are not told apart
-LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
 MAX_TOKENS = 1 << 18  # of all past texts together; older ones are dropped
 SURE = 8  # strength of an alignment that is not compared with other matches
 SWITCH = 4  # tokens of a match that an alignment is given up for, or begins with
-BACK, AHEAD, FAR = (
-    8,
-    48,
-    48,
-)  # tokens of the source where a text is looked for; lost ones that end an alignment
+BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, where a text is looked for
+FAR = 48  # lost tokens that end an alignment
 NEEDED, LONGEST_REPLACED = 2, 8  # tokens that must match to resume; of a replacement
 UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
 _GAP = -1  # between past texts
@@ -183,18 +182,19 @@ class Alignment:
         self.lost = [*written, token]
         self._realign(source)
 
-    def continuation(self, source: TokenArray, n: int) -> tuple[list[int], list[float]]:
-        """At most `n` tokens that are expected next, and the strength of each."""
-        i, tokens, strengths, strength = self.at, list[int](), list[float](), self.strength
+    def continuation(self, source: TokenArray, n: int) -> tuple[TokenArray, Array]:
+        """At most `n` tokens that are expected next, and the strength of each: [m] int32, [m] float64."""
+        i, strength = self.at, self.strength
         if self.lost:  # as many are taken to be replaced
             i += len(self.lost)
-        elif self._open is not None:
+        if not self._replacements:
+            following = source[i : i + n]
+            return following, strength + np.arange(float(len(following)))
+        tokens, strengths = list[int](), list[float]()
+        if self._open is not None:
             tokens += self._open.written[self._n_open :]
             i += len(self._open.replaced)
-        if not self._replacements:
-            tokens += source[i : i + n - len(tokens)].tolist()
-            return tokens, [strength + k for k in range(len(tokens))]
-        strengths = [strength + k for k in range(len(tokens))]
+            strengths += [strength + k for k in range(len(tokens))]
         while len(tokens) < n and i < len(source):
             replacement = self._replacement(source, i)
             written: tuple[int, ...] = (int(source[i]),)
@@ -207,7 +207,7 @@ class Alignment:
             for token in written:
                 strengths.append(strength + len(tokens) if known else UNSURE)
                 tokens.append(token)
-        return tokens[:n], strengths[:n]
+        return np.array(tokens[:n], np.int32), np.array(strengths[:n], np.float64)
 
     def _replacement(self, source: TokenArray, i: int) -> Replacement | None:
         """What replaces the tokens at index `i` of the source, as far as that is known."""
@@ -318,24 +318,21 @@ class NgramDrafter:
 
     def _aligned(self, alignment: Alignment, context: TokenArray, length: SequenceLength) -> Draft:
         source = self._prediction if self._source is Source.PREDICTION else context
-        tokens, strengths = alignment.continuation(source, LONGEST_COPY)
-        following = np.array(tokens, np.int32)
-        if self._source is Source.NGRAM and 0 < len(tokens) < LONGEST_COPY:  # a text that repeats goes on
-            following = np.resize(following, LONGEST_COPY)
-            strengths += [strengths[-1] + k for k in range(1, LONGEST_COPY + 1 - len(tokens))]
+        following, strengths = alignment.continuation(source, LONGEST_COPY)
+        if self._source is Source.NGRAM and 0 < len(following) < LONGEST_COPY:  # a text that repeats goes on
+            more = strengths[-1] + np.arange(1, LONGEST_COPY + 1 - len(following))
+            following, strengths = np.resize(following, LONGEST_COPY), np.concatenate((strengths, more))
         return _copied(self._source, following, strengths, length)
 
 
-def _plain(match: Match) -> tuple[TokenArray, list[float]]:
+def _plain(match: Match) -> tuple[TokenArray, Array]:
     """Tokens that follow a match, and the length of the match that each would lengthen."""
-    return match.following, [float(match.length + k) for k in range(len(match.following))]
+    return match.following, match.length + np.arange(float(len(match.following)))
 
 
-def _copied(
-    source: Source, following: TokenArray, strengths: Sequence[float], length: SequenceLength
-) -> Draft:
+def _copied(source: Source, following: TokenArray, strengths: Array, length: SequenceLength) -> Draft:
     """What is expected next, while the policy wants more."""
-    ahead = tuple([i / (i + 1.0) for i in strengths])
+    ahead = tuple((strengths / (strengths + 1.0)).tolist())
     n = 0
     while n < len(following) and length.wants_more(
         Draft(following[:n], (), ahead[:n], source, None, ahead[n:])

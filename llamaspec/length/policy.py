@@ -19,9 +19,8 @@ import numpy as np
 from llamaspec.length.acceptance import Acceptance, TextAcceptance, expected_accepted, verified_tokens
 from llamaspec.length.costs import Array, CostCurve, Costs
 from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
-from llamaspec.values import Draft, Round, Source, UnusedDraft
+from llamaspec.values import COPIES, LONGEST_COPY, Draft, Round, Source, UnusedDraft
 
-COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
 FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
 TIMED = 2  # timings of plain decoding before anything is drafted
@@ -29,13 +28,12 @@ NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
-FIRST_COPY, LONGEST_COPY = 16, 511  # tokens; the longest is, with the one before, a batch of llama.cpp
-TRUST, BANK = (
-    0.5,
-    32.0,
-)  # plain tokens that a copy may lose: for each of the match, and of what others have won
+FIRST_COPY = 16  # tokens
+TRUST = 0.5  # plain tokens that a copy may lose, for each token of its match
+BANK = 32.0  # the same, from what other copies of the text have won: at most
 CHUNK, LITTLE = 32, 64  # tokens that a draft reads beside a round, at least; that it reads without a plan
-SHORT, WAIT = 8, 4  # plain tokens: a prompt that takes longer to read waits for a part of as many, at most 16
+SHORT = 8  # plain tokens: a prompt that takes the draft longer to read is not read at once
+WAIT = 4  # it waits for a fourth of the tokens that plain decoding writes meanwhile, at most for 2 * PACE
 PACE = 8  # tokens over which the pace of a text is averaged
 USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
 
@@ -376,7 +374,7 @@ class AutoSequence:
             policy.drafts.n_since = 0
             self._explored, self._limits[source] = source, limit if self._drops else 1
         self._is_waking = bool(self._limits) and self._is_asleep
-        if self._is_waking:  # no pause longer than a round
+        if self._is_waking:  # a pause of about a round
             self.unused = None
             self.n_to_read = min(self.n_unread, max(CHUNK, int(self._plain / costs.reading_seconds)))
         if self._checks or self._explored:

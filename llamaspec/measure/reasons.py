@@ -16,11 +16,10 @@ import numpy as np
 
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.probe import Probe
-from llamaspec.values import Round, Source
+from llamaspec.values import COPIES, Round, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 CONCLUSIVE_WIDTH = 9  # kernels change at 2, 4, 5, 8 and 9; where narrow widths do not pay, a wider one may
-COPIES = {Source.NGRAM, Source.STORE}
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _COPIED, _FORCED = -1, -2  # in place of a bin
 

@@ -263,16 +263,16 @@ def aligned(source: TokenArray, *text: int) -> Alignment:
     ],
 )
 def test_a_copy_resumes_after_an_edit(text: tuple[int, ...], expected: list[int]) -> None:
-    assert aligned(PASSAGE, *text).continuation(PASSAGE, 3)[0] == expected
+    assert aligned(PASSAGE, *text).continuation(PASSAGE, 3)[0].tolist() == expected
 
 
 def test_a_replacement_is_proposed_again_and_dropped_when_it_was_wrong() -> None:
     source = tokens(10, 11, 5, 12, 13, 14, 5, 15, 16, 17, 5, 18, 19)
     alignment = aligned(source, 10, 11, 99, 12, 13)
-    assert alignment.continuation(source, 4)[0] == [14, 99, 15, 16]
+    assert alignment.continuation(source, 4)[0].tolist() == [14, 99, 15, 16]
     for token in (14, 5, 15, 16):
         alignment.follow(source, token)
-    assert alignment.continuation(source, 3)[0] == [17, 5, 18]
+    assert alignment.continuation(source, 3)[0].tolist() == [17, 5, 18]
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_after_a_wrong_beginning() -> None:
@@ -295,3 +295,13 @@ def test_new_tokens_are_never_aligned_with_themselves() -> None:
     drafter.prepare(tokens(*text))
     proposed(drafter, tokens(*text), 2)
     assert proposed(drafter, tokens(*text, 70, 71, 72, 73, 6, 7), 1).tokens.tolist() == [8]
+
+
+def test_an_aligned_text_that_repeats_goes_on_beyond_its_end() -> None:
+    period = tuple(range(10, 20))
+    drafter = NgramDrafter()
+    drafter.prepare(tokens(*period))
+    for n in (2, 3):  # the second time it is aligned
+        draft = drafter.propose(tokens(*(period * n)), FixedLength(25))
+        assert draft.tokens.tolist() == [*period, *period, *period[:5]]
+        assert list(draft.confidences) == sorted(draft.confidences)

@@ -154,11 +154,12 @@ def test_copied_draft_tokens_are_counted_apart_and_forced_ones_are_not() -> None
         for source, n, k in (
             (Source.NGRAM, 3, 1),
             (Source.STORE, 5, 2),
+            (Source.PREDICTION, 9, 9),
             (Source.GRAMMAR, 7, 7),
             (Source.MODEL, 2, 1),
         )
     ]
     why = explain(rounds, None)
-    assert (why.n_copies_judged, why.n_copies_accepted) == (2 + 3, 1 + 2)
+    assert (why.n_copies_judged, why.n_copies_accepted) == (2 + 3 + 9, 1 + 2 + 9)
     assert (why.n_judged, why.acceptance) == (2, 0.5)
-    assert why.lengths == dict.fromkeys((2, 3, 5, 7), 1)
+    assert why.lengths == dict.fromkeys((2, 3, 5, 7, 9), 1)
