@@ -127,7 +127,8 @@ class AnswerStream:
         """What a piece makes certain; None: there are no more."""
         if piece is None:
             self._is_over = True
-            return AnswerPart(tuple(self._parser.finish()), None)
+            is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
+            return AnswerPart(tuple(self._parser.finish(is_cut=is_cut)), None)
         self.n_thought += self._parser.is_thinking
         return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
 

@@ -49,6 +49,7 @@ class CallFormat:
     behind: tuple[str, ...] = ()
     separator: str = ""  # the one of `behind` that another header follows
     known_only: bool = False  # other names are no calls
+    may_lack_marks: bool = False  # some models write the JSON alone, or in a fence
 
 
 NAME = "{name}"
@@ -130,6 +131,7 @@ HERMES = CallFormat(  # Hermes 2 and 3, Qwen 2.5 and 3
     again='"\\n"',
     header=_JSON_HEADER,
     behind=("}", "</tool_call>"),
+    may_lack_marks=True,  # Qwen2.5-Coder
 )
 MISTRAL_ARGS = CallFormat(  # Mistral Small 3.2, Devstral, Ministral 3
     (r"\[TOOL_CALLS\]", r"\[ARGS\]"),

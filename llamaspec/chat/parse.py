@@ -21,6 +21,8 @@ from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
 
 MAX_HEADER = 512  # characters before the arguments of a call
+_LONGEST_CHANCE = 2  # characters that begin a mark by chance
+_FENCE = "```"
 _MAX_SPACE = 64  # characters at the end of a text that may be dropped before what follows
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
@@ -71,6 +73,7 @@ class _Incoming:
     def __init__(self) -> None:
         self.text = ""
         self.is_complete = False  # nothing follows
+        self.is_cut = False  # nothing follows, but something should
 
     def take(self, n: int, sink: Sink | None = None) -> None:
         """Pass the next characters on; without a sink drop them."""
@@ -90,9 +93,12 @@ class _Incoming:
                 self.take(found.start(), sink)
                 self.take(len(found[0]))
                 return found[0]
-            n_held = 0 if self.is_complete else self._possible_beginning(marks)
+            n_held = self._possible_beginning(marks)
+            if self.is_complete and not (self.is_cut and n_held > _LONGEST_CHANCE):
+                n_held = 0
             self.take(len(self.text) - n_held, sink)
             if self.is_complete:
+                self.text = ""
                 return None
             yield
 
@@ -114,6 +120,15 @@ class _Incoming:
                 return rest.startswith(mark)
             yield
 
+    def begins_spaced(self, *texts: str) -> Reading[bool]:
+        """Whether one of these comes next, with any whitespace in it; all stays."""
+        while True:
+            rest = "".join(self.text[:MAX_HEADER].split())
+            is_open = not self.is_complete and len(self.text) < MAX_HEADER
+            if rest.startswith(texts) or not (is_open and any(text.startswith(rest) for text in texts)):
+                return rest.startswith(texts)
+            yield
+
     def drop(self, marks: Sequence[str]) -> Reading[str]:
         """Drop whitespace and these marks; the last mark among them, or ""."""
         last = ""
@@ -127,6 +142,8 @@ class _Incoming:
             elif is_open and not self.is_complete:
                 yield
             else:
+                if is_open and self.is_cut:
+                    self.text = ""
                 return last
 
     def json_object(self, sink: Sink) -> Reading[None]:
@@ -188,9 +205,12 @@ class AnswerParser:
         self._incoming.text += text
         return self._advance()
 
-    def finish(self) -> list[Delta]:
-        """What was held back, when no text follows."""
-        self._incoming.is_complete = True
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """What was held back, when no text follows.
+
+        `is_cut`: the model would have gone on; a call whose arguments did not begin is left out then.
+        """
+        self._incoming.is_complete, self._incoming.is_cut = True, is_cut
         deltas = self._advance()
         if self._space and not self._n_calls:
             deltas.append(ContentDelta(self._space))
@@ -275,17 +295,57 @@ class AnswerParser:
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
         """Content, and calls behind the marks at which they start."""
         starts = calls.starts or calls.opening[:1]
+        if calls.may_lack_marks:
+            starts = (*starts, _FENCE)
+            yield from self._read_unmarked("")
         mark: str | None = ""
         if calls.opening or not (yield from self._incoming.begins("{")):
             mark = yield from self._incoming.until(starts, self._content)
         while mark is not None:
-            mark = yield from self._read_call(calls, mark)
+            if mark == _FENCE:
+                yield from self._read_unmarked(mark)
+                mark = ""
+            else:
+                mark = yield from self._read_call(calls, mark)
             if not mark:
                 mark = yield from self._incoming.until(starts, self._content)
+
+    def _read_unmarked(self, fence: str) -> Reading[None]:
+        """Calls as plain JSON, perhaps in a fence; each is told once it is whole. All else is content."""
+        before, begin = fence, '{"name":"'
+        while (yield from self._incoming.begins_spaced(begin, *(["json" + begin] if fence else []))):
+            n = self._incoming.text.index("{")
+            written = [before, self._incoming.text[:n]]
+            self._incoming.take(n)
+            yield from self._incoming.json_object(written.append)
+            call = self._call_in("".join(written[2:]))
+            if call is None:
+                self._content("" if self._incoming.is_cut and not self._incoming.text else "".join(written))
+                return
+            self._begin_call(call.name)
+            self._arguments(call.arguments)
+            before = ""
+            if (yield from self._incoming.drop((fence,) if fence else ())):
+                return
+        self._content(before)
+
+    def _call_in(self, text: str) -> ToolCall | None:
+        """The call of a known tool that a text is; None if it is anything else."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        is_call = found.keys() == {"name", "arguments"} and found["name"] in self._schemas
+        if not is_call or not isinstance(found["arguments"], dict):
+            return None
+        return ToolCall("", found["name"], json.dumps(found["arguments"], ensure_ascii=False))
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
         """A call behind a mark, or else the mark as content; the separator, if another call may follow."""
         header = yield from self._incoming.match(re.compile(calls.header))
+        if header is None and self._incoming.is_cut and mark and len(self._incoming.text) < MAX_HEADER:
+            self._incoming.text = ""
+            return ""
         if header is None or (calls.known_only and header["name"] not in self._schemas):
             self._content(mark)
             return ""

@@ -234,6 +234,8 @@ class RequestBuilder:
         self.template, self.vocabulary, self._parallel = template, target.vocabulary, parallel
         self.answer_format = AnswerFormat() if template is None else recognize(template.source)
         self.takes_tools = template is not None and template.takes_tools
+        # Marks that are tokens: some files call <tool_call> a control token, others a user-defined one.
+        self._marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # more cannot fit, so it is not tokenized
@@ -333,8 +335,8 @@ class RequestBuilder:
             return replace(parameters, constraint=alone, constraint_after_cut=alone)
         schema = json.loads(wanted.text)
         schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-        thinking, controls = parameters.starts_in_reasoning, self.vocabulary.controls
-        grammar = answer_grammar(answer_format, schema, controls, thinking=thinking)
+        thinking = parameters.starts_in_reasoning
+        grammar = answer_grammar(answer_format, schema, self._marks, thinking=thinking)
         constraint = await self.compile(ResponseFormat("grammar", grammar, wanted.field))
         return replace(parameters, constraint=constraint, constraint_after_cut=alone)
 
@@ -359,7 +361,7 @@ class RequestBuilder:
             grammar = tool_grammar(
                 answer_format,
                 [_schema_only(tool, is_strict=use.is_strict) for tool in callable_tools],
-                self.vocabulary.controls,
+                self._marks,
                 is_forced=use.is_forced,
                 is_parallel=use.is_parallel,
                 thinking=thinking,

@@ -95,6 +95,22 @@ RECORDED: dict[str, tuple[str, str, Message]] = {
         '<tool_call>\n{"name": "edit", "arguments": {"file": "a \\"}</tool_call> b\\\\"}}\n</tool_call>',
         answer("", ("edit", {"file": 'a "}</tool_call> b\\'})),
     ),
+    "qwen2.5-coder, in a fence": (
+        "qwen3",
+        'So:\n```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Paris"\n  }\n}\n'
+        '{"name": "now", "arguments": {}}\n```',
+        answer("So:", PARIS, ("now", {})),
+    ),
+    "qwen2.5-coder, nothing around it": (
+        "qwen3",
+        '{"name": "weather", "arguments": {"city": "Paris"}}',
+        answer("", PARIS),
+    ),
+    "a fence without a call": (
+        "qwen3",
+        '```json\n{"name": "Bob", "arguments": {}}\n```\n```\n{"name": "now"}\n```python',
+        answer('```json\n{"name": "Bob", "arguments": {}}\n```\n```\n{"name": "now"}\n```python'),
+    ),
     "thinking ends without end": ("qwen3", "<think>\nOn and on \n", answer("", thought="On and on")),
     "a mark later in the text": ("qwen3", "Use <think> tags.", answer("Use <think> tags.")),
     "a call while thinking is none": (
@@ -224,7 +240,7 @@ FRAGMENTS = [
     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call>call:", "<tool_call|>", '<|"|>',
     "<|channel|>",
     "<|message|>", "<|start|>assistant", "<|end|>", " to=functions.now", "analysis", "{", "}", "[", "]",
-    '"', ":", ",", ";",
+    '"', ":", ",", ";", "```", "json",
     '"name": "now"', '"arguments": ', '"parameters": {}', "now", "\n", " ", "\\", "x", "12", "null", ">",
     "x" * 300, " " * 70,
     "[/THINK]", "[THINK]", "\ud800",
@@ -273,6 +289,38 @@ def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataO
 def test_what_is_malformed_is_content(name: str, text: str) -> None:
     assert parsed(name, [text]) == [ContentDelta(text)]
     assert parsed(name, text) == [ContentDelta(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("qwen3", 'So: <tool_call>\n{"name": "no', "So:"),
+        ("qwen3", "So: <tool_c", "So:"),
+        ("qwen3", "a <", "a <"),
+        ("qwen3", '```json\n{"name": "now", "argum', ""),
+        ("qwen3", '```json\n{"name": "now"', ""),
+        ("qwen-coder", "<tool_call>\n<function=no", ""),
+        ("mistral", '[TOOL_CALLS][{"name', ""),
+        ("ministral", "[TOOL_CALLS]no", ""),
+        ("gemma4", "<|tool_call>call:no", ""),
+        ("llama", '{"name": "Bob', '{"name": "Bob'),
+    ],
+)
+def test_a_call_that_was_cut_is_no_content(name: str, text: str, shown: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(FORMATS[name], TOOLS)
+        found = message_of(
+            [*(d for piece in pieces for d in parser.feed(piece)), *parser.finish(is_cut=True)]
+        )
+        assert (found.text.rstrip(), found.tool_calls) == (shown, ())
+
+
+def test_half_a_mark_behind_a_call_is_no_content() -> None:
+    for mark in ("</tool_c", "\n<tool_ca"):
+        parser = AnswerParser(FORMATS["qwen3"], TOOLS)
+        deltas = parser.feed('<tool_call>\n{"name": "now", "arguments": {}}' + mark)
+        found = message_of([*deltas, *parser.finish(is_cut=True)])
+        assert (found.text, len(found.tool_calls)) == ("", 1)
 
 
 def test_what_follows_a_broken_call_is_content() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -11,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from llamaspec import Pair
+from llamaspec import Pair, open_pair
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
 from llamaspec.engine.generation import Completion, StopReason
@@ -22,6 +24,8 @@ from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, Served, served
+from tiny_models import Recipe, write_llama
+from tiny_vocabulary import BYTES, USER_DEFINED
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER: Any = [{"role": "user", "content": "Which one?"}]
@@ -262,6 +266,18 @@ def test_all_apis_say_the_same_to_the_template() -> None:
     ]})  # fmt: skip
     for request in (chat, claude, response):
         assert list(request.chat_request(takes_tools=True).messages) == expected
+
+
+def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
+    """Qwen's files call <tool_call> user-defined. It was spelled as text, which no model could write."""
+    marks = ("<tool_call>", "</tool_call>")
+    words = replace(BYTES, tokens=(*BYTES.tokens, *marks), types=(*BYTES.types, USER_DEFINED, USER_DEFINED))
+    path = write_llama(tmp_path / "model.gguf", Recipe(vocabulary=words, n_context=2048))
+    with open_pair(path) as pair, served(pair, template=TALKER) as server:
+        choice = server.post(CHAT, {**FORCED, "seed": 1}).json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        check(call["function"]["name"], call["function"]["arguments"])
+        assert choice["finish_reason"] == "tool_calls"
 
 
 GEMMA = "<|tool_call>call: <tool_call|>"
