@@ -51,6 +51,8 @@ def test_the_installed_package_has_the_embedded_pair_and_pages(installed: Path) 
         "demo/draft.gguf",
         "cli/timeline.html",
         "serve/page/page.js",
+        "serve/page/vendor/markdown-it.umd.min.js",
+        "serve/page/vendor/LICENSES",
         "py.typed",
     ):
         assert (installed / "llamaspec" / name).stat().st_size == (ROOT / "llamaspec" / name).stat().st_size

@@ -21,8 +21,10 @@ from llamaspec.serve.bodies import RequestError, error_response
 
 Write = Callable[[str], None]
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+_PAGE_MODULES = ("page", "client", "dom", "markdown", "speed", "store", "timeline", "view")
 PAGE_FILES = {"/": "index.html"} | {
-    f"/{name}": name for name in ("page.css", "page.js", "markdown.js", "timeline.js")
+    f"/{name}": name
+    for name in ("page.css", "vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PAGE_MODULES))
 }
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/health", "/v1/health"})  # need no key
 LONGEST_PATH = 200  # characters in the log

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from llamaspec import Pair
 from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served, until
@@ -43,29 +44,42 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
     page.goto(server.url)
     yield page
     context.close()
-    assert [said for said in complaints if "429" not in said] == []  # of one test, which wants to be refused
+    assert [said for said in complaints if "429" not in said] == []  # of tests that want to be refused
 
 
 def ask(page: Page, text: str, n: int = 24) -> str:
     """Send a message and wait for the whole answer."""
-    settle(page, "Longest answer, tokens", str(n))
+    settle(page, "Longest answer, in tokens", str(n))
     before = page.locator("article.assistant").count()
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
+    field(page, "Message").fill(text)
+    field(page, "Message").press("Enter")
     expect(page.locator("article.assistant")).to_have_count(before + 1)
-    expect(page.locator("article.assistant").last.locator(".figures")).to_have_count(1)
+    expect(page.locator("article.assistant").last.locator(".speed strong")).to_contain_text("tokens/s")
     return answer(page)
 
 
+def field(page: Page, label: str) -> Locator:
+    return page.get_by_label(label, exact=True)
+
+
+def press(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).last.click()
+
+
+def messages(page: Page) -> list[dict[str, Any]]:
+    """What the browser keeps of the conversation that is shown."""
+    kept = "JSON.parse(localStorage.getItem('llamaspec/chat/' + location.hash.slice(1))).messages"
+    return list(page.evaluate(kept))
+
+
 def answer(page: Page) -> str:
-    return str(page.locator("article.assistant .text").last.text_content())
+    return str(messages(page)[-1]["content"])
 
 
 def settle(page: Page, label: str, value: str) -> None:
-    if page.locator("#settings").is_hidden():
-        page.get_by_role("button", name="Settings").click()
-    page.get_by_label(label).fill(value)
-    page.get_by_label(label).blur()
+    page.get_by_role("button", name="Settings").click()
+    field(page, label).fill(value)
+    press(page, "Done")
 
 
 def test_a_message_is_answered(page: Page, server: Served) -> None:
@@ -79,18 +93,21 @@ def test_a_message_is_answered(page: Page, server: Served) -> None:
     }
     assert said == server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     expect(page.locator("#model")).to_have_text(server.service.model_name)
-    expect(page.get_by_label("Message")).to_have_value("")
+    expect(field(page, "Message")).to_have_value("")
 
 
-def test_accepted_draft_tokens_are_tinted(page: Page) -> None:
-    drafted = page.locator("article.assistant .drafted").first
+def test_how_an_answer_was_written(page: Page) -> None:
+    drafted = page.locator(".how .plain .drafted:not(p > *)").first
     for _ in range(30):  # whether drafting pays depends on the machine, and is tried anew in every answer
-        ask(page, "import os\nimport sys\n", 48)
+        said = ask(page, "import os\nimport sys\n", 48)
+        page.get_by_text("How it was written").last.click()
         if drafted.count():
             break
-    tinted = drafted.evaluate("e => getComputedStyle(e).backgroundColor")
-    page.get_by_label("Tint accepted draft tokens").uncheck()
-    assert drafted.evaluate("e => getComputedStyle(e).backgroundColor") != tinted
+    assert page.locator(".how .plain").last.inner_text().endswith(said)
+    plain = page.locator(".how .plain").last.evaluate("e => getComputedStyle(e).backgroundColor")
+    assert drafted.evaluate("e => getComputedStyle(e).backgroundColor") != plain
+    assert page.locator(".chart").last.locator("rect.verify").count() > 0
+    expect(page.locator(".how > p").last).to_contain_text("Wrote 48 in")
 
 
 def test_text_comes_while_it_is_written_and_stops(
@@ -100,84 +117,233 @@ def test_text_comes_while_it_is_written_and_stops(
         gate = Gate(demo, monkeypatch)
         page = browser.new_context().new_page()
         page.goto(running.url)
-        settle(page, "Longest answer, tokens", "400")
-        page.get_by_label("Message").fill("import os")
-        page.get_by_role("button", name="Send").click()
+        field(page, "Message").fill("import os")
+        press(page, "Send")
         expect(page.get_by_role("button", name="Stop (Esc)")).to_be_visible()
-        expect(page.get_by_role("button", name="Send")).to_be_disabled()
+        expect(page.get_by_role("button", name="Send")).to_be_hidden()
         until(lambda: running.n_running() == 1)
         page.keyboard.press("Escape")
         gate.open()
         expect(page.get_by_role("button", name="Stop (Esc)")).to_be_hidden()
         until(lambda: running.n_running() == 0)
-        expect(page.get_by_label("Message")).to_have_value("import os")  # nothing was said, nothing is lost
+        expect(page.locator(".speed")).to_have_text("Stopped.")
+        expect(page.locator(".status")).to_be_hidden()
+        press(page, "Regenerate")
+        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        assert [message["role"] for message in messages(page)] == ["user", "assistant"]
         page.context.close()
 
 
 def test_the_same_text_without_the_draft(page: Page) -> None:
-    with_draft = ask(page, "class Stack:", 40)
-    page.get_by_role("button", name="Again without the draft").click()
-    expect(page.locator("article.assistant")).to_have_count(2)
-    verdict = page.locator("article.assistant").last.locator(".figures").last
-    expect(verdict).to_contain_text("The same text")
-    assert answer(page) == with_draft
-    expect(page.locator("article.assistant").last.locator(".drafted")).to_have_count(0)
+    ask(page, "class Stack:", 40)
+    press(page, "Compare without the draft")
+    measured = page.locator(".speed .note", has_text="Measured")
+    expect(measured).to_contain_text("The text is the same.")
+    expect(measured).to_contain_text("× as fast with it")
+    expect(page.locator("article.assistant")).to_have_count(1)
 
 
-def test_a_reload_keeps_the_conversation(page: Page) -> None:
+def test_a_reload_keeps_conversations(page: Page) -> None:
     settle(page, "Seed", "3")
     said = ask(page, "# a comment")
     page.reload()
     assert answer(page) == said
     expect(page.locator("article.user .text")).to_have_text("# a comment")
     page.get_by_role("button", name="Settings").click()
-    expect(page.get_by_label("Seed")).to_have_value("3")
-    page.get_by_role("button", name="New conversation").click()
+    expect(field(page, "Seed")).to_have_value("3")
+    press(page, "Done")
+    press(page, "New chat")
     expect(page.locator("article")).to_have_count(0)
+    ask(page, "x = 1")
+    press(page, "Rename x = 1")
+    field(page, "Title").fill("The <b>second</b>")
+    field(page, "Title").press("Enter")
     page.reload()
-    expect(page.locator("article")).to_have_count(0)
+    titles = page.locator("#list .title")
+    expect(titles).to_have_text(["The <b>second</b>", "# a comment"])
+    page.once("dialog", lambda dialog: dialog.accept())
+    press(page, "Delete The <b>second</b>")
+    expect(titles).to_have_text(["# a comment"])
+    page.get_by_role("button", name="# a comment", exact=True).click()
+    expect(page.locator("article.user .text")).to_have_text("# a comment")
+    assert answer(page) == said
+
+
+def test_a_message_is_edited(page: Page) -> None:
+    ask(page, "first", 8)
+    ask(page, "second", 8)
+    page.get_by_role("button", name="Edit", exact=True).first.click()
+    field(page, "Edited message").fill("third")
+    field(page, "Edited message").press("Enter")
+    expect(page.locator("article.user .text")).to_have_text(["third"])
+    expect(page.locator(".speed strong")).to_have_count(1)
+    assert [message["content"] for message in messages(page)][:-1] == ["third"]
 
 
 HOSTILE = (
-    "<img src=x onerror=alert(1)> **bold <b>x</b>** `<i>`\n```\n<script>alert(2)</script>\n```\n- <a href=x>"
+    "<img src=x onerror=alert(1)> **bold <b>x</b>** `<i>`\n```<u>\n<script>alert(2)</script>\n```\n"
+    "- <a href=x>\n- [a](javascript:alert(3)) ![b](http://x.example/y.png) [c](data:text/html,x)"
 )
+RENDER = """async (texts) => {
+    const place = document.createElement("div");
+    const { render } = await import("/markdown.js");
+    for (const text of texts) render(place, text);
+    return [[...place.querySelectorAll("*")].map((e) => e.localName), place.textContent,
+            [...place.querySelectorAll("a")].map((e) => [e.getAttribute("href"), e.rel]), place.innerHTML];
+}"""
 
 
-def test_nothing_is_read_as_html(page: Page) -> None:
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Format answers").check()
+def test_nothing_is_read_as_html(page: Page, server: Served) -> None:
     ask(page, HOSTILE, 8)
     expect(page.locator("article.user .text")).to_have_text(HOSTILE)
-    tags = page.evaluate(
-        """async (text) => {
-            const place = document.createElement("div");
-            place.append(...(await import("/markdown.js")).format(text));
-            return [[...place.querySelectorAll("*")].map((e) => e.localName), place.textContent];
-        }""",
-        HOSTILE,
-    )
-    assert set(tags[0]) == {"p", "strong", "code", "pre", "ul", "li"}
-    assert "<script>alert(2)</script>" in tags[1]
+    tags, text, links, _ = page.evaluate(RENDER, [HOSTILE])
+    known = {"p", "strong", "code", "pre", "ul", "li", "figure", "figcaption", "span", "button", "a"}
+    assert set(tags) == known
+    assert "<script>alert(2)</script>" in text
+    assert "[a](javascript:alert(3))" in text
+    assert links == [["http://x.example/y.png", "noopener noreferrer"]]
     assert page.locator("article img, article script, article a").count() == 0
+    policy = server.client.get("/").headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "trusted-types 'none'" in policy
+
+
+def test_text_that_grows_looks_as_at_once(page: Page) -> None:
+    text = "# a\n\n1. b\n   - c\n\n```py\nx\n\ny\n```\n\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
+    grown = page.evaluate(RENDER, [text[:n] for n in range(len(text) + 1)])
+    assert grown == page.evaluate(RENDER, [text])
+    assert {"h1", "ol", "ul", "table", "em", "br"} <= set(grown[0])
+
+
+def test_code_is_copied(page: Page, server: Served) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+    page.evaluate(
+        """async () => (await import("/markdown.js")).render(conversation, "```py\\n<b>x</b> = 1\\n```")"""
+    )
+    page.locator("figure.code button").click()
+    expect(page.locator("figure.code button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "<b>x</b> = 1\n"
+
+
+def test_files(page: Page) -> None:
+    page.locator("#file").set_input_files(
+        [
+            {"name": "a.py", "mimeType": "text/x-python", "buffer": b"x = '```'\n"},
+            {"name": "b.bin", "mimeType": "text/plain", "buffer": b"\xff\x00"},
+        ]
+    )
+    expect(page.get_by_role("alert").first).to_have_text("b.bin is not a text file.")
+    large = {"name": "c.txt", "mimeType": "text/plain", "buffer": 256001 * b"c"}
+    page.locator("#file").set_input_files([large])  # type: ignore[list-item]
+    expect(page.get_by_role("alert").first).to_have_text("c.txt is larger than 256 kB.")
+    expect(page.locator("#files li")).to_have_count(1)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Why?", 8)
+    expect(page.locator("#files li")).to_have_count(0)
+    sent = asked.value.post_data_json["messages"]
+    assert sent == [{"role": "user", "content": "Why?\n\na.py:\n````\nx = '```'\n````"}]
 
 
 def test_what_goes_wrong_is_said(page: Page) -> None:
-    page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": {"message": "full"}})
+    path = "**/v1/chat/completions"
+    page.route(path, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}))
+    field(page, "Message").fill("hello")
+    field(page, "Message").press("Enter")
+    said = page.locator("article.assistant .error")
+    expect(said).to_have_text("full")
+    page.reload()  # an error is kept, too
+    expect(said).to_have_text("full")
+    page.unroute(path)
+    page.route(path, lambda route: route.fulfill(body=': prompt 1/2\n\ndata: {"choices": []}\n\n'))
+    press(page, "Retry")
+    expect(said).to_contain_text("connection was lost")
+    page.unroute(path)
+    press(page, "Retry")
+    expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+    assert [message["role"] for message in messages(page)] == ["user", "assistant"]
+
+
+def test_the_progress_of_a_prompt(page: Page) -> None:
+    body = ": waiting\n\n: prompt 512/2048\n\ndata: {}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    events = page.evaluate(
+        """async () => {
+            const events = [];
+            for await (const event of (await import("/client.js")).chat({}, "")) events.push(event);
+            return events;
+        }"""
     )
-    page.get_by_label("Message").fill("hello")
-    page.get_by_label("Message").press("Enter")
-    expect(page.get_by_role("alert")).to_have_text("full")
-    expect(page.get_by_label("Message")).to_have_value("hello")
-    expect(page.locator("article")).to_have_count(0)
+    assert events == [{"waiting": True}, {"read": 512, "of": 2048}, {}]
+
+
+TIMINGS = {
+    "predicted_n": 187,
+    "predicted_per_second": 25.0,
+    "draft_n": 140,
+    "draft_n_accepted": 122,
+    "rounds": 65,
+}
+UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("timings", "claim", "reason"),
+    [
+        (
+            {"speedup_estimate": 1.87},
+            "1.9× as fast as without a draft",
+            "122 of 140 draft tokens were right, so the model wrote 187 tokens in 65 steps.",
+        ),
+        (
+            {"speedup_estimate": 1.02, "copied": 9},
+            "As fast as without a draft",
+            "122 of 140 draft tokens were right, 9 of them copied from earlier text, "
+            "so the model wrote 187 tokens in 65 steps.",
+        ),
+        (
+            {"speedup_estimate": 0.812, "draft_n_accepted": 8},
+            "0.81× as fast as without a draft",
+            "Only 8 of 140 draft tokens were right: drafting took longer than it saved.",
+        ),
+        (
+            {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
+            "25.0 tokens/s",
+            "The draft model was not used: it would have taken 3.1 s to read the prompt, "
+            "and was expected to save 1.2 s.",
+        ),
+        ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted, because no gain was expected."),
+    ],
+)
+def test_speed_in_words(page: Page, timings: dict[str, Any], claim: str, reason: str) -> None:
+    say = (
+        "async (t) => { const { claim, reason } = await import('/speed.js'); return [claim(t), reason(t)]; }"
+    )
+    assert page.evaluate(say, {**TIMINGS, **timings}) == [claim, reason]
+
+
+def test_on_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 700})
+    ask(page, "import os\n" * 12, 64)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    speed, form = page.locator(".speed").bounding_box(), page.locator("#form").bounding_box()
+    assert speed is not None
+    assert form is not None
+    assert speed["y"] + speed["height"] <= form["y"]
+    expect(page.locator("#chats")).to_be_hidden()
+    press(page, "Chats")
+    expect(page.get_by_role("button", name="New chat")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#chats")).to_be_hidden()
+    expect(page.get_by_role("button", name="Chats")).to_be_focused()
 
 
 def test_with_a_key(browser: Browser, demo: Pair) -> None:
     with served(demo, keys=("secret",), template=TEMPLATE) as running:
         page = browser.new_context().new_page()
         page.goto(running.url)
-        expect(page.locator("#load")).to_contain_text("key")
+        expect(page.locator("#problem")).to_contain_text("API key")
         settle(page, "API key", "secret")
+        expect(page.locator("#problem")).to_be_empty()
         ask(page, "x = 1", 8)
         stored = page.evaluate("JSON.stringify(localStorage)")
         assert "secret" not in stored

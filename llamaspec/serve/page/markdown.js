@@ -1,68 +1,92 @@
-// The little of Markdown that answers use, as nodes: text is never read as HTML, links are not followed.
+// Markdown as elements. The library only parses: elements are built from its tokens, text is always a text node, and HTML
+// in the source is text. Links lead to http, https and mailto; images are links, so nothing is fetched.
 
-function inline(text) {
-  const nodes = [];
-  const pattern = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\n]+)\*/g;
-  let at = 0;
-  for (const match of text.matchAll(pattern)) {
-    nodes.push(document.createTextNode(text.slice(at, match.index)));
-    const tag = match[1] !== undefined ? "code" : match[2] !== undefined ? "strong" : "em";
-    nodes.push(block(tag, [document.createTextNode(match[1] ?? match[2] ?? match[3])]));
-    at = match.index + match[0].length;
-  }
-  nodes.push(document.createTextNode(text.slice(at)));
-  return nodes;
+import "./vendor/markdown-it.umd.min.js";
+import { copyButton, element } from "./dom.js";
+
+const parser = globalThis.markdownit({ html: false, linkify: true, breaks: true });
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // else "setup.py" is a link
+parser.validateLink = (url) => /^(https?:|mailto:)/i.test(url);
+
+const drawn = new WeakMap(); // place → [{source, type, node}] of its top-level blocks
+
+// Show a text. Of a text that grew, only the blocks that changed are drawn anew.
+export function render(place, text) {
+  const before = drawn.get(place) ?? [];
+  const blocks = topLevel(text);
+  let same = 0;
+  while (same < blocks.length && before[same]?.source === blocks[same].source) same++;
+  blocks.forEach((block, i) => {
+    if (i < same) block.node = before[i].node;
+    else if (i === same && block.type === "fence" && before[i]?.type === "fence") {
+      block.node = before[i].node; // keeps its scroll position, and its button the focus
+      fill(block.node, block.tokens[0]);
+    } else {
+      block.node = element("div");
+      build(block.tokens, block.node);
+      block.node = block.node.firstChild;
+      if (before[i]) before[i].node.replaceWith(block.node);
+      else place.append(block.node);
+    }
+  });
+  for (const { node } of before.slice(blocks.length)) node.remove();
+  drawn.set(place, blocks);
 }
 
-function block(tag, children) {
-  const made = document.createElement(tag);
-  made.append(...children);
+function topLevel(text) {
+  const lines = text.split("\n");
+  const blocks = [];
+  for (const token of parser.parse(text, {})) {
+    if (token.level === 0 && token.nesting >= 0) {
+      blocks.push({ source: lines.slice(...token.map).join("\n"), type: token.type, tokens: [] });
+    }
+    blocks.at(-1).tokens.push(token);
+  }
+  return blocks;
+}
+
+function build(tokens, root) {
+  const open = [root];
+  for (const token of tokens) {
+    if (token.hidden) continue; // the paragraphs of a tight list
+    if (token.type === "inline") build(token.children, open.at(-1));
+    else if (token.nesting === 1) open.push(begin(token, open.at(-1)));
+    else if (token.nesting === -1) open.pop();
+    else open.at(-1).append(leaf(token));
+  }
+}
+
+function begin(token, parent) {
+  const made = token.tag === "a" ? link(token.attrGet("href")) : element(token.tag);
+  if (token.attrGet("start")) made.start = token.attrGet("start");
+  if (token.attrGet("style")) made.style.textAlign = token.attrGet("style").replace("text-align:", "");
+  parent.append(made);
   return made;
 }
 
-export function format(text) {
-  const nodes = [];
-  let paragraph = [];
-  let list = null;
-  let code = null;
-  const finish = () => {
-    if (paragraph.length) nodes.push(block("p", inline(paragraph.join("\n"))));
-    paragraph = [];
-    list = null;
-  };
-  for (const line of text.split("\n")) {
-    if (/^\s*```/.test(line)) {
-      finish();
-      if (code === null) code = [];
-      else {
-        nodes.push(block("pre", [block("code", [document.createTextNode(code.join("\n"))])]));
-        code = null;
-      }
-      continue;
-    }
-    if (code !== null) {
-      code.push(line);
-      continue;
-    }
-    const heading = /^#{1,6}\s+(.*)/.exec(line);
-    const item = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/.exec(line);
-    if (heading) {
-      finish();
-      nodes.push(block("h3", inline(heading[1])));
-    } else if (item) {
-      const tag = item[1] ? "ol" : "ul";
-      if (list?.localName !== tag) {
-        finish();
-        nodes.push((list = block(tag, [])));
-      }
-      list.append(block("li", inline(item[2])));
-    } else if (!line.trim()) finish();
-    else {
-      if (list) finish();
-      paragraph.push(line);
-    }
-  }
-  finish();
-  if (code !== null) nodes.push(block("pre", [block("code", [document.createTextNode(code.join("\n"))])]));
-  return nodes;
+function leaf(token) {
+  if (token.type === "fence" || token.type === "code_block") return fill(codeBlock(), token);
+  if (token.type === "code_inline") return element("code", "", token.content);
+  if (token.type === "image") return link(token.attrGet("src"), `image: ${token.content || token.attrGet("src")}`);
+  if (token.type === "hardbreak" || token.type === "softbreak") return element("br");
+  return token.type === "hr" ? element("hr") : token.content;
+}
+
+function link(href, ...children) {
+  const made = element("a", "", ...children);
+  Object.assign(made, { href, title: href, target: "_blank", rel: "noopener noreferrer" });
+  return made;
+}
+
+function codeBlock() {
+  const code = element("code");
+  const pre = element("pre", "", code);
+  pre.tabIndex = 0; // scrolls by keyboard
+  return element("figure", "code", element("figcaption", "", element("span"), copyButton(() => code.textContent)), pre);
+}
+
+function fill(figure, token) {
+  figure.querySelector("span").textContent = token.info.trim().split(/\s/)[0] || "text";
+  figure.querySelector("code").textContent = token.content;
+  return figure;
 }

@@ -1,273 +1,305 @@
-// The page: a chat over the server's own API. No library, no build. Whatever comes from a model or a file
-// goes into the document as text, never as HTML.
+// The page: conversations with the model over the server's own API. What comes from a model, a file or the store enters
+// the document as text nodes (dom.js, markdown.js), never as HTML.
 
-import { format } from "./markdown.js";
-import { draw, conclude } from "./timeline.js";
+import { chat as answerOf, props } from "./client.js";
+import { $, button, element } from "./dom.js";
+import { claim, comparison } from "./speed.js";
+import { changedElsewhere, deleteChat, loadChats, loadSettings, newChat, saveChat, saveSettings } from "./store.js";
+import { answerView, grow, isEnter, size, userView } from "./view.js";
 
-const $ = (id) => document.getElementById(id);
-const KEPT = ["system", "temperature", "seed", "max-tokens", "theme", "markdown", "tint"];
-const STORE = "llamaspec";
+const SETTINGS = ["system", "temperature", "max-tokens", "seed"];
+const LARGEST_FILE = 256000; // bytes
+const COPIES = ["ngram", "store", "prediction"]; // sources of draft tokens that are copied from a text
+const NEAR = 60; // pixels from the bottom within which the page follows the text
 
-let messages = []; // {role, content, ...}: what the server is asked with
-let running = null; // AbortController of the answer that is being written
-let last = null; // {seed, text, speed, drafting} of the last complete answer
+const chats = loadChats();
+let current = chats.get(location.hash.slice(1)) ?? newChat(); // it is shown; kept once it has a message
+let files = []; // {name, text} to be sent with the next message
+const runs = new Map(); // id of a conversation → AbortController of the answer that is being written
+const views = new WeakMap(); // message → its view, if it is shown
 
-const headers = () => ({
-  "Content-Type": "application/json",
-  ...($("key").value ? { Authorization: `Bearer ${$("key").value}` } : {}),
-});
+// ---- showing ---------------------------------------------------------------------------------------------
 
-function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-// ---- settings and what survives a reload -----------------------------------------------------------------
-
-function keep() {
-  const settings = {};
-  for (const id of KEPT) settings[id] = $(id).type === "checkbox" ? $(id).checked : $(id).value;
-  try {
-    localStorage.setItem(STORE, JSON.stringify({ settings, messages }));
-  } catch {
-    // A full or forbidden store: the page works without.
-  }
-}
-
-function restore() {
-  let kept = null;
-  try {
-    kept = JSON.parse(localStorage.getItem(STORE));
-  } catch {
-    kept = null;
-  }
-  for (const [id, value] of Object.entries(kept?.settings ?? {})) {
-    if (!KEPT.includes(id)) continue;
-    if ($(id).type === "checkbox") $(id).checked = Boolean(value);
-    else $(id).value = String(value);
-  }
-  const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
-  messages = Array.isArray(kept?.messages) ? kept.messages.filter(isMessage) : [];
-  for (const message of messages) show(message.role, message.content);
-  settle();
-}
-
-function settle() {
-  document.documentElement.dataset.theme = $("theme").value;
-  document.body.classList.toggle("no-tint", !$("tint").checked);
-}
-
-// ---- the conversation ------------------------------------------------------------------------------------
-
-function show(role, text = "") {
-  const article = element("article", role);
-  article.append(element("h2", "", role === "user" ? "You" : "Model"));
-  const body = element("div", "text", text);
-  article.append(body);
-  $("conversation").append(article);
-  if (role !== "user" && text) dress(body, text);
-  article.scrollIntoView({ block: "end" });
-  return { article, body };
-}
-
-function dress(body, text) {
-  if (!$("markdown").checked) return;
-  body.classList.add("formatted");
-  body.replaceChildren(...format(text));
-}
-
-function append(body, text, drafted) {
-  const latest = body.lastChild;
-  if (latest && latest.classList?.contains("drafted") === Boolean(drafted)) latest.textContent += text;
-  else body.append(element("span", drafted ? "drafted" : "plain", text));
-}
-
-function problem(text) {
-  $("problem").textContent = text;
-}
-
-async function* events(response) {
-  const decoder = new TextDecoder();
-  const reader = response.body.getReader(); // not every browser iterates over a body
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      const data = line.startsWith("data: ") ? line.slice(6).trim() : "";
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
-}
-
-async function message(response) {
-  try {
-    const { error } = await response.json();
-    return typeof error === "string" ? error : error.message;
-  } catch {
-    return `the server answers ${response.status}`;
-  }
-}
-
-// Ask for the answer to `asked` and show it as it comes. Returns null where nothing was said.
-async function answer(asked, { drafting, seed }) {
-  const body = {
-    model: $("model").textContent,
-    messages: [...($("system").value ? [{ role: "system", content: $("system").value }] : []), ...asked],
-    temperature: Number($("temperature").value),
-    max_tokens: Number($("max-tokens").value),
-    seed,
-    stream: true,
-    stream_options: { include_usage: true },
-    speculative: { enabled: drafting, spans: true, rounds: true },
-  };
-  running = new AbortController();
-  busy(true);
-  const { article, body: place } = show("assistant");
-  place.setAttribute("aria-live", "polite");
-  let text = "";
-  let reasoning = null;
-  let first = 0;
-  let nEvents = 0;
-  let end = null;
-  try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      headers: headers(),
-      body: JSON.stringify(body),
-      signal: running.signal,
-    });
-    if (!response.ok) throw new Error(await message(response));
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      const delta = event.choices?.[0]?.delta;
-      if (delta?.reasoning_content) {
-        if (!reasoning) {
-          const fold = element("details");
-          fold.append(element("summary", "", "Reasoning"), (reasoning = element("div")));
-          article.insertBefore(fold, place);
-        }
-        reasoning.textContent += delta.reasoning_content;
-      }
-      if (delta?.content) {
-        first ||= performance.now();
-        const spans = event.spans ?? [{ text: delta.content, drafted: false }];
-        for (const span of spans) append(place, span.text, span.drafted);
-        text += delta.content;
-        nEvents += spans.length;
-        const seconds = (performance.now() - first) / 1000;
-        if (seconds > 0.3) $("speed").textContent = `${(nEvents / seconds).toFixed(1)} pieces/s`;
-        $("last").hidden = false;
-        $("conversation").scrollTop = $("conversation").scrollHeight;
-      }
-      if (event.timings) end = event;
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") problem(error.message || "the server does not answer");
-  } finally {
-    running = null;
-    busy(false);
-    place.removeAttribute("aria-live");
-  }
-  if (!text && !reasoning) {
-    article.remove();
-    return null;
-  }
-  dress(place, text);
-  return { article, text, seed, drafting, timings: end?.timings, rounds: end?.rounds ?? [] };
-}
-
-function busy(isBusy) {
-  $("send").disabled = $("again").disabled = isBusy;
-  $("stop").hidden = !isBusy;
-  if (isBusy) problem("");
-}
-
-function figures(made) {
-  const { timings } = made;
-  if (!timings) return;
-  const speed = `${timings.predicted_per_second.toFixed(1)} tokens/s`;
-  const estimate = timings.speedup_estimate;
-  const gain = made.drafting && estimate ? `, ${estimate.toFixed(2)} times as fast as without a draft` : "";
-  const told = `${speed}${gain}${made.drafting ? "" : " without the draft"}`;
-  made.article.append(element("p", "figures", told));
-  $("speed").textContent = "";
-  draw($("timeline"), made.rounds);
-  $("conclusion").textContent = conclude(made.rounds, timings);
-  $("last").hidden = !made.rounds.length;
-}
-
-async function send(text) {
-  const drafting = $("drafting").checked;
-  const asked = [...messages, { role: "user", content: text }];
-  const { article } = show("user", text);
-  const seed = Number($("seed").value) + asked.length - 1;
-  const made = await answer(asked, { drafting, seed });
-  $("drafting").checked = true;
-  if (!made) {
-    article.remove();
-    $("message").value ||= text;
-    return;
-  }
-  messages = [...asked, { role: "assistant", content: made.text }];
-  figures(made);
-  last = made;
-  offerAgain();
-  keep();
-}
-
-// The last answer once more, the other way: the same seed gives the same text.
-async function again() {
-  const before = last;
-  const made = await answer(messages.slice(0, -1), { drafting: !before.drafting, seed: before.seed });
-  if (!made) return;
-  figures(made);
-  const speeds = [before, made].map((one) => one.timings?.predicted_per_second);
-  const isSame = made.text === before.text;
-  const ratio = speeds[0] && speeds[1] ? speeds[made.drafting ? 1 : 0] / speeds[made.drafting ? 0 : 1] : null;
-  const verdict = isSame ? "The same text" : "Another text (one of the two was stopped, or widths differ in rounding)";
-  made.article.append(
-    element("p", "figures", `${verdict}${ratio ? `; with the draft ${ratio.toFixed(2)} times as fast` : ""}.`),
-  );
-  last = { ...made, text: before.text };
-  offerAgain();
-}
-
-function offerAgain() {
-  $("again").hidden = !last;
-  $("again").textContent = last?.drafting ? "Again without the draft" : "Again with the draft";
-}
-
-function clear() {
-  messages = [];
-  last = null;
+function open(chat) {
+  current = chat;
+  history.replaceState(null, "", `#${chat.id}`); // so that a reload shows it again
   $("conversation").replaceChildren();
-  $("last").hidden = true;
-  offerAgain();
-  keep();
+  if (!chat.messages.length) {
+    const hints = `Text files of up to ${LARGEST_FILE / 1000} kB can be attached or dropped here.`;
+    $("conversation").append(element("p", "empty", "What shall the model write?", element("span", "faint", hints)));
+  }
+  chat.messages.forEach(show);
+  if (chat.messages.at(-1)?.role === "user") show({ role: "assistant", content: "", error: "There is no answer yet." });
+  document.body.classList.remove("chats-open");
+  refresh();
+  scrollDown();
+  if (matchMedia("(pointer: fine)").matches) $("message").focus(); // else a keyboard would cover the page
+}
+
+function show(message) {
+  $("conversation").querySelector(".empty")?.remove();
+  const actions = {
+    edit: (text) => resend(message, text),
+    again: () => regenerate(),
+    compare: () => compare(message),
+  };
+  const view = message.role === "user" ? userView(message, actions) : answerView(message, actions);
+  views.set(message, view);
+  $("conversation").append(view.article);
+}
+
+function redraw(message) {
+  const view = views.get(message);
+  if (!view?.article.isConnected) return; // another conversation is shown
+  const main = $("conversation");
+  const follows = main.scrollHeight - main.scrollTop - main.clientHeight < NEAR;
+  view.update();
+  if (follows) scrollDown();
+}
+
+function scrollDown() {
+  $("conversation").scrollTop = $("conversation").scrollHeight;
+}
+
+// The list, and what depends on whether an answer is being written.
+function refresh() {
+  const isBusy = runs.has(current.id);
+  $("stop").hidden = !isBusy;
+  $("send").hidden = isBusy;
+  const sorted = [...chats.values()].sort((a, b) => b.changed - a.changed);
+  $("list").replaceChildren(...sorted.map(listed));
+  document.title = current.title ? `${current.title} – llamaspec` : "llamaspec";
+}
+
+function listed(chat) {
+  const title = button(chat.title, () => open(chat), "title");
+  const item = element("li", runs.has(chat.id) ? "running" : "", title);
+  if (chat === current) title.setAttribute("aria-current", "true");
+  const [change, remove] = [button("Rename", () => rename(chat, item)), button("Delete", () => discard(chat))];
+  change.setAttribute("aria-label", `Rename ${chat.title}`);
+  remove.setAttribute("aria-label", `Delete ${chat.title}`);
+  item.append(element("span", "tools", change, remove));
+  return item;
+}
+
+function rename(chat, item) {
+  const field = element("input");
+  field.value = chat.title;
+  field.setAttribute("aria-label", "Title");
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") field.value = chat.title;
+    if (event.key === "Escape" || isEnter(event)) field.blur();
+    event.stopPropagation();
+  });
+  field.addEventListener("blur", () => {
+    chat.title = field.value.trim() || chat.title;
+    keep(chat);
+    refresh();
+  });
+  item.replaceChildren(field);
+  field.select();
+}
+
+function discard(chat) {
+  if (!confirm(`Delete “${chat.title}”?`)) return;
+  runs.get(chat.id)?.abort();
+  chats.delete(chat.id);
+  deleteChat(chat.id);
+  if (chat === current) open(newChat());
+  else refresh();
+}
+
+function keep(chat) {
+  if (!chats.has(chat.id)) return; // deleted while its answer was written
+  if (!saveChat(chat)) problem("This browser's storage is full: delete some chats, else new ones are lost on a reload.");
+}
+
+const problem = (text) => ($("problem").textContent = text);
+
+// ---- asking ----------------------------------------------------------------------------------------------
+
+function send(text) {
+  const message = { role: "user", content: text, ...(files.length && { files }) };
+  current.title ||= (text.trim() || files[0].name).slice(0, 60);
+  files = [];
+  showFiles();
+  if (!current.messages.length) chats.set(current.id, current);
+  current.messages.push(message);
+  answer(current);
+}
+
+function resend(message, text) {
+  if (runs.has(current.id)) return;
+  message.content = text;
+  current.messages.length = current.messages.indexOf(message) + 1;
+  answer(current);
+}
+
+function regenerate() {
+  if (runs.has(current.id)) return;
+  if (current.messages.at(-1).role === "assistant") current.messages.pop();
+  answer(current);
+}
+
+// Write the answer to the last message of a conversation.
+async function answer(chat) {
+  const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
+  const request = {
+    messages: conversation(chat),
+    seed,
+    ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
+    ...($("max-tokens").value !== "" && { max_tokens: Number($("max-tokens").value) }),
+    speculative: { spans: true, rounds: true },
+  };
+  const message = { role: "assistant", content: "", request };
+  chat.messages.push(message);
+  chat.changed = Date.now();
+  await run(chat, message, async (signal) => {
+    const end = await receive(message, request, signal, message);
+    message.rounds = end.rounds;
+    message.timings = { ...end.timings, copied: copied(end.rounds) };
+    if (end.choices[0].finish_reason === "length") note(message, "It ends here because no longer answer was allowed, or fits.");
+    if (!message.content) note(message, "The answer is empty.");
+  });
+}
+
+// Write the same answer without the draft: the same seed gives the same text.
+async function compare(message) {
+  const request = { ...message.request, speculative: { enabled: false } };
+  const plain = { content: "" };
+  await run(current, message, async (signal) => {
+    const { timings } = await receive(plain, request, signal, message);
+    note(message, comparison(message.timings, timings, plain.content === message.content));
+  });
+}
+
+const note = (message, text) => (message.notes ??= []).push(text);
+
+// Do something that may be stopped, and whose progress the view of a message shows.
+async function run(chat, message, work) {
+  const controller = new AbortController();
+  runs.set(chat.id, controller);
+  message.live = { status: "Waiting for the server…" };
+  keep(chat);
+  if (!message.timings) open(chat);
+  refresh();
+  redraw(message);
+  try {
+    await work(controller.signal);
+    $("announcement").textContent = `The answer is complete. ${claim(message.timings)}`;
+  } catch (error) {
+    const isStop = error.name === "AbortError";
+    if (isStop || message.timings) note(message, isStop ? "Stopped." : error.message);
+    else message.error = error.message;
+  }
+  delete message.live;
+  runs.delete(chat.id);
+  keep(chat);
+  redraw(message);
+  refresh();
+}
+
+// What the model is sent: what was said, with attached files, and no turn twice in a row.
+function conversation(chat) {
+  const system = $("system").value.trim();
+  const sent = system ? [{ role: "system", content: system }] : [];
+  for (const { role, content, reasoning, files = [] } of chat.messages) {
+    const text = [content, ...files.map(fenced)].filter(Boolean).join("\n\n");
+    if (!text) continue;
+    if (sent.at(-1)?.role === role) sent.at(-1).content += `\n\n${text}`;
+    else sent.push({ role, content: text, ...(reasoning && { reasoning_content: reasoning }) });
+  }
+  return sent;
+}
+
+function fenced({ name, text }) {
+  const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
+  const fence = "`".repeat(longest + 1);
+  return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+}
+
+// Add what comes to `into`, show it at `shown`, and return the last chunk with its figures.
+async function receive(into, request, signal, shown) {
+  const repaint = painter(() => redraw(shown));
+  const isSame = into === shown;
+  let end = null;
+  for await (const chunk of answerOf(request, $("key").value, signal)) {
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    if (chunk.waiting) shown.live = { status: "Waiting for other answers…" };
+    if (chunk.of) shown.live = { ...chunk, status: `Reading the prompt: ${chunk.read} of ${chunk.of} tokens` };
+    if (delta.reasoning_content) into.reasoning = (into.reasoning ?? "") + delta.reasoning_content;
+    if (delta.content) {
+      into.content += delta.content;
+      (into.spans ??= []).push(...(chunk.spans ?? []));
+    }
+    if (delta.content || delta.reasoning_content) shown.live = isSame ? {} : { status: "Writing the same answer without the draft…" };
+    if (chunk.timings) end = chunk;
+    repaint();
+  }
+  return end;
+}
+
+// Calls `paint` at most once a frame, and never for more than a third of the time.
+function painter(paint) {
+  let isDue = false;
+  let rest = 0; // milliseconds
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => {
+      isDue = false;
+      const begin = performance.now();
+      paint();
+      rest = Math.max(16, 2 * (performance.now() - begin));
+    }, rest);
+  };
+}
+
+function copied(rounds) {
+  return rounds.filter(({ source }) => COPIES.includes(source)).reduce((sum, { accepted }) => sum + accepted, 0);
+}
+
+// ---- files -----------------------------------------------------------------------------------------------
+
+async function attach(chosen) {
+  problem("");
+  for (const file of chosen) {
+    if (file.size > LARGEST_FILE) problem(`${file.name} is larger than ${LARGEST_FILE / 1000} kB.`);
+    else {
+      try {
+        const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+        if (text.includes("\0")) throw new Error("binary");
+        files.push({ name: file.name, text });
+      } catch {
+        problem(`${file.name} is not a text file.`);
+      }
+    }
+  }
+  showFiles();
   $("message").focus();
 }
 
-// ---- what the server does --------------------------------------------------------------------------------
+function showFiles() {
+  const items = files.map((file) => {
+    const remove = button("Remove", () => {
+      files = files.filter((other) => other !== file);
+      showFiles();
+    });
+    remove.setAttribute("aria-label", `Remove ${file.name}`);
+    return element("li", "", `${file.name}, ${size(file.text)} `, remove);
+  });
+  $("files").replaceChildren(...items);
+}
+
+// ---- the server ------------------------------------------------------------------------------------------
 
 async function look() {
-  if (document.hidden) return;
   try {
-    const response = await fetch("props", { headers: headers() });
-    if (!response.ok) throw new Error(await message(response));
-    const props = await response.json();
-    $("model").textContent = props.model_alias;
-    const lengths = Object.entries(props.speculative?.draft_length_by_rows ?? {});
-    const told = lengths.map(([rows, k]) => `${k.toFixed(1)} for ${rows}`).join(", ");
-    const { running: nRunning, waiting } = props.rows ?? { running: 0, waiting: 0 };
-    const count = `${nRunning} of ${props.total_slots} running${waiting ? `, ${waiting} waiting` : ""}`;
-    $("load").textContent = told ? `${count}; draft tokens by texts at once: ${told}` : count;
+    const about = await props($("key").value);
+    $("model").textContent = about.model_alias;
+    problem(about.has_chat_template ? "" : "This model has no chat template: start the server with --chat-template.");
   } catch (error) {
-    $("load").textContent = error.message;
+    problem(error.message);
   }
 }
 
@@ -276,33 +308,62 @@ async function look() {
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("message").value;
-  if (running || !text.trim()) return;
+  if (runs.has(current.id) || !(text.trim() || files.length)) return;
   $("message").value = "";
+  grow($("message"));
+  problem("");
   send(text);
 });
+$("message").addEventListener("input", () => grow($("message")));
 $("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("form").requestSubmit();
-  }
+  if (!isEnter(event)) return;
+  event.preventDefault();
+  $("form").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Escape" || $("settings").open) return;
+  if (document.body.classList.contains("chats-open")) toggleChats();
+  else runs.get(current.id)?.abort();
 });
-$("stop").addEventListener("click", () => running?.abort());
-$("again").addEventListener("click", again);
-$("clear").addEventListener("click", clear);
-$("open-settings").addEventListener("click", () => {
-  $("settings").hidden = !$("settings").hidden;
-  $("open-settings").setAttribute("aria-expanded", String(!$("settings").hidden));
+$("stop").addEventListener("click", () => runs.get(current.id)?.abort());
+$("new").addEventListener("click", () => open(newChat()));
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  await attach($("file").files);
+  $("file").value = "";
 });
-for (const id of KEPT) {
-  $(id).addEventListener("change", () => {
-    settle();
-    keep();
-  });
+document.addEventListener("dragover", (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  document.body.classList.add("dropping");
+});
+document.addEventListener("dragleave", (event) => event.relatedTarget ?? document.body.classList.remove("dropping"));
+document.addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  document.body.classList.remove("dropping");
+  attach(event.dataTransfer.files);
+});
+function toggleChats() {
+  const isOpen = document.body.classList.toggle("chats-open");
+  $("open-chats").setAttribute("aria-expanded", String(isOpen));
+  (isOpen ? $("new") : $("open-chats")).focus();
+}
+$("open-chats").addEventListener("click", toggleChats);
+$("open-settings").addEventListener("click", () => $("settings").showModal());
+for (const id of SETTINGS) {
+  $(id).value = loadSettings()[id] ?? "";
+  $(id).addEventListener("change", () => saveSettings(Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]))));
 }
 $("key").addEventListener("change", look);
-restore();
+window.addEventListener("storage", (event) => {
+  const id = changedElsewhere(event);
+  if (!id || runs.has(id)) return;
+  const changed = loadChats().get(id);
+  if (changed) chats.set(id, changed);
+  else chats.delete(id);
+  if (current.id === id) open(changed ?? newChat());
+  else refresh();
+});
+open(current);
 look();
-setInterval(look, 3000);

@@ -1,4 +1,4 @@
-// The rounds of an answer on a time axis, and what they say.
+// The rounds of an answer on a time axis.
 
 const SVG = "http://www.w3.org/2000/svg";
 const TOP = 4;
@@ -46,23 +46,6 @@ export function draw(svg, rounds) {
   for (let ms = 0; ms <= total; ms += step) {
     add(svg, "line", { x1: x(ms), x2: x(ms), y1: TOP + HEIGHT, y2: TOP + HEIGHT + 5 });
     const anchor = ms === 0 ? "start" : x(ms) > width - 30 ? "end" : "middle";
-    add(svg, "text", { x: x(ms), y: TOP + HEIGHT + 17, "text-anchor": anchor }, `${Math.round(ms)} ms`);
+    add(svg, "text", { x: x(ms), y: TOP + HEIGHT + 17, "text-anchor": anchor }, step < 1000 ? `${Math.round(ms)} ms` : `${ms / 1000} s`);
   }
-}
-
-export function conclude(rounds, timings) {
-  const sum = (key) => rounds.reduce((total, round) => total + round[key], 0);
-  const nTokens = sum("accepted") + rounds.length;
-  const seconds = (sum("draft_ms") + sum("verify_ms") + sum("overhead_ms")) / 1000;
-  if (!rounds.length) return "";
-  const told = `${nTokens} tokens in ${rounds.length} evaluations of the target and ${seconds.toFixed(2)} s`;
-  const drafted = sum("drafted");
-  const unused = timings?.unused_draft;
-  const why = unused
-    ? ` The draft was not used: it would have taken ${unused.reading_seconds.toFixed(1)} s to read the prompt,` +
-      ` and was expected to save ${unused.saved_seconds.toFixed(1)} s.`
-    : "";
-  if (!drafted) return `${told}; nothing was drafted.${why}`;
-  const plain = timings?.speedup_estimate ? ` Without a draft it would take about ${(seconds * timings.speedup_estimate).toFixed(2)} s.` : "";
-  return `${told}: ${sum("accepted")} of ${drafted} draft tokens were accepted.${plain}${why}`;
 }

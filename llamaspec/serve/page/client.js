@@ -1,0 +1,53 @@
+// Requests to the server that this page comes from, and the events of its streams.
+
+const UNREACHABLE = "The server does not answer. Is it still running?";
+const CUT = "The connection was lost before the answer was complete.";
+
+// What the server says about itself: the model's name, its drafts, the context.
+export async function props(key) {
+  return (await ask("props", key)).json();
+}
+
+// The chunks of a chat answer, and between them {read, of} while the prompt is read, {waiting} in the queue.
+export async function* chat(body, key, signal) {
+  const request = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
+  const response = await ask("v1/chat/completions", key, request);
+  for await (const line of lines(response)) {
+    const [, read, of] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
+    if (of) yield { read: Number(read), of: Number(of) };
+    else if (line === ": waiting") yield { waiting: true };
+    else if (line === "data: [DONE]") return;
+    else if (line.startsWith("data: ")) {
+      const chunk = JSON.parse(line.slice(6));
+      if (chunk.error) throw new Error(chunk.error.message);
+      yield chunk;
+    }
+  }
+  throw new Error(CUT);
+}
+
+async function ask(path, key, request = {}) {
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...request, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error(UNREACHABLE);
+  });
+  if (response.ok) return response;
+  if (response.status === 401) throw new Error("The server wants an API key: enter it in the settings.");
+  const said = await response.json().catch(() => ({}));
+  throw new Error(said.error?.message ?? `The server answers with status ${response.status}.`);
+}
+
+async function* lines(response) {
+  const reader = response.body.getReader(); // not every browser iterates over a body
+  const decoder = new TextDecoder();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error(CUT);
+    });
+    if (done) return;
+    const found = (rest + decoder.decode(value, { stream: true })).split("\n");
+    rest = found.pop();
+    yield* found;
+  }
+}

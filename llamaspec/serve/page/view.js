@@ -1,0 +1,121 @@
+// A message on the page. `update` brings it in step with its message at any time, also while it is written.
+
+import { button, copyButton, element } from "./dom.js";
+import { render } from "./markdown.js";
+import { account, claim, reason } from "./speed.js";
+import { draw } from "./timeline.js";
+
+export function userView(message, { edit }) {
+  const article = element("article", "user");
+  const tools = element("div", "tools", button("Edit", () => openEditor()), copyButton(() => message.content));
+  const body = () => [element("div", "text", message.content), ...(message.files ?? []).map(attached), tools];
+  const heading = element("h2", "hidden", "You");
+  const update = () => article.replaceChildren(heading, ...body());
+
+  function openEditor() {
+    const area = element("textarea", "", message.content);
+    area.value = message.content;
+    area.setAttribute("aria-label", "Edited message");
+    const send = () => area.value.trim() && edit(area.value);
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        update();
+      } else if (isEnter(event)) {
+        event.preventDefault();
+        send();
+      }
+    });
+    const hint = element("span", "faint", "What follows is written anew.");
+    const choices = element("div", "tools", hint, button("Cancel", update), button("Send", send, "primary"));
+    article.replaceChildren(heading, area, choices);
+    grow(area);
+    area.addEventListener("input", () => grow(area));
+    area.focus();
+  }
+  update();
+  return { article, update };
+}
+
+function attached({ name, text }) {
+  return element("details", "file", element("summary", "", `${name}, ${size(text)}`), element("pre", "", text));
+}
+
+export function answerView(message, { again, compare }) {
+  const reasoning = fold("reasoning", "Reasoning", element("div", "plain"));
+  const text = element("div", "text");
+  const status = element("p", "status");
+  const bar = element("progress");
+  const error = element("p", "error");
+  error.setAttribute("role", "alert");
+  const speed = element("p", "speed");
+  const how = fold("how", "How it was written", element("p"), chart(), element("div", "plain"));
+  how.addEventListener("toggle", () => how.open && explain(how, message));
+  const retry = button("Regenerate", again, "last-only");
+  const plain = button("Compare without the draft", compare, "last-only");
+  const tools = element("div", "tools", copyButton(() => message.content), retry, plain);
+  const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, status, error, speed, how, tools);
+
+  function update() {
+    const { timings, live } = message;
+    reasoning.hidden = !message.reasoning;
+    reasoning.firstChild.textContent = live && !message.content ? "Thinking…" : "Reasoning";
+    reasoning.lastChild.textContent = message.reasoning ?? "";
+    render(text, message.content);
+    article.classList.toggle("writing", Boolean(live && message.content));
+    status.hidden = !live?.status;
+    status.replaceChildren(live?.status ?? "", ...(live?.of ? [bar] : []));
+    if (live?.of) Object.assign(bar, { max: live.of, value: live.read });
+    error.hidden = !message.error;
+    if (error.textContent !== (message.error ?? "")) error.textContent = message.error ?? "";
+    speed.hidden = !timings && !message.notes;
+    speed.replaceChildren(
+      ...(timings ? [element("strong", "", claim(timings)), ` ${reason(timings)}`] : []),
+      ...(message.notes ?? []).map((note) => element("span", "note", note)),
+    );
+    how.hidden = !timings;
+    tools.hidden = Boolean(live);
+    retry.textContent = message.error ? "Retry" : "Regenerate";
+    plain.hidden = !message.request || !timings?.draft_n;
+  }
+  update();
+  return { article, update };
+}
+
+function fold(className, title, ...children) {
+  return element("details", className, element("summary", "", title), ...children);
+}
+
+function chart() {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", "The rounds of the answer, by their time");
+  const keys = [["draft", "draft"], ["verify", "target"], ["rest", "everything else"]];
+  return element("figure", "chart", svg, element("figcaption", "", ...keys.map(([key, name]) => element("span", `key ${key}`, name))));
+}
+
+function explain(how, { timings, rounds, spans }) {
+  const [, words, figure, text] = how.children;
+  words.textContent = account(timings);
+  figure.hidden = text.hidden = !rounds?.length; // they are not kept over a reload
+  if (figure.hidden) return;
+  draw(figure.firstChild, rounds);
+  const accepted = element("span", "drafted", "accepted draft tokens");
+  const tinted = spans.map((span) => element("span", span.drafted ? "drafted" : "", span.text));
+  text.replaceChildren(element("p", "faint", "The answer as it was written, with ", accepted, ":"), ...tinted);
+}
+
+// ---- what the composer needs, too ------------------------------------------------------------------------
+
+export const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+export function size(text) {
+  const bytes = new Blob([text]).size;
+  return bytes < 1000 ? `${bytes} bytes` : `${(bytes / 1000).toFixed(bytes < 10000 ? 1 : 0)} kB`;
+}
+
+// A text area as high as its text; style sheets bound it.
+export function grow(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
+}
