@@ -4,7 +4,7 @@
 import { chat as answerOf, props } from "./client.js";
 import { $, button, element } from "./dom.js";
 import { claim, comparison } from "./speed.js";
-import { changedElsewhere, deleteChat, loadChats, loadSettings, newChat, saveChat, saveSettings } from "./store.js";
+import { deleteChat, loadChats, loadSettings, newChat, saveChat, saveSettings } from "./store.js";
 import { answerView, grow, isEnter, size, userView } from "./view.js";
 
 const SETTINGS = ["system", "temperature", "max-tokens", "seed"];
@@ -26,7 +26,7 @@ function open(chat) {
   $("conversation").replaceChildren();
   if (!chat.messages.length) {
     const hints = `Text files of up to ${LARGEST_FILE / 1000} kB can be attached or dropped here.`;
-    $("conversation").append(element("p", "empty", "What shall the model write?", element("span", "faint", hints)));
+    $("conversation").append(element("p", "empty", "Ask the model something", element("span", "faint", hints)));
   }
   chat.messages.forEach(show);
   if (chat.messages.at(-1)?.role === "user") show({ role: "assistant", content: "", error: "There is no answer yet." });
@@ -40,7 +40,7 @@ function show(message) {
   $("conversation").querySelector(".empty")?.remove();
   const actions = {
     edit: (text) => resend(message, text),
-    again: () => regenerate(),
+    again: regenerate,
     compare: () => compare(message),
   };
   const view = message.role === "user" ? userView(message, actions) : answerView(message, actions);
@@ -64,6 +64,7 @@ function scrollDown() {
 // The list, and what depends on whether an answer is being written.
 function refresh() {
   const isBusy = runs.has(current.id);
+  document.body.classList.toggle("busy", isBusy);
   $("stop").hidden = !isBusy;
   $("send").hidden = isBusy;
   const sorted = [...chats.values()].sort((a, b) => b.changed - a.changed);
@@ -75,29 +76,17 @@ function listed(chat) {
   const title = button(chat.title, () => open(chat), "title");
   const item = element("li", runs.has(chat.id) ? "running" : "", title);
   if (chat === current) title.setAttribute("aria-current", "true");
-  const [change, remove] = [button("Rename", () => rename(chat, item)), button("Delete", () => discard(chat))];
+  const [change, remove] = [button("Rename", () => rename(chat)), button("Delete", () => discard(chat))];
   change.setAttribute("aria-label", `Rename ${chat.title}`);
   remove.setAttribute("aria-label", `Delete ${chat.title}`);
   item.append(element("span", "tools", change, remove));
   return item;
 }
 
-function rename(chat, item) {
-  const field = element("input");
-  field.value = chat.title;
-  field.setAttribute("aria-label", "Title");
-  field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") field.value = chat.title;
-    if (event.key === "Escape" || isEnter(event)) field.blur();
-    event.stopPropagation();
-  });
-  field.addEventListener("blur", () => {
-    chat.title = field.value.trim() || chat.title;
-    keep(chat);
-    refresh();
-  });
-  item.replaceChildren(field);
-  field.select();
+function rename(chat) {
+  chat.title = prompt("Title", chat.title)?.trim() || chat.title;
+  keep(chat);
+  refresh();
 }
 
 function discard(chat) {
@@ -129,14 +118,12 @@ function send(text) {
 }
 
 function resend(message, text) {
-  if (runs.has(current.id)) return;
   message.content = text;
   current.messages.length = current.messages.indexOf(message) + 1;
   answer(current);
 }
 
 function regenerate() {
-  if (runs.has(current.id)) return;
   if (current.messages.at(-1).role === "assistant") current.messages.pop();
   answer(current);
 }
@@ -158,7 +145,7 @@ async function answer(chat) {
     const end = await receive(message, request, signal, message);
     message.rounds = end.rounds;
     message.timings = { ...end.timings, copied: copied(end.rounds) };
-    if (end.choices[0].finish_reason === "length") note(message, "It ends here because no longer answer was allowed, or fits.");
+    if (end.choices[0].finish_reason === "length") note(message, "The answer was cut at the token limit, or at the end of the context.");
     if (!message.content) note(message, "The answer is empty.");
   });
 }
@@ -218,21 +205,21 @@ function fenced({ name, text }) {
   return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// Add what comes to `into`, show it at `shown`, and return the last chunk with its figures.
+// Add what comes to `into`, show the progress at `shown`, and return the last chunk with its figures.
 async function receive(into, request, signal, shown) {
   const repaint = painter(() => redraw(shown));
-  const isSame = into === shown;
   let end = null;
   for await (const chunk of answerOf(request, $("key").value, signal)) {
-    const delta = chunk.choices?.[0]?.delta ?? {};
-    if (chunk.waiting) shown.live = { status: "Waiting for other answers…" };
-    if (chunk.of) shown.live = { ...chunk, status: `Reading the prompt: ${chunk.read} of ${chunk.of} tokens` };
-    if (delta.reasoning_content) into.reasoning = (into.reasoning ?? "") + delta.reasoning_content;
-    if (delta.content) {
-      into.content += delta.content;
+    const { content, reasoning_content: reasoning, role } = chunk.choices?.[0]?.delta ?? {};
+    if (reasoning) into.reasoning = (into.reasoning ?? "") + reasoning;
+    if (content) {
+      into.content += content;
       (into.spans ??= []).push(...(chunk.spans ?? []));
     }
-    if (delta.content || delta.reasoning_content) shown.live = isSame ? {} : { status: "Writing the same answer without the draft…" };
+    if (chunk.waiting) shown.live = { status: "Waiting for other answers…" };
+    else if (chunk.of) shown.live = { ...chunk, status: `Reading the prompt: ${chunk.read} of ${chunk.of} tokens` };
+    else if (role) shown.live = { status: "Reading the prompt…" };
+    else if (content || reasoning) shown.live = { status: into === shown ? "" : "Writing the same answer without the draft…" };
     if (chunk.timings) end = chunk;
     repaint();
   }
@@ -350,20 +337,12 @@ function toggleChats() {
   (isOpen ? $("new") : $("open-chats")).focus();
 }
 $("open-chats").addEventListener("click", toggleChats);
+$("conversation").addEventListener("click", () => document.body.classList.contains("chats-open") && toggleChats());
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 for (const id of SETTINGS) {
   $(id).value = loadSettings()[id] ?? "";
   $(id).addEventListener("change", () => saveSettings(Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]))));
 }
 $("key").addEventListener("change", look);
-window.addEventListener("storage", (event) => {
-  const id = changedElsewhere(event);
-  if (!id || runs.has(id)) return;
-  const changed = loadChats().get(id);
-  if (changed) chats.set(id, changed);
-  else chats.delete(id);
-  if (current.id === id) open(changed ?? newChat());
-  else refresh();
-});
 open(current);
 look();

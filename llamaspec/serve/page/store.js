@@ -28,9 +28,6 @@ export function loadChats() {
   return new Map(keys.map(read).filter(isChat).map((chat) => [chat.id, chat]));
 }
 
-// The id of the conversation that another tab changed, if it is one.
-export const changedElsewhere = ({ key }) => (key?.startsWith(CHAT) ? key.slice(CHAT.length) : null);
-
 function isChat(chat) {
   const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
   return typeof chat?.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);

@@ -7,7 +7,7 @@ import { draw } from "./timeline.js";
 
 export function userView(message, { edit }) {
   const article = element("article", "user");
-  const tools = element("div", "tools", button("Edit", () => openEditor()), copyButton(() => message.content));
+  const tools = element("div", "tools", button("Edit", openEditor, "idle-only"), copyButton(() => message.content));
   const body = () => [element("div", "text", message.content), ...(message.files ?? []).map(attached), tools];
   const heading = element("h2", "hidden", "You");
   const update = () => article.replaceChildren(heading, ...body());
@@ -26,7 +26,7 @@ export function userView(message, { edit }) {
         send();
       }
     });
-    const hint = element("span", "faint", "What follows is written anew.");
+    const hint = element("span", "faint", "Later messages are replaced.");
     const choices = element("div", "tools", hint, button("Cancel", update), button("Send", send, "primary"));
     article.replaceChildren(heading, area, choices);
     grow(area);
@@ -51,8 +51,8 @@ export function answerView(message, { again, compare }) {
   const speed = element("p", "speed");
   const how = fold("how", "How it was written", element("p"), chart(), element("div", "plain"));
   how.addEventListener("toggle", () => how.open && explain(how, message));
-  const retry = button("Regenerate", again, "last-only");
-  const plain = button("Compare without the draft", compare, "last-only");
+  const retry = button("Regenerate", again, "idle-only last-only");
+  const plain = button("Compare without the draft", compare, "idle-only last-only");
   const tools = element("div", "tools", copyButton(() => message.content), retry, plain);
   const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, status, error, speed, how, tools);
 
