@@ -1,0 +1,104 @@
+"""`llamaspec serve` whose answers can be given beforehand: all of it runs but the model.
+
+A given answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and
+sent as any other. Requests for which none is given are answered by the embedded pair.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llamaspec import AutoLength, ModelOptions, open_pair
+from llamaspec.chat.answer_stream import AnswerPart
+from llamaspec.chat.parse import AnswerParser
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.engine.generation import Completion, StopReason
+from llamaspec.engine.statistics import summarize
+from llamaspec.opening import demo_draft, demo_target
+from llamaspec.serve import ServeSettings
+from llamaspec.serve.app import Server, open_socket, serving, url_of
+from llamaspec.serve.deltas import DeltaBuilder, Deltas, answers_of
+from llamaspec.serve.requests import GenerationRequest
+from llamaspec.serve.scheduling import Finished
+from llamaspec.serve.service import EventStream, Form, Service
+from serve_soak import TEMPLATE
+
+N_CTX = 1 << 16  # agents have long instructions
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call of a tool as a Hermes model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Script:
+    """The answers to come; behind the last one it is said again. None: the model answers."""
+
+    def __init__(self) -> None:
+        self._answers: list[str] | None = None
+        self._with_tools = True
+
+    def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
+        """From now on these; `with_tools`: to requests that offer tools, others are greeted."""
+        self._answers, self._with_tools = None if answers is None else list(answers), with_tools
+
+    def next(self, has_tools: bool) -> str | None:
+        """The answer to a request."""
+        if self._answers is None:
+            return None
+        if self._with_tools and not has_tools:
+            return "Hello."
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+async def _deltas(text: str, request: GenerationRequest) -> Deltas:
+    parser, builder = AnswerParser(request.parameters.answer_format, request.parameters.tools), DeltaBuilder()
+    for found in [*map(parser.feed, text), parser.finish()]:
+        for delta in builder.add([AnswerPart(tuple(found), None)]):
+            yield 0, delta
+    done = Completion(text, (1,), len(request.prompt), StopReason.END, (), summarize([], 1), 0.0)
+    yield 0, Finished(done, None)
+
+
+@contextmanager
+def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
+    """The URL of a server in a thread of this process, with a chat template that knows tools."""
+    settings, is_ready = ServeSettings(port=0), threading.Event()
+    usual = Service.respond
+
+    async def respond(
+        service: Service, http: Request, asked: Sequence[GenerationRequest], form: Form, stream: bool | None
+    ) -> Response:
+        text = script.next(bool(asked[0].parameters.tools))
+        if text is None:
+            return await usual(service, http, asked, form, stream)
+        if stream:
+            return EventStream(form.events(_deltas(text, asked[0])), lambda: None, None)
+        return JSONResponse(form.whole(await answers_of(_deltas(text, asked[0]), 1)))
+
+    options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)
+    with (
+        patch.object(Service, "respond", respond),
+        open_pair(demo_target(), demo_draft(), target_options=options, draft_options=options) as pair,
+        open_socket(settings) as opened,
+        serving(
+            pair, AutoLength(), ChatTemplate.of(pair.target, template), settings, lambda _: None
+        ) as served,
+    ):
+        server = Server(*served, is_ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
+        thread.start()
+        is_ready.wait()
+        try:
+            yield url_of(opened)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,65 @@
+"""Requests of agents, recorded: each is taken, and a call comes out in the form of its API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from interop_parts.recorded import Recorded, recorded
+from interop_parts.scripted import Script, call, scripted_server
+from serve_soak import TEMPLATE
+from serving import PATIENCE_SECONDS, parse_events
+
+AGENTS = ("aider", "claude-code", "opencode")
+REQUESTS = [(name, request) for name in AGENTS for request in recorded(name)]
+# As Qwen's: the system message comes first, and is the only one.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def http(script: Script) -> Iterator[httpx.Client]:
+    with (
+        scripted_server(script, STRICT + TEMPLATE) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
+    ):
+        yield client
+
+
+def texts(told: Any, key: str = "") -> str:
+    """The text and the calls of an answer, in their order."""
+    if isinstance(told, dict):
+        return "".join(texts(value, name) for name, value in told.items())
+    if isinstance(told, list):
+        return "".join(texts(value, key) for value in told)
+    return told if isinstance(told, str) and key in ("content", "text", "name") else ""
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), REQUESTS, ids=[f"{name}, {asked.about}" for name, asked in REQUESTS]
+)
+def test_requests_of_agents(http: httpx.Client, script: Script, name: str, asked: Recorded) -> None:
+    tools = [tool.get("function", tool) for tool in asked.body.get("tools") or ()]
+    names = [tool["name"] for tool in tools if {"parameters", "input_schema"} & tool.keys()]
+    called = call(names[-1], a="é") if names else ""
+    script.begin([f"<think>\nHm.\n</think>\n\nSo.{called}"], with_tools=False)
+    answer = http.post(asked.path, json=asked.body, headers=asked.headers)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    if "count_tokens" in asked.path:
+        assert answer.json()["input_tokens"] > 0
+        return
+    events = parse_events(answer.text) if asked.body.get("stream") else [(None, answer.json())]
+    told = texts([data for _, data in events])
+    assert "So." in told
+    assert "tool_call>" not in told
+    assert not names or names[-1] in told
