@@ -110,6 +110,7 @@ class Pair:
         constraint: Constraint | None = None,
         logprobs: int | None = None,
         prediction: str | bytes | TokenArray | None = None,
+        is_interactive: bool = False,
     ) -> TextStream:
         """Generate piece by piece; `.run()` on the answer generates to the end at once.
 
@@ -143,6 +144,8 @@ class Pair:
         prediction : str, bytes or [n] int32, optional
             What the text is expected to be mostly, such as the file that it edits: it is copied from. The
             text is the same without.
+        is_interactive : bool
+            Somebody waits for it: its prompt is read before those of texts that are not.
 
         Raises
         ------
@@ -183,7 +186,7 @@ class Pair:
         request = GenerationRequest(
             tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
         )
-        return TextStream(request, self._thread, on_prefill)
+        return TextStream(request, self._thread, on_prefill, is_interactive=is_interactive)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
         """A constraint for `stream`: JSON as a schema wants it, properties in the schema's order.

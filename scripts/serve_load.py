@@ -4,11 +4,15 @@
     python scripts/serve_load.py --target big.gguf --draft small.gguf
     python scripts/serve_load.py --target big-q4_0.gguf --target big-f16.gguf --draft small.gguf \\
         --llama-cpp llama/bin                               # docs/benchmarks.md says how to build it
+    python scripts/serve_load.py --target big.gguf --draft small.gguf --keys 12
 
 Every arm is a server of its own over the same files; only one of them has work at a time. Clients ask one
 request after the other and stream the answers, all of which have `--max-tokens`. No two requests to a server
 begin alike, so that every prompt is read. Arms are interleaved turn by turn, because machines drift; ratios
 are medians over turns. A table goes to stderr, the last line of stdout is one JSON object.
+
+With --keys an editor asks for a completion after each of so many keys, with nobody beside and beside a
+chat that goes on: what is timed is a completion of 30 tokens, from the request to its end.
 """
 
 from __future__ import annotations
@@ -135,6 +139,7 @@ class Figures:
 @click.option("--requests", type=COUNT, default=2, show_default=True, help="Of each client and turn.")
 @click.option("--turns", "-r", type=COUNT, default=3, show_default=True)
 @click.option("--threads", type=COUNT, help="Of every server; default: what each chooses.")
+@click.option("--keys", type=COUNT, help="Completions of an editor at /infill, in place of the loads.")
 def main(
     targets: Sequence[Path],
     draft: Path,
@@ -146,11 +151,18 @@ def main(
     requests: int,
     turns: int,
     threads: int | None,
+    keys: int | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     peer = None if llama_cpp is None else llama_cpp / PEER
     if peer is not None and not peer.is_file():
         raise click.UsageError(f"{llama_cpp} has no {PEER}")
+    if keys is not None:
+        commands = [
+            command for target in targets for command in _commands(target, draft, peer, n_maxes, threads, 2)
+        ]
+        print(json.dumps({"completions": [asdict(each) for each in _completed(commands, keys)]}))
+        return
     cases = [
         Case(n, temperature, turn, requests, max_tokens)
         for turn in range(turns)
@@ -333,6 +345,84 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
             if event.get("timings"):
                 answer.note(event["timings"])
     return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """What an editor waited for, in seconds."""
+
+    arm: str
+    target: str
+    n_chats: int  # beside
+    first: float  # with nothing in the KV cache
+    p50: float  # of the following keys
+    longest: float
+    gap_p50: float | None  # between two arrivals of the chat's text, while the editor asks
+    gap_max: float | None
+
+
+def _completed(commands: Iterable[tuple[str, list[str]]], n_keys: int) -> Iterator[Completions]:
+    for name, command in commands:
+        with _serving(command) as url:
+            for n_chats in (0, 1):
+                first, *rest, gaps = asyncio.run(_typed(url, n_keys, n_chats))
+                found = Completions(
+                    name,
+                    Path(command[command.index("--target" if "--target" in command else "-m") + 1]).name,
+                    n_chats,
+                    first,
+                    statistics.median(rest),
+                    max(rest),
+                    float(np.quantile(gaps, 0.5)) if gaps else None,
+                    max(gaps, default=None),
+                )
+                click.echo(found, err=True)
+                yield found
+
+
+async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
+    """Seconds of each completion, and the gaps in the text of a chat beside."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+    begin, line, rest = "".join(lines[:60]), "    parallel = ", "".join(lines[61:81])
+    begin = f"# {n_chats}\n{begin}"  # nothing of the last turn is cached
+    body = {
+        "input_prefix": begin,
+        "input_suffix": f"\n{rest}",
+        "n_predict": 30,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    chat = {"prompt": "Once upon a time", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+        chatting = asyncio.create_task(_gaps(client, chat)) if n_chats else None
+        if chatting is not None:
+            await asyncio.sleep(3)  # it is writing
+        seconds: list[float] = []
+        for n in range(n_keys):
+            typed = line + "len(arguments)"[:n] + "x" * (n - 14)
+            start = time.perf_counter()
+            answer = await client.post("/infill", json={**body, "prompt": typed})
+            seconds.append(time.perf_counter() - start)
+            if answer.status_code != httpx.codes.OK:
+                raise click.ClickException(answer.text)
+        gaps: list[float] = []
+        if chatting is not None:
+            chatting.cancel()
+            gaps = await chatting
+    return (*seconds, gaps)
+
+
+async def _gaps(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
+    """Between two arrivals of text, until it is cancelled."""
+    answer = _Answer(time.perf_counter())
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    answer.times.append(time.perf_counter())
+    except asyncio.CancelledError:
+        pass
+    return answer.gaps()
 
 
 def figures(loads: Iterable[Load]) -> list[Figures]:

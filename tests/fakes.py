@@ -73,6 +73,7 @@ class FakeModel:
     before: Callable[[int], None] = lambda n: None  # told the number of the evaluation; may raise, or wait
     is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False
     seconds: float = 0.0  # that an evaluation takes
+    position_seconds: float = 0.0  # besides, for each position
     clock: Clock = field(default_factory=Clock)
     evaluated: list[Evaluated] = field(default_factory=list)
     n_attempts: int = 0  # evaluations, with those that failed
@@ -157,7 +158,7 @@ class FakeModel:
             raise EvaluationAbortedError("aborted")
         for old in self._latest:
             old[:] = np.nan
-        self.clock.passes(self.seconds)
+        self.clock.passes(self.seconds + self.position_seconds * (n_new + n_padding))
         self._latest = [self.logits(request) for _, request in batch]
         for row, request in batch:
             is_chain = request.parents is None

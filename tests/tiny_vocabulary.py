@@ -60,6 +60,16 @@ class Vocabulary:
             scores=(*self.scores, *[-1e3] * n) if self.scores else (),
         )
 
+    def with_controls(self, *names: str) -> Vocabulary:
+        """The same vocabulary with control tokens behind it."""
+        tokens, types = (*self.tokens, *names), (*self.types, *[CONTROL] * len(names))
+        return replace(
+            self,
+            tokens=tokens,
+            types=types,
+            scores=(*self.scores, *[0.0] * len(names)) if self.scores else (),
+        )
+
 
 def byte_letters() -> Iterator[str]:
     """The letter by which byte-level BPE writes each byte, in the order of the bytes 0 to 255."""
@@ -92,3 +102,4 @@ def sentencepiece_vocabulary() -> Vocabulary:
 
 
 BYTES = byte_vocabulary()
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")

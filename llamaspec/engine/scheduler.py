@@ -22,6 +22,11 @@ from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits
 
+CHUNK = 64  # positions: a chunk of a prompt is a multiple, because attention of CPUs computes as many at once
+ALONE, BESIDE = (
+    (2.0, 2 * CHUNK),
+    (0.5, CHUNK),
+)  # (seconds, positions at least) of a chunk; beside other sequences
 SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
 
 
@@ -47,6 +52,8 @@ class Batching:
         self._models = models
         self._order = tuple(reversed(list(models)))
         self._prompts_wait = False  # a round has been made since the last part of a prompt was read
+        self._last_read: str | None = None  # the model that has read a part of a prompt last
+        self._speeds: dict[str, float] = {}  # positions per second, of the last chunk that a model has read
 
     def next_group(self, waiting: Sequence[RunningSequence[Any]]) -> Group | None:
         """The sequences of the next evaluation; None where nobody waits."""
@@ -60,23 +67,39 @@ class Batching:
                 prompts.append(each)
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
-            return _reading(min(prompts, key=_is_of_target))  # drafts read fast, and never beside a round
+            return self._reading(prompts)
         name = next((name for name in self._order if name in others), None)
         if name is None:
             return None
         group = self._together(name, others[name])
         if name == TARGET and prompts:
             group = self._reading_beside(group, max(prompts, key=_is_of_target))
+            self._last_read = TARGET if group.n_prefill else self._last_read
             self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
         return group
 
-    def part(self, request: ForwardRequest, n_cached: int) -> ForwardRequest:
+    def note_reading(self, group: Group, seconds: float) -> None:
+        """Learn how fast a model reads."""
+        part = group.sequences[-1].part
+        if part is not None and not part.n_scored and group.width >= CHUNK:
+            self._speeds[group.model] = group.width / max(seconds, 1e-9)
+
+    def chunk(self, name: str, *, is_alone: bool) -> int:
+        """Positions of a prompt that a model reads at once: as many as it takes little time for.
+
+        So many seconds others wait: for their next token, or for their own prompt.
+        """
+        seconds, least = ALONE if is_alone else BESIDE
+        n = int(seconds * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
+        return min(max(n, least), self._models[name].batch_size)
+
+    def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
         """A request, or what is to be read before it.
 
-        That is a part of a prompt that is longer than a batch. And the target scores only what needs logits,
+        That is a part of a prompt that is longer than a chunk. And the target scores only what needs logits,
         because the width of that evaluation may be chosen so that its numbers are exact.
         """
-        size, n_before = self._models[request.model].batch_size, len(request.tokens) - request.n_logits
+        size, n_before = self.chunk(request.model, is_alone=is_alone), len(request.tokens) - request.n_logits
         is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
         if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
             return request
@@ -94,6 +117,22 @@ class Batching:
         n = max(n, SPARE) if n_sequences > 1 else n
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
+    def _reading(self, prompts: Sequence[RunningSequence[Any]]) -> Group:
+        """One sequence reads a part of its prompt.
+
+        Drafts read fast, and never beside a round. They come first, though not
+        twice while the target has prompts to read.
+        """
+
+        def turn(sequence: RunningSequence[Any]) -> tuple[bool, bool]:
+            is_next = _is_of_target(sequence) == (self._last_read not in (None, TARGET))
+            return not sequence.is_interactive, not is_next
+
+        sequence = min(prompts, key=turn)
+        assert sequence.part is not None
+        self._last_read = sequence.part.model
+        return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
+
     def _reading_beside(self, group: Group, sequence: RunningSequence[Any]) -> Group:
         """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv
         2308.16369).
@@ -105,7 +144,7 @@ class Batching:
             return group
         n_new = sum(each.n_new for each in group.sequences)
         n_part, room = part.n_tokens - sequence.n_cached, self._models[TARGET].max_chunked_prefill - n_new
-        if 2 * room < n_part:  # two evaluations cost no more
+        if 2 * room < min(sequence.n_new, self._models[TARGET].batch_size):  # two evaluations cost no more
             return group
         n_prefill = min(n_part, room)
         width = n_new + n_prefill
@@ -131,12 +170,6 @@ class Batching:
 
 def _is_of_target(sequence: RunningSequence[Any]) -> bool:
     return sequence.part is not None and sequence.part.model == TARGET
-
-
-def _reading(sequence: RunningSequence[Any]) -> Group:
-    """One sequence reads a part of its prompt."""
-    assert sequence.part is not None
-    return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
 
 
 def _width(name: str, sequences: Sequence[RunningSequence[Any]]) -> int | None:
@@ -182,10 +215,12 @@ class Scheduler:
         self._batching = Batching(self._models)
         self._evaluating: Sequence[RunningSequence[Any]] = ()
         self._serials = itertools.count(1)  # of evaluations
+        self._n_steps = 0
 
     def add(self, sequence: RunningSequence[Any]) -> None:
         """A sequence joins: its text goes on to its first request."""
         self._sequences.append(sequence)
+        self._sort()
         self._resume(sequence)
 
     def step(self) -> bool:
@@ -196,8 +231,11 @@ class Scheduler:
         group = self._batching.next_group(self._waiting() or self._waiting())
         if group is None:
             return False
-        if len(group.sequences) < len(self._sequences):  # who had to wait comes first next time
-            self._sequences.sort(key=group.sequences.__contains__)
+        self._n_steps += 1
+        for each in group.sequences:
+            each.last_step = self._n_steps
+        if len(group.sequences) < len(self._sequences):
+            self._sort()
         self._evaluate(group)
         return True
 
@@ -226,6 +264,10 @@ class Scheduler:
             for model in self._models.values():
                 model.abort()
 
+    def _sort(self) -> None:
+        """Interactive ones first, and who has waited longest."""
+        self._sequences.sort(key=lambda each: (not each.is_interactive, each.last_step))
+
     def _release(self, sequence: RunningSequence[Any]) -> None:
         for model in self._models.values():
             model.release(sequence.number)
@@ -244,11 +286,12 @@ class Scheduler:
     def _swap(self) -> None:
         """Swap sequences out for which the target's KV cache has no room, and in where there is room again.
 
-        First come, first served, but after all others who does not read what is there. One alone always runs.
+        First come, first served, but interactive ones before, and after all others who does not read what is
+        there. One alone always runs.
         """
         n_cells = self._models[TARGET].n_cells
         taken, is_full = 0, False
-        for sequence in sorted(self._sequences, key=lambda each: (each.is_unread, each.number)):
+        for sequence in sorted(self._sequences, key=lambda each: (each.is_unread, each.rank)):
             needed = sequence.n_cells
             if n_cells is not None:
                 needed += min(MARGIN, n_cells // 16)
@@ -305,16 +348,16 @@ class Scheduler:
         return n_prepared
 
     def _can_wait(self, sequence: RunningSequence[Any]) -> bool:
-        """Whether an older sequence is running, whose end makes room."""
+        """Whether a sequence is running that goes before it, and whose end makes room."""
         return any(
-            other.number < sequence.number and not other.is_swapped_out and not other.is_unread
+            other.rank < sequence.rank and not other.is_swapped_out and not other.is_unread
             for other in self._sequences
         )
 
     def _is_to_evaluate(self, sequence: RunningSequence[Any], request: ForwardRequest, n_cached: int) -> bool:
         """Note what a prepared request still needs; one that is cached as a whole is answered at once."""
         sequence.n_cached, sequence.n_new = n_cached, request.n_tokens - n_cached
-        sequence.part = self._batching.part(request, n_cached)
+        sequence.part = self._batching.part(request, n_cached, is_alone=len(self._sequences) == 1)
         if sequence.n_cached_before is None:
             sequence.n_cached_before = n_cached
         if not sequence.n_new:  # a prompt that is cached
@@ -346,6 +389,7 @@ class Scheduler:
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
         serial, sequences = next(self._serials), group.sequences
+        self._batching.note_reading(group, seconds)
         n_rounds = len(sequences) - bool(group.n_prefill)
         reading = seconds * group.n_prefill / group.width  # of the last sequence's prompt
         for i, (each, scores) in enumerate(zip(sequences, logits, strict=True)):

@@ -40,6 +40,7 @@ class RunningSequence(Generic[Event]):
     width: Width = unpadded
     n_prompt: int = 0  # tokens
     limit: int | None = None  # tokens that it has at most
+    is_interactive: bool = False  # goes before those that are not
     notify: Callable[[], object] | None = None  # called by the computing thread after it has put events
     events: SimpleQueue[Event | None] = field(default_factory=SimpleQueue)  # None = the end
     error: BaseException | None = None  # what ended it
@@ -60,6 +61,12 @@ class RunningSequence(Generic[Event]):
     overhead_seconds: float = 0.0
     n_draft_steps: int = 0
     n_draft_scored: int = 0  # positions
+    last_step: int = 0  # the last step of the scheduler that it had a part in; 0 = none yet
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who is to have room in the KV cache: the lowest."""
+        return not self.is_interactive, self.number
 
     @property
     def is_unread(self) -> bool:

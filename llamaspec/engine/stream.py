@@ -40,14 +40,22 @@ class TextStream:
     thread : ComputeThread
     on_prefill : callable, optional
         Told how many tokens of the prompt have been read, of how many; by whoever iterates.
+    is_interactive : bool
+        Its prompt is read before those of others.
     """
 
     def __init__(
-        self, request: GenerationRequest, thread: ComputeThread, on_prefill: Progress | None = None
+        self,
+        request: GenerationRequest,
+        thread: ComputeThread,
+        on_prefill: Progress | None = None,
+        *,
+        is_interactive: bool = False,
     ) -> None:
         self._request = request
         self._thread = thread
         self._on_prefill = on_prefill
+        self._is_interactive = is_interactive
         self._sequence: RunningSequence[TextEvent] | None = None
         self._pieces: deque[Piece] = deque()  # made, and not handed out
         self._shown: list[str] = []
@@ -185,6 +193,7 @@ class TextStream:
                 request.speculation.length.width,
                 n_prompt=len(request.prompt),
                 limit=request.limit,
+                is_interactive=self._is_interactive,
                 notify=notify,  # from its first event on
             )
         return self._sequence

@@ -54,6 +54,7 @@ class ComputeThread:
         *,
         n_prompt: int = 0,
         limit: int | None = None,
+        is_interactive: bool = False,
         notify: Callable[[], object] | None = None,
     ) -> RunningSequence[Event]:
         """Begin a text; from any thread. It joins the others at the next step.
@@ -65,11 +66,19 @@ class ComputeThread:
             As `SequenceLength.width`.
         n_prompt, limit : int
             Tokens that the text has at first, and at most.
+        is_interactive : bool
+            It goes before texts that are not.
         notify : callable, optional
             Called by the compute thread after each event.
         """
         sequence: RunningSequence[Event] = RunningSequence(
-            next(self._numbers), text, width, n_prompt=n_prompt, limit=limit, notify=notify
+            next(self._numbers),
+            text,
+            width,
+            n_prompt=n_prompt,
+            limit=limit,
+            is_interactive=is_interactive,
+            notify=notify,
         )
         self._post(lambda: self._scheduler.add(sequence))
         return sequence

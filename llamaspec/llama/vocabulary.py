@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -13,6 +14,16 @@ from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
 MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama.cpp allows them
+
+
+class FimTokens(NamedTuple):
+    """The control tokens with which a model is asked to fill in the middle of a text."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None  # where the model knows several files, as the next
+    file: int | None
 
 
 class LlamaVocabulary:
@@ -56,6 +67,19 @@ class LlamaVocabulary:
                 if text.startswith(b"<") and text.endswith(b">"):
                     spelled[token] = text
         return spelled
+
+    @functools.cached_property
+    def fim(self) -> FimTokens | None:
+        """Of fill-in-the-middle; None where the model has not learnt it."""
+        self._check_open()
+        names = ("pre", "suf", "mid", "rep", "sep")
+        prefix, suffix, middle, *more = (
+            int(getattr(lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names
+        )
+        repository, file = (None if token < 0 else token for token in more)
+        return (
+            None if min(prefix, suffix, middle) < 0 else FimTokens(prefix, suffix, middle, repository, file)
+        )
 
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Token ids of a UTF-8 text: int32 [n].

@@ -32,7 +32,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve import ServeSettings, anthropic, openai_chat, openai_responses
+from llamaspec.serve import ServeSettings, anthropic, infill, openai_chat, openai_responses
 from llamaspec.serve.bodies import Fields, RequestError, error_response, not_supported
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import RequestBuilder
@@ -154,6 +154,7 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("/v1/chat/completions", openai_chat.chat_completions, openai_chat.ChatBody),
     Endpoint("/v1/completions", openai_chat.completions, openai_chat.CompletionBody),
+    Endpoint("/infill", infill.infill, infill.InfillBody),
     Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody),
     Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
     Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.parse import CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve import bodies, deltas, requests
@@ -128,26 +130,40 @@ async def completions(http: Request) -> Response:
     """Continue a text."""
     service, body = service_of(http), await parse_body(http, CompletionBody)
     builder, seed, n = service.builder, body.seed_or_random(), body.n or 1
-    for field, given in (("echo", body.echo), ("suffix", body.suffix), ("best_of", (body.best_of or 1) > n)):
+    for field, given in (("echo", body.echo), ("best_of", (body.best_of or 1) > n)):
         if given:
             raise not_supported(field)
     wanted = body.wanted_format()
     constraint = None if wanted is None else await builder.compile(wanted)
-    prompts = await run_in_threadpool(_prompts, builder, body.prompt)
+    prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)
     asked = builder.requests(
         prompts, body, requests.GenerationParameters(constraint=constraint), seed,
         n=n, max_tokens=body.max_tokens, stops=body.stops, n_logprobs=body.logprobs,
         prediction=body.predicted_text,
     )  # fmt: skip
+    if body.suffix:
+        asked = [replace(request, is_interactive=True) for request in asked]
     form = CompletionForm(service.model_name, seed, body, builder.vocabulary)
     return await service.respond(http, asked, form, body.stream)
 
 
-def _prompts(builder: requests.RequestBuilder, prompt: str | list[Any]) -> list[TokenArray]:
+def _prompts(
+    builder: requests.RequestBuilder, prompt: str | list[Any], suffix: str | None
+) -> list[TokenArray]:
     several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+    if suffix:
+        return [_with_suffix(builder, each, suffix) for each in several]
     return [
         builder.text_prompt(each) if isinstance(each, str) else builder.token_prompt(each) for each in several
     ]
+
+
+def _with_suffix(builder: requests.RequestBuilder, prompt: str | list[int], suffix: str) -> TokenArray:
+    """The text before a suffix is to be written."""
+    if not isinstance(prompt, str):
+        raise bad_field("suffix", "needs a prompt that is text")
+    builder.check_size(prompt + suffix, "suffix")
+    return builder.token_prompt(infill_prompt(builder.vocabulary, prompt, suffix).tolist())
 
 
 class ChatForm(Form):

@@ -220,6 +220,8 @@ class GenerationRequest:
     parameters: GenerationParameters = default(default_factory=GenerationParameters)
     n_logprobs: int | None = None  # most probable tokens told with each token
     prediction: str | None = None  # a text that most of the answer is expected to repeat
+    is_interactive: bool = False  # somebody waits for it at a cursor: it goes before others
+    max_seconds: float | None = None  # from the first text on; then the text ends once it has a whole line
 
 
 class RequestBuilder:
@@ -247,7 +249,7 @@ class RequestBuilder:
         """Tokens of a text to continue."""
         if not text:
             raise bad_field("prompt", "must not be empty")
-        self._check_bytes(text, "prompt")
+        self.check_size(text, "prompt")
         return self._checked(self.vocabulary.tokenize(text.encode()), "prompt")
 
     def token_prompt(self, tokens: Sequence[int]) -> TokenArray:
@@ -273,7 +275,7 @@ class RequestBuilder:
         if self.template is None:
             raise NoTemplateError("the model has no chat template")
         messages, tools, (kwargs, _) = request.messages, request.tool_use.offered, request.reasoning
-        self._check_bytes("".join(texts_in([conversation(messages), tools])), request.field)
+        self.check_size("".join(texts_in([conversation(messages), tools])), request.field)
         rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
         tokens = Transcript(self.vocabulary).read(rendered)
         starts_in_reasoning = self.answer_format.begins_thinking(rendered.text)
@@ -291,7 +293,8 @@ class RequestBuilder:
             raise self._too_long(f"{len(tokens)} tokens", field)
         return tokens
 
-    def _check_bytes(self, text: str, field: str) -> None:
+    def check_size(self, text: str, field: str) -> None:
+        """RequestError if a text cannot fit the context; before it is tokenized."""
         n = len(text.encode())
         if n > self._max_bytes:
             raise self._too_long(f"{n} bytes", field)

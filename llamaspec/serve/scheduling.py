@@ -135,6 +135,7 @@ class Submission:
 class RequestQueue:
     """Runs up to `parallel` sequences at once, first come, first served; only for one asyncio event loop.
 
+    An interactive sequence is the next to run, and the only one that may run beside `parallel` others.
     The pair's compute thread evaluates, and calls the event loop when a sequence has events. At most
     `max_queue` sequences wait; `policy` is shared by all.
     """
@@ -159,14 +160,17 @@ class RequestQueue:
         """Queue sequences; RequestError 429: too many wait already, 503: the server is stopping."""
         if self.is_stopping:
             raise _server_stopping()
-        n_free = max(0, self._parallel - len(self._running))
+        n_free = max(0, self._n_slots(requests[0]) - len(self._running))
         if len(self._waiting) + len(requests) > self._max_queue + n_free:
             self._metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
             message = "too many requests wait already; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
         submission = Submission(requests, self, self._clock())
-        self._waiting.extend(submission.states)
+        if requests[0].is_interactive:  # the last key first
+            self._waiting.extendleft(reversed(submission.states))
+        else:
+            self._waiting.extend(submission.states)
         self._admit()
         return submission
 
@@ -207,16 +211,26 @@ class RequestQueue:
             state.first_text_at = self._clock() if state.first_text_at is None else state.first_text_at
             events.append(parts)
         state.submission.send(state, events)
-        if stream.is_over:
+        if stream.is_over or self._is_late(state, stream):
             done = stream.completion
             self._finish(state, Finished(done, speedup(done.rounds, self._policy), stream.n_thought))
 
+    def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
+        """Whether a text has taken its time, and has a whole line."""
+        limit, first = state.request.max_seconds, state.first_text_at
+        is_late = limit is not None and first is not None and self._clock() - first > limit
+        return is_late and "\n" in stream.completion.text
+
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._parallel:
+        while self._waiting and len(self._running) < self._n_slots(self._waiting[0].request):
             state = self._waiting.popleft()
             self._running.append(state)
             state.started_at = self._clock()
             self._start(state)
+
+    def _n_slots(self, request: GenerationRequest) -> int:
+        """Sequences that may run once this one does."""
+        return self._parallel + request.is_interactive
 
     def _start(self, state: SequenceState) -> None:
         loop = asyncio.get_running_loop()
@@ -299,6 +313,7 @@ def open_stream(
             constraint=constraint,
             logprobs=request.n_logprobs,
             prediction=request.prediction,
+            is_interactive=request.is_interactive,
         )
 
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)

@@ -66,7 +66,9 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"prompt": "x = 1\n" * 2000}, 400, "prompt"),
     (TEXT, {"prompt": "x" * 500_000}, 400, "prompt"),
     (TEXT, {"prompt": ["a"] * 5}, 400, "n"),
-    (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXT, {"prompt": [5], "suffix": "b"}, 400, "suffix"),
+    ("/infill", {"input_prefix": "a"}, 400, "input_suffix"),
+    ("/infill", {"input_prefix": "a", "input_suffix": "", "input_extra": [{}]}, 400, "input_extra.0.text"),
     (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
     (TEXT, {"prompt": "a", "json_schema": {"type": "nothing"}}, 400, "json_schema"),
     (RESPONSES, {"input": []}, 400, "input"),
@@ -163,6 +165,15 @@ def test_a_model_without_a_chat_template(demo: Pair) -> None:
         error = server.post(CHAT, {"messages": HI}).json()["error"]
         assert error["code"] == "no_chat_template"
         assert server.post(TEXT, {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_model_that_does_not_fill_in(server: Served) -> None:
+    for path, body in (
+        (TEXT, {"prompt": "a", "suffix": "b"}),
+        ("/infill", {"input_prefix": "a", "input_suffix": ""}),
+    ):
+        answer = server.post(path, body)
+        assert (answer.status_code, "no tokens for filling in" in answer.text) == (400, True)
 
 
 def test_a_template_that_refuses(demo: Pair) -> None:

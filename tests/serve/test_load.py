@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -36,9 +37,9 @@ def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> GenerationRe
 
 
 @contextmanager
-def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64) -> Iterator[RequestQueue]:
+def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64, **more: Any) -> Iterator[RequestQueue]:
     """What a decoder takes its rows from."""
-    queue = RequestQueue(pair, FixedLength(3), Metrics(), parallel, max_queue)
+    queue = RequestQueue(pair, FixedLength(3), Metrics(), parallel, max_queue, **more)
     try:
         yield queue
     finally:
@@ -188,6 +189,25 @@ def test_a_full_queue_over_http(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     assert refused.json()["error"]["code"] == "queue_full"
 
 
+def test_an_interactive_request_is_the_next_to_run(demo: Pair, alone: Pair) -> None:
+    """One runs beside those that have taken all places; the next waits for it, and no other request."""
+    with decoding(demo, parallel=1, max_queue=2) as queue:
+
+        async def ask() -> tuple[list[Submission], list[str]]:
+            chats = [queue.submit([job(demo, "def f(", seed, 30)]) for seed in (1, 2)]
+            keys = [queue.submit([job(demo, "import os", seed, 10, is_interactive=True)]) for seed in (3, 4)]
+            running, n_waiting = queue.sequences()
+            assert ([state.submission for state in running], n_waiting) == ([chats[0], keys[0]], 2)
+            asked = [*chats, *keys]
+            return asked, [text for answer in asked for text in await read(answer)]
+
+        (_, waiting, _, next_key), texts = run(ask())
+    assert texts == [said(alone, "def f(", seed, 30) for seed in (1, 2)] + [
+        said(alone, "import os", seed, 10) for seed in (3, 4)
+    ]
+    assert next_key.states[0].started_at < waiting.states[0].started_at
+
+
 def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) -> None:
     """A text that cannot begin, and one whose stop strings break it while it is written."""
 
@@ -261,6 +281,24 @@ def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:
         ((_, error),) = server.events("/v1/completions", body)
         assert error["error"]["code"] == "timeout"
         until(lambda: server.n_running() == 0)
+
+
+def test_a_text_that_has_taken_its_time_ends_once_it_has_a_line(demo: Pair, alone: Pair) -> None:
+    """However late: an editor shows whole lines."""
+    hours = itertools.count(step=3600.0)
+    with decoding(demo, clock=lambda: next(hours)) as queue:
+
+        async def ask() -> list[list[str]]:
+            limits = (1.0, 1e9, None)
+            jobs = [job(demo, "import os", 2, 60, max_seconds=limit) for limit in limits]
+            return [await read(queue.submit([each])) for each in jobs]
+
+        (cut,), *whole = run(ask())
+    text = said(alone, "import os", 2, 60)
+    assert whole == [[text], [text]]
+    assert text.startswith(cut)
+    assert "\n" in cut
+    assert len(cut) < len(text)
 
 
 def test_a_silent_stream_shows_signs_of_life(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

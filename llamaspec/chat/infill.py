@@ -1,0 +1,111 @@
+"""The prompt that asks a model to fill in the middle of a file: the text around the cursor, and other files.
+
+Each text is tokenized by itself between the model's own marks, so none of it becomes a control token. A
+beginning that is too long is cut in large steps: then the prompt of the next key begins like the last one,
+and finds it in the KV cache. tests/chat/test_infill.py.
+
+References: Qwen2.5-Coder (arXiv 2409.12186), for the order of one file and of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from llamaspec.chat.transcript import tokenize_inside
+from llamaspec.errors import PromptError
+from llamaspec.llama.vocabulary import FimTokens, LlamaVocabulary
+from llamaspec.values import TokenArray
+
+AROUND = 2048  # tokens around the cursor, at most
+REPOSITORY, THIS_FILE = "project", "file"  # clients name neither
+N_MARKS = 16  # tokens of the marks and of these names
+LONGEST = 64  # characters of a token, or hardly ever more
+
+Text = TypeVar("Text", str, TokenArray)
+
+
+class File(NamedTuple):
+    """Another file that the text may refer to."""
+
+    name: str
+    text: str
+
+
+def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> TokenArray:
+    """Tokens of a prompt for the text between two others: int32 [n].
+
+    Raises
+    ------
+    PromptError
+        The model has no tokens for this.
+    """
+    marks = _marks(vocabulary)
+    return _joined(vocabulary, marks, (), *(tokenize_inside(vocabulary, text) for text in (prefix, suffix)))
+
+
+def fitting_infill_prompt(
+    vocabulary: LlamaVocabulary, prefix: str, suffix: str, files: Sequence[File], room: int
+) -> TokenArray:
+    """The same with other files, the most important last, and at most `room` tokens.
+
+    Half of them, at most AROUND, are for the text around the cursor: a quarter of that for the suffix. The
+    last files that fit the rest as a whole are kept.
+    """
+    marks = _marks(vocabulary)
+    around = max(0, min(AROUND, (room - N_MARKS) // 2))
+    n_after = around // 4
+    # What cannot fit is not tokenized.
+    prefix, suffix = _end(prefix, 2 * LONGEST * AROUND), suffix[: LONGEST * AROUND]
+    before = _end(tokenize_inside(vocabulary, prefix), around - n_after)
+    after = tokenize_inside(vocabulary, suffix)[:n_after]
+    others: list[TokenArray] = []
+    left = room - N_MARKS - around
+    for file in reversed(files):
+        if len(file.text) > LONGEST * left:
+            break
+        tokens = _marked(vocabulary, f"{file.name}\n{file.text}\n", marks.file)
+        left -= len(tokens)
+        if left < 0:
+            break
+        others.insert(0, tokens)
+    return _joined(vocabulary, marks, others, before, after)
+
+
+def _marks(vocabulary: LlamaVocabulary) -> FimTokens:
+    if vocabulary.fim is None:
+        raise PromptError(
+            "this model has no tokens for filling in the middle of a text; "
+            "use one that has, such as Qwen2.5-Coder"
+        )
+    return vocabulary.fim
+
+
+def _marked(vocabulary: LlamaVocabulary, text: str, mark: int | None) -> TokenArray:
+    own = [] if mark is None else [mark]
+    return np.concatenate((np.array(own, dtype=np.int32), tokenize_inside(vocabulary, text)))
+
+
+def _joined(
+    vocabulary: LlamaVocabulary,
+    marks: FimTokens,
+    files: Sequence[TokenArray],
+    before: TokenArray,
+    after: TokenArray,
+) -> TokenArray:
+    """The parts in the model's order."""
+    parts = list(files)
+    if files and marks.repository is not None:
+        parts.insert(0, _marked(vocabulary, f"{REPOSITORY}\n", marks.repository))
+    if files and marks.file is not None:
+        parts.append(_marked(vocabulary, f"{THIS_FILE}\n", marks.file))
+    prefix, suffix, middle = (np.array([mark], dtype=np.int32) for mark in marks[:3])
+    return vocabulary.begun(np.concatenate((*parts, prefix, before, suffix, after, middle)))
+
+
+def _end(text: Text, room: int) -> Text:
+    """The end of a text, which begins at the same place for many keys."""
+    step = max(room // 4, 1)
+    return text[-(-max(len(text) - room, 0) // step) * step :]

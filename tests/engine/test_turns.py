@@ -1,0 +1,142 @@
+"""Who goes next: nobody waits for more than a chunk of another's prompt, and interactive texts go first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fakes import Clock, FakeModel, Length
+from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.engine.scheduler import ALONE, BESIDE, CHUNK
+from llamaspec.engine.stream import TextStream
+from llamaspec.values import DRAFT, TARGET
+from stepped import Stepped
+from texts import V, alone, draft, stream, target
+
+LONG = (np.arange(500) % V).tolist()
+ROUND = 0.1  # seconds
+
+
+def machine(clock: Clock, position_seconds: float = 0.01, **settings: object) -> dict[str, FakeModel]:
+    """A target that takes so long for each position."""
+    costs = {"seconds": ROUND, "position_seconds": position_seconds, "clock": clock}
+    return {TARGET: target(context_size=2000, batch_size=512, **costs, **settings)}
+
+
+def begun(
+    thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 300, **more: object
+) -> TextStream:
+    """A text whose prompt is of `n` tokens, and unlike others from its first token on."""
+    of = stream(
+        thread, models, [first, *LONG[: n - 1]], seed=first, max_tokens=3, drafter=NoDrafter(), **more
+    )  # type: ignore[arg-type]
+    of.begin()
+    return of
+
+
+def rows(model: FakeModel) -> list[tuple[int, ...]]:
+    return [evaluated.rows for evaluated in model.evaluated]
+
+
+@pytest.mark.parametrize("max_chunked_prefill", [0, 512])
+@pytest.mark.parametrize("position_seconds", [0.0001, 0.003, 0.02])
+def test_a_running_text_waits_for_one_chunk_at_most(
+    position_seconds: float, max_chunked_prefill: int
+) -> None:
+    """Before every token: half a second, or what 64 positions take, and a round."""
+    clock = Clock()
+    models = machine(clock, position_seconds, max_chunked_prefill=max_chunked_prefill)
+    thread = Stepped(models, clock=clock)
+    talker = stream(thread, models, seed=1, length=Length(0), max_tokens=20)
+    next(talker)
+    newcomers = [begun(thread, models, first) for first in (2, 3)]
+    gaps, last = list[float](), clock.now
+    for _ in talker:
+        gaps.append(clock.now - last)
+        last = clock.now
+    least_seconds = BESIDE[1] * position_seconds
+    assert max(gaps) <= max(BESIDE[0], least_seconds) + 2 * (ROUND + position_seconds)
+    if position_seconds < 0.001:  # and it is not read in more evaluations than that takes
+        assert max(e.width for e in models[TARGET].evaluated) > 200
+    assert talker.completion.tokens == alone(seed=1, max_tokens=20)
+    for first, of in zip((2, 3), newcomers, strict=True):
+        assert of.run().tokens == alone([first, *LONG[:299]], seed=first, max_tokens=3)
+
+
+def test_a_prompt_alone_is_read_in_larger_chunks() -> None:
+    clock = Clock()
+    models = machine(clock, 0.006)
+    begun(Stepped(models, clock=clock), models, 1, 500).run()
+    widths = [e.width for e in models[TARGET].evaluated if not e.requests[0].n_scored]
+    assert widths == [ALONE[1], 4 * CHUNK, 115]  # by what the first took, 294 positions are 2 s
+
+
+def test_a_newcomer_reads_next() -> None:
+    clock = Clock()
+    models = machine(clock)
+    thread = Stepped(models, clock=clock)
+    texts = [begun(thread, models, 1)]
+    assert thread.step()
+    texts += [begun(thread, models, 2, 20), begun(thread, models, 3)]
+    for _ in range(8):
+        assert thread.step()
+    readers = [e.rows[0] for e in models[TARGET].evaluated if not e.requests[0].n_scored]
+    assert readers[:5] == [0, 1, 2, 0, 2]
+    assert len(texts) == 3
+
+
+def test_an_interactive_prompt_overtakes_others() -> None:
+    clock = Clock()
+    models = machine(clock)
+    thread = Stepped(models, clock=clock)
+    talker = stream(thread, models, seed=1, length=Length(0), max_tokens=40)
+    next(talker)
+    others = [begun(thread, models, first) for first in (2, 3)]
+    for _ in range(4):
+        thread.step()
+    n = len(rows(models[TARGET]))
+    cursor = begun(thread, models, 4, 150, is_interactive=True)
+    while not cursor.completion.rounds:
+        thread.step()
+        cursor.ready()
+    between = rows(models[TARGET])[n:]
+    assert {row for group in between for row in group} <= {0, 3}, "those that speak, and the interactive one"
+    assert between.count((0,)) >= 2, "running texts go on"
+    assert cursor.run().tokens == alone([4, *LONG[:149]], seed=4, max_tokens=3)
+    assert [of.run().tokens for of in others] == [
+        alone([first, *LONG[:299]], seed=first, max_tokens=3) for first in (2, 3)
+    ]
+
+
+def test_an_interactive_text_has_room_before_older_ones() -> None:
+    models = {TARGET: target(n_cells=48)}
+    thread = Stepped(models)
+    older = stream(thread, models, seed=1, drafter=NoDrafter(), max_tokens=36)
+    next(older)
+    cursor = stream(thread, models, seed=2, drafter=NoDrafter(), max_tokens=36, is_interactive=True)
+    cursor.begin()
+    while not cursor.is_over:
+        assert thread.step()
+        assert not cursor.is_swapped_out
+        cursor.ready()
+        older.ready()
+    assert cursor.completion.tokens == alone(seed=2, max_tokens=36)
+    assert older.run().tokens == alone(seed=1, max_tokens=36)
+
+
+def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_drafts() -> None:
+    """Drafts went first without end: a newcomer waited until the draft had read all of another's prompt."""
+    clock = Clock()
+    models = machine(clock) | {
+        DRAFT: draft(context_size=2000, batch_size=512, position_seconds=0.01, clock=clock)
+    }
+    thread = Stepped(models, clock=clock)
+    first = stream(thread, models, LONG, seed=1, length=Length(1))
+    first.begin()
+    while not models[DRAFT].evaluated:
+        assert thread.step()
+    newcomer = begun(thread, models, 2, 20)
+    for _ in range(2):
+        assert thread.step()
+    assert (1,) in rows(models[TARGET])
+    assert not newcomer.is_over

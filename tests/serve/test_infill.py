@@ -1,0 +1,149 @@
+"""Completions of editors: `/infill` as llama.vim sends it, and `suffix` in `/v1/completions`."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
+from llamaspec.chat.infill import File, fitting_infill_prompt
+from model_store import ModelStore
+from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, served, until
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES, FIM
+
+CODER = Recipe(vocabulary=BYTES.with_controls(*FIM), dtype="q8_0", end_score=5)
+FILES = [{"filename": "a.py", "text": "A = 1\n" * 8, "time": [1, 2]}, {"filename": "b.py", "text": "B = 2"}]
+CURSOR = {"input_prefix": "def f(x):\n", "prompt": "    re", "input_suffix": "\n\nf(1)\n"}
+SETTINGS = {
+    "n_indent": 4,
+    "id_slot": 0,
+    "cache_prompt": True,
+    "samplers": ["top_k", "top_p", "infill"],
+    "stop": [],
+}
+LLAMA_VIM = {
+    **CURSOR, **SETTINGS, "input_extra": FILES, "n_predict": 30, "top_k": 40, "top_p": 0.99, "stream": False,
+    "t_max_prompt_ms": 500, "t_max_predict_ms": 60_000,
+    "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "truncated", "tokens_cached"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def coder(store: ModelStore) -> Iterator[Pair]:
+    files = store.path("llama", CODER), store.path("llama", CODER.draft())
+    options = ModelOptions(n_ctx=CONTEXT, n_cells=4 * CONTEXT, threads=1, cache_type_v="bf16")
+    with open_pair(*files, target_options=options, draft_options=options) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def server(coder: Pair) -> Iterator[Served]:
+    with served(coder, template=None) as running:
+        yield running
+
+
+def written(pair: Pair, prefix: str, suffix: str, files: list[File], **more: Any) -> str:
+    """What the model writes at the cursor by the Python interface, without a draft."""
+    prompt = fitting_infill_prompt(pair.target.vocabulary, prefix, suffix, files, CONTEXT - 30)
+    stream = pair.stream(prompt, seed=3, max_tokens=30, policy=FixedLength(0), **more)
+    return stream.run().text
+
+
+def test_what_llama_vim_asks_for_and_nothing_else(server: Served, coder: Pair) -> None:
+    answer = server.post("/infill", {**LLAMA_VIM, "seed": 3})
+    assert answer.status_code == 200, answer.text
+    assert list(answer.json()) == LLAMA_VIM["response_fields"]
+    files = [File(each["filename"], each["text"]) for each in FILES]  # type: ignore[arg-type]
+    text = written(coder, "def f(x):\n    re", "\n\nf(1)\n", files, sampling=Sampling(top_p=0.99))
+    assert answer.json()["content"] == text
+
+
+def test_a_stream_is_the_whole_answer_in_parts(server: Served) -> None:
+    body = {**CURSOR, "n_predict": 30, "seed": 3}
+    whole = server.post("/infill", body).json()
+    *parts, last = (data for _, data in server.events("/infill", body))
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert not any(part["stop"] for part in parts)
+    same = {"stop": True, "stop_type": whole["stop_type"], "tokens_predicted": whole["tokens_predicted"]}
+    assert {**last, **same} == last
+
+
+def test_why_a_completion_ends(server: Served) -> None:
+    def told(**more: Any) -> tuple[str, str, int]:
+        answer = server.post("/infill", {**CURSOR, "n_predict": 30, "seed": 3, **more}).json()
+        return answer["stop_type"], answer["stopping_word"], answer["tokens_predicted"]
+
+    whole = server.post("/infill", {**CURSOR, "n_predict": 30, "seed": 3, "ignore_eos": True}).json()[
+        "content"
+    ]
+    assert told(ignore_eos=True) == ("limit", "", 30)
+    assert told(ignore_eos=True, stop=[whole[7]])[:2] == ("word", whole[7])
+    next_file = server.service.builder.vocabulary.controls["<|file_sep|>"]
+    assert told(logit_bias={str(next_file): 100.0}) == ("eos", "", 1)
+
+
+def test_suffix_is_the_same_completion(server: Served) -> None:
+    prefix = CURSOR["input_prefix"] + CURSOR["prompt"]
+    body = {"prompt": prefix, "suffix": CURSOR["input_suffix"], "max_tokens": 30, "seed": 3}
+    text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert text == server.post("/infill", {**CURSOR, "max_tokens": 30, "seed": 3}).json()["content"]
+    error = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["error"]
+    assert error["param"] == "suffix"
+
+
+def test_other_files_are_read_before_they_are_needed(server: Served) -> None:
+    """As llama.vim does while nobody types."""
+    files = [{"filename": "c.py", "text": "C = 3\n" * 20}]
+    nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "input_extra": files, "n_predict": 0}
+    warmed = server.post("/infill", {**nothing, "response_fields": [""]})
+    assert (warmed.status_code, warmed.json()) == (200, {})
+    answer = server.post("/infill", {**CURSOR, "input_extra": files, "n_predict": 5}).json()
+    n_file = len(server.service.builder.vocabulary.tokenize(files[0]["text"].encode()))
+    assert answer["tokens_cached"] >= n_file
+    assert server.post("/infill", {**nothing, "seed": 3}).json()["tokens_predicted"] == 0
+
+
+def test_a_prediction_is_drafted_from(server: Served) -> None:
+    body = {**CURSOR, "n_predict": 30, "temperature": 0.0, "ignore_eos": True}
+    text = server.post("/infill", body).json()["content"]
+    prediction = {"type": "content", "content": text}
+    answer = server.post(
+        "/infill", {**body, "prediction": prediction, "speculative": {"rounds": True}}
+    ).json()
+    assert answer["content"] == text
+    assert "prediction" in {round_["source"] for round_ in answer["rounds"]}
+
+
+def test_what_fits_no_context_is_trimmed_or_refused(server: Served) -> None:
+    long = "x = 1\n" * (4 * CONTEXT)
+    answer = server.post("/infill", {**CURSOR, "input_prefix": long, "input_suffix": long, "n_predict": 5})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tokens_evaluated"] <= CONTEXT - 5
+    error = server.post("/v1/completions", {"prompt": long, "suffix": "b"}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_the_next_key_cancels_within_one_evaluation(coder: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The editor closes the connection; its next request is answered as if the first had never been."""
+    gate = Gate(coder, monkeypatch)
+    body = {**CURSOR, "n_predict": 400, "ignore_eos": True, "seed": 3}
+    with served(coder, template=None, parallel=1) as server:
+        address, content = urlsplit(server.url), json.dumps(body)
+        head = f"POST /infill HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+            connection.sendall((head + content).encode())
+            until(lambda: server.n_running() == 1)
+            (running,), _ = server.service.queue.sequences()
+        until(lambda: running.submission.is_cancelled)
+        gate.open()
+        until(lambda: server.n_running() == 0)
+        assert gate.n_evaluations <= 1
+        answer = server.post("/infill", {**body, "prompt": "    ret", "n_predict": 30}).json()
+    sampling = Sampling(logit_bias=dict.fromkeys(coder.target.vocabulary.ends, -1e30))
+    assert answer["content"] == written(coder, "def f(x):\n    ret", "\n\nf(1)\n", [], sampling=sampling)
