@@ -225,22 +225,21 @@ def test_code_is_copied(page: Page, server: Served) -> None:
 
 
 def test_files(page: Page) -> None:
-    page.locator("#file").set_input_files(
-        [
-            {"name": "a.py", "mimeType": "text/x-python", "buffer": b"x = '```'\n"},
-            {"name": "b.bin", "mimeType": "text/plain", "buffer": b"\xff\x00"},
-        ]
-    )
+    def attach(name: str, content: bytes) -> None:
+        page.locator("#file").set_input_files({"name": name, "mimeType": "text/plain", "buffer": content})
+
+    attach("a.py", b"x = '```'\n")
+    attach("b.bin", b"\xff\x00")
     expect(page.get_by_role("alert").first).to_have_text("b.bin is not a text file.")
-    large = {"name": "c.txt", "mimeType": "text/plain", "buffer": 256001 * b"c"}
-    page.locator("#file").set_input_files([large])  # type: ignore[list-item]
+    attach("c.txt", 256001 * b"c")
     expect(page.get_by_role("alert").first).to_have_text("c.txt is larger than 256 kB.")
     expect(page.locator("#files li")).to_have_count(1)
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "Why?", 8)
     expect(page.locator("#files li")).to_have_count(0)
-    sent = asked.value.post_data_json["messages"]
-    assert sent == [{"role": "user", "content": "Why?\n\na.py:\n````\nx = '```'\n````"}]
+    body = asked.value.post_data_json
+    assert body is not None
+    assert body["messages"] == [{"role": "user", "content": "Why?\n\na.py:\n````\nx = '```'\n````"}]
 
 
 def test_what_goes_wrong_is_said(page: Page) -> None:
@@ -294,21 +293,26 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
             "122 of 140 draft tokens were right, so the model wrote 187 tokens in 65 steps.",
         ),
         (
-            {"speedup_estimate": 1.02, "copied": 9},
-            "As fast as without a draft",
-            "122 of 140 draft tokens were right, 9 of them copied from earlier text, "
+            {"speedup_estimate": 1.09, "copied": {"drafted": 20, "accepted": 9}},
+            "About as fast as without a draft",
+            "122 of 140 draft tokens were right, 9 of them copies of earlier text, "
             "so the model wrote 187 tokens in 65 steps.",
         ),
         (
-            {"speedup_estimate": 0.812, "draft_n_accepted": 8},
+            {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
             "0.81× as fast as without a draft",
-            "Only 8 of 140 draft tokens were right: drafting took longer than it saved.",
+            "Only 8 of 140 tokens copied from earlier text were right: that cost more than it saved.",
         ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",
             "The draft model was not used: it would have taken 3.1 s to read the prompt, "
             "and was expected to save 1.2 s.",
+        ),
+        (
+            {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},
+            "25.0 tokens/s",
+            "The draft model was not used, because no gain was expected.",
         ),
         ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted, because no gain was expected."),
     ],

@@ -145,7 +145,9 @@ async function answer(chat) {
     const end = await receive(message, request, signal, message);
     message.rounds = end.rounds;
     message.timings = { ...end.timings, copied: copied(end.rounds) };
-    if (end.choices[0].finish_reason === "length") note(message, "The answer was cut at the token limit, or at the end of the context.");
+    const isAtLimit = end.timings.predicted_n >= request.max_tokens;
+    const limit = isAtLimit ? `the limit of ${request.max_tokens} tokens (see the settings)` : "the end of the context";
+    if (end.choices[0].finish_reason === "length") note(message, `The answer was cut at ${limit}.`);
     if (!message.content) note(message, "The answer is empty.");
   });
 }
@@ -242,8 +244,11 @@ function painter(paint) {
   };
 }
 
+// The draft tokens that were copied from a text.
 function copied(rounds) {
-  return rounds.filter(({ source }) => COPIES.includes(source)).reduce((sum, { accepted }) => sum + accepted, 0);
+  const copies = rounds.filter(({ source }) => COPIES.includes(source));
+  const sum = (name) => copies.reduce((total, round) => total + round[name], 0);
+  return { drafted: sum("drafted"), accepted: sum("accepted") };
 }
 
 // ---- files -----------------------------------------------------------------------------------------------

@@ -1,33 +1,36 @@
 // What the timings of an answer mean, in words.
 
-const times = (factor) => `${factor.toFixed(factor < 0.95 ? 2 : 1)}×`;
+const times = (factor) => `${factor.toFixed(factor < 1 ? 2 : 1)}×`;
 export const rate = (timings) => `${timings.predicted_per_second.toFixed(1)} tokens/s`;
 
-// The claim: how fast, next to decoding without a draft.
+// The claim: how fast, next to decoding without a draft. The estimate is not worth more than a tenth.
 export function claim(timings) {
   const factor = timings.draft_n ? timings.speedup_estimate : null;
   if (!timings.predicted_per_second) return "";
   if (!factor) return rate(timings);
-  if (Math.abs(factor - 1) < 0.05) return "As fast as without a draft";
-  return `${times(factor)} as fast as without a draft`;
+  return Math.abs(factor - 1) < 0.1 ? "About as fast as without a draft" : `${times(factor)} as fast as without a draft`;
 }
 
-// The reason, in a sentence or two.
+export const isGain = (timings) => timings.draft_n > 0 && timings.speedup_estimate >= 1.1;
+
+// The reason, in a sentence.
 export function reason(timings) {
-  const { draft_n: nDrafted, draft_n_accepted: nAccepted, unused_draft: unused } = timings;
-  const told = [];
-  if (nDrafted) {
-    const copied = timings.copied ? `, ${timings.copied} of them copied from earlier text` : "";
-    const right = `${nAccepted} of ${nDrafted} draft tokens were right${copied}`;
-    const isSlower = timings.speedup_estimate && timings.speedup_estimate < 0.95;
-    if (isSlower) told.push(`Only ${right}: drafting took longer than it saved.`);
-    else told.push(`${right}, so the model wrote ${timings.predicted_n} tokens in ${timings.rounds} steps.`);
-  }
-  if (unused) {
-    const [reading, saved] = [unused.reading_seconds, unused.saved_seconds].map((seconds) => `${seconds.toFixed(1)} s`);
-    told.push(`The draft model was not used: it would have taken ${reading} to read the prompt, and was expected to save ${saved}.`);
-  }
-  return told.join(" ") || "Nothing was drafted, because no gain was expected.";
+  const { draft_n: nDrafted, draft_n_accepted: nAccepted, copied } = timings;
+  if (!nDrafted) return timings.unused_draft ? unused(timings) : "Nothing was drafted, because no gain was expected.";
+  const areCopies = copied?.drafted === nDrafted;
+  const right = areCopies
+    ? `${nAccepted} of ${nDrafted} tokens copied from earlier text were right`
+    : `${nAccepted} of ${nDrafted} draft tokens were right${copied?.accepted ? `, ${copied.accepted} of them copies of earlier text` : ""}`;
+  if (timings.speedup_estimate && timings.speedup_estimate <= 0.9) return `Only ${right}: that cost more than it saved.`;
+  return `${right}, so the model wrote ${timings.predicted_n} tokens in ${timings.rounds} steps.`;
+}
+
+function unused({ unused_draft: { reading_seconds: reading, saved_seconds: saved } }) {
+  if (saved < 0.05) return "The draft model was not used, because no gain was expected.";
+  return (
+    `The draft model was not used: it would have taken ${reading.toFixed(1)} s to read the prompt, ` +
+    `and was expected to save ${saved.toFixed(1)} s.`
+  );
 }
 
 // Where the time went.
@@ -39,7 +42,8 @@ export function account(timings) {
     : "";
   return (
     `Read ${timings.prompt_n} tokens of the prompt in ${seconds(timings.prompt_ms)}${cached}. ` +
-    `Wrote ${timings.predicted_n} in ${seconds(timings.predicted_ms)}, ${rate(timings)}.${plain}`
+    `Wrote ${timings.predicted_n} in ${seconds(timings.predicted_ms)}, ${rate(timings)}.${plain}` +
+    (timings.draft_n && timings.unused_draft ? ` ${unused(timings)}` : "")
   );
 }
 

@@ -2,7 +2,7 @@
 
 import { button, copyButton, element } from "./dom.js";
 import { render } from "./markdown.js";
-import { account, claim, reason } from "./speed.js";
+import { account, claim, isGain, reason } from "./speed.js";
 import { draw } from "./timeline.js";
 
 export function userView(message, { edit }) {
@@ -53,8 +53,9 @@ export function answerView(message, { again, compare }) {
   how.addEventListener("toggle", () => how.open && explain(how, message));
   const retry = button("Regenerate", again, "idle-only last-only");
   const plain = button("Compare without the draft", compare, "idle-only last-only");
-  const tools = element("div", "tools", copyButton(() => message.content), retry, plain);
-  const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, status, error, speed, how, tools);
+  const copy = copyButton(() => message.content);
+  const tools = element("div", "tools", copy, retry, plain);
+  const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, error, speed, how, status, tools);
 
   function update() {
     const { timings, live } = message;
@@ -70,11 +71,12 @@ export function answerView(message, { again, compare }) {
     if (error.textContent !== (message.error ?? "")) error.textContent = message.error ?? "";
     speed.hidden = !timings && !message.notes;
     speed.replaceChildren(
-      ...(timings ? [element("strong", "", claim(timings)), ` ${reason(timings)}`] : []),
+      ...(timings ? [element("strong", isGain(timings) ? "gain" : "", claim(timings)), ` ${reason(timings)}`] : []),
       ...(message.notes ?? []).map((note) => element("span", "note", note)),
     );
     how.hidden = !timings;
     tools.hidden = Boolean(live);
+    copy.hidden = !message.content;
     retry.textContent = message.error ? "Retry" : "Regenerate";
     plain.hidden = !message.request || !timings?.draft_n;
   }
