@@ -17,7 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from llamaspec.length.acceptance import Acceptance, TextAcceptance, expected_accepted, verified_tokens
+from llamaspec.length.copies import CopyLength
 from llamaspec.length.costs import Array, CostCurve, Costs
+from llamaspec.length.reading import DraftReading
 from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
 from llamaspec.values import COPIES, LONGEST_COPY, Draft, Round, Source, UnusedDraft
 
@@ -28,13 +30,6 @@ NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
-FIRST_COPY = 16  # tokens
-TRUST = 0.5  # plain tokens that a copy may lose, for each token of its match
-BANK = 32.0  # the same, from what other copies of the text have won: at most
-CHUNK, LITTLE = 32, 64  # tokens that a draft reads beside a round, at least; that it reads without a plan
-SHORT = 8  # plain tokens: a prompt that takes the draft longer to read is not read at once
-WAIT = 4  # it waits for a fourth of the tokens that plain decoding writes meanwhile, at most for 2 * PACE
-PACE = 8  # tokens over which the pace of a text is averaged
 USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
 
 Grown = TypeVar("Grown")
@@ -92,7 +87,7 @@ class AutoLength:
     widths : collection of int, optional
         The only numbers of positions that may be evaluated at once; 1 must be among them.
     longest : int
-        Never more draft tokens in a row's round than this.
+        Never more draft tokens in a text's round than this.
     sources : collection of Source
         Who drafts.
     trees : bool
@@ -127,16 +122,16 @@ class AutoLength:
         self.trees = TreeAcceptance() if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
         self.credit = 0.0  # seconds that exploring may cost
-        self.rows: list[AutoSequence] = []
+        self.sequences: list[AutoSequence] = []
         self.n_tokens = 0
         self.usual_length = USUAL  # tokens of a text
         self.latest = -1  # evaluation
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """A text begins."""
-        row = AutoSequence(self, drops=drops, max_tokens=max_tokens)
-        self.rows.append(row)
-        return row
+        sequence = AutoSequence(self, drops=drops, max_tokens=max_tokens)
+        self.sequences.append(sequence)
+        return sequence
 
     def plain_seconds(self, n_sequences: int = 1) -> float | None:
         """What a round of so many texts without drafts is believed to take; None before one was timed."""
@@ -153,7 +148,11 @@ class AutoLength:
 
     def running(self) -> list[AutoSequence]:
         """The texts that are expected in the coming evaluation."""
-        return [row for row in self.rows if row.is_open or row.evaluation >= max(self.latest - 1, 0)]
+        return [
+            sequence
+            for sequence in self.sequences
+            if sequence.is_open or sequence.evaluation >= max(self.latest - 1, 0)
+        ]
 
     def observe(self, round_: Round) -> None:
         """Learn what one text's round cost; what texts share is learnt once."""
@@ -188,22 +187,26 @@ class AutoSequence:
         self.is_open = False  # its round has begun
         self.is_drafting = False  # its latest round had draft steps
         self.evaluation = -1  # that it took part in last
-        self.n_unread = 0  # tokens that the draft has not read, besides the last
         self.n_written = 0  # tokens of the text
-        self.unused: UnusedDraft | None = None  # why the draft has not read the prompt
-        self._copy_gain = 0.0  # plain tokens that copies have won in this text
-        self._longest_copy = FIRST_COPY  # doubled after each copy that was accepted as a whole
-        self._pace: float | None = None  # seconds of a token, without those of draft models; recently
-        self._is_asleep = self._is_waking = False  # the draft has not read the prompt; reads it beside rounds
+        self._copies, self.reading = CopyLength(), DraftReading(policy.costs)
         # Of the open round:
         self._plain = self._rate = 1.0  # seconds of a token without drafts; tokens per second of the plan
         self._prices: Array = np.zeros(1)  # [n] this text's share of what n verified tokens cost, in seconds
         self._copy_prices: Array = np.zeros(1)  # the same of copies, which may be longer
-        self.n_to_read = 0  # tokens that the draft reads in this round, instead of drafting
-        self._step = 0.0  # and of a draft step
+        self._step = 0.0  # seconds of a draft step
         self._limits: dict[Source, int] = {}  # draft tokens, at most
         self._explored: Source | None = None  # whose draft is not expected to pay
         self._checks = False  # nothing is drafted, so that plain decoding is timed again
+
+    @property
+    def n_to_read(self) -> int:
+        """Tokens that the draft reads in this round, instead of drafting."""
+        return self.reading.n_to_read
+
+    @property
+    def unused(self) -> UnusedDraft | None:
+        """Why the draft has not read the prompt."""
+        return self.reading.unused
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether the next tokens are worth their time, or are to be explored."""
@@ -246,15 +249,16 @@ class AutoSequence:
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs."""
         self._begin()  # the drafter may not have asked
-        policy, n_made, n_steps = self._policy, round_.n_accepted + 1, round_.n_priced_steps
-        n_read = 0 if n_steps or not round_.draft_seconds else self.n_to_read or self.n_unread
+        policy, reading = self._policy, self.reading
+        n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
+        n_read = 0 if n_steps or not round_.draft_seconds else reading.n_to_read or reading.n_unread
         found = [*verified_tokens(round_), *((round_.counterfactual,) if round_.counterfactual else ())]
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
         if policy.trees is not None and round_.draft.parents is not None:
             policy.trees.learn(round_)
         if n_steps and round_.draft.is_chain:
-            policy.costs.observe_draft(n_steps, self.n_unread, round_.draft_seconds)
+            policy.costs.observe_draft(n_steps, reading.n_unread, round_.draft_seconds)
         policy.observe(round_)
         if self._checks:
             policy.plain.n_since = 0
@@ -264,17 +268,12 @@ class AutoSequence:
         elif n_read and self._explored is policy.drafting:
             policy.credit -= round_.draft_seconds
         if round_.source in COPIES and len(round_.draft):
-            self._observe_copy(round_)
-        has_read = len(round_.draft) + round_.n_dropped >= n_made
-        self.n_unread = int(not has_read) if n_steps else max(self.n_unread - n_read, 0) + n_made
-        self._is_asleep &= self.n_unread > LITTLE
+            gain = n_made - round_.seconds / (round_.n_sequences * self._plain)
+            self._copies.learn(len(round_.draft), round_.n_accepted, gain)
         self.n_written += n_made
-        if n_steps:
-            self.unused = None
         pace = (round_.verify_seconds + round_.overhead_seconds) / n_made
-        self._pace = (
-            pace if self._pace is None else self._pace + (pace - self._pace) * n_made / (n_made + PACE)
-        )
+        has_read = len(round_.draft) + round_.n_dropped >= n_made
+        reading.learn(n_made, n_read, pace, drafted=n_steps > 0, has_read=has_read)
         self.is_open, self.is_drafting, self.evaluation = False, n_steps > 0, round_.evaluation
 
     def observe_prompt(self, n: int, seconds: float) -> None:
@@ -284,15 +283,8 @@ class AutoSequence:
     def reads_prompt(self, n_unread: int) -> bool:
         """Whether the draft reads a prompt at once, of which it has not read so many tokens."""
         self._begin()
-        self.is_open, self.n_unread = False, n_unread
-        seconds = n_unread * self._policy.costs.reading_seconds
-        is_read = self._pays_reading() and seconds <= SHORT * self._plain
-        self._is_asleep = not is_read and n_unread > LITTLE
-        if is_read:
-            self.n_unread = 0
-        else:
-            self.unused = UnusedDraft(seconds, self._saving())
-        return is_read
+        self.is_open = False
+        return self.reading.begin(n_unread, self._saving(), self._plain)
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` tokens of the prompt that the draft has read."""
@@ -301,44 +293,28 @@ class AutoSequence:
     def close(self) -> None:
         """The text has ended."""
         policy = self._policy
-        if self in policy.rows:
-            policy.rows.remove(self)
+        if self in policy.sequences:
+            policy.sequences.remove(self)
             if self.n_written:
                 policy.usual_length += (self.n_written - policy.usual_length) / REMEMBERED
-
-    def _observe_copy(self, round_: Round) -> None:
-        n, n_accepted = len(round_.draft), round_.n_accepted
-        gain = n_accepted + 1 - round_.seconds / (round_.n_sequences * self._plain)
-        self._copy_gain = min(self._copy_gain + gain, BANK)
-        longest = 2 * (self._longest_copy if n_accepted == n else n_accepted)
-        self._longest_copy = max(FIRST_COPY, min(longest, LONGEST_COPY))
 
     def _saving(self) -> float:
         """Seconds that drafts are expected to save in the rest of the text."""
         n_left = self._policy.usual_length  # whatever was written: texts end by chance
         if self._max_tokens is not None:
             n_left = min(n_left, self._max_tokens - self.n_written)
-        pace = self._plain if self._pace is None else min(self._pace, self._plain)
-        return max(pace - 1.0 / self._rate, 0.0) * n_left
-
-    def _pays_reading(self) -> bool:
-        """Whether drafts are expected to save more than the draft takes to read what it has not read.
-
-        Known only after some tokens: where these are copies, no draft is wanted.
-        """
-        seconds = self.n_unread * self._policy.costs.reading_seconds
-        has_waited = not self._is_asleep or self.n_written >= min(seconds / self._plain / WAIT, 2 * PACE)
-        return has_waited and self._saving() > seconds
+        return self.reading.saving(n_left, self._plain, self._rate)
 
     def _begin(self) -> None:
         """Plan the round, once."""
         if self.is_open:
             return
         policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
+        reading = self.reading
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
-        self.n_to_read = 0
-        others = [row for row in policy.running() if row is not self]
-        n_sequences, n_drafting = 1 + len(others), 1 + sum(row.is_drafting for row in others)
+        reading.n_to_read = 0
+        others = [sequence for sequence in policy.running() if sequence is not self]
+        n_sequences, n_drafting = 1 + len(others), 1 + sum(sequence.is_drafting for sequence in others)
         # Texts that draft take as many each: where the curve has steps, one position never pays for all.
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
@@ -361,22 +337,22 @@ class AutoSequence:
         if rates.argmax():
             policy.drafts.distance, self._rate = NEAREST, float(rates.max())
             self._checks = policy.plain.is_due() and costs.allows(n_sequences)
-            if self._is_asleep and not self._is_waking and not self._pays_reading():
-                self.unused = UnusedDraft(self.n_unread * costs.reading_seconds, self._saving())
+            saving = self._saving()
+            if reading.is_asleep and not reading.is_waking and not reading.pays(saving, self._plain):
+                reading.sleep_on(saving)
                 self._checks, self._rate = False, 1.0 / self._plain
             elif not self._checks:
                 self._limits[source] = limit
-        elif self._is_waking or (
+        elif reading.is_waking or (
             policy.drafts.is_due(could_pay=could_pay)
-            and costs.drafting_seconds(1, self.n_unread if self.unused or not could_pay else 0)
+            and costs.drafting_seconds(1, reading.n_unread if reading.unused or not could_pay else 0)
             <= policy.credit
         ):
             policy.drafts.n_since = 0
             self._explored, self._limits[source] = source, limit if self._drops else 1
-        self._is_waking = bool(self._limits) and self._is_asleep
-        if self._is_waking:  # a pause of about a round
-            self.unused = None
-            self.n_to_read = min(self.n_unread, max(CHUNK, int(self._plain / costs.reading_seconds)))
+        reading.is_waking = bool(self._limits) and reading.is_asleep
+        if reading.is_waking:
+            reading.wake(self._plain)
         if self._checks or self._explored:
             costs.forget_hiccups()
 
@@ -392,8 +368,7 @@ class AutoSequence:
         if source is Source.GRAMMAR:
             expected = expected_accepted(1.0, n_most)
         else:
-            n_most = min(n_most, self._longest_copy, self._affordable(ahead))
-            expected = self._expected(source, ahead[:n_most])
+            expected = self._expected(source, ahead[: self._copies.longest(ahead, prices, self._plain)])
         worth = expected - self._rate * prices[: len(expected)]
         n = int(worth.argmax())
         if source is Source.GRAMMAR or worth[n] > self._rate * self._plain - 1.0:
@@ -401,13 +376,6 @@ class AutoSequence:
         if not self._limits.get(policy.drafting):
             self._explored = source
         return int(self._explored is source)
-
-    def _affordable(self, ahead: Sequence[float]) -> int:
-        """The longest copy whose whole price may be lost, by the match and by what copies have won."""
-        if not ahead:
-            return 0
-        most = TRUST * ahead[0] / (1.0 - ahead[0]) + self._copy_gain
-        return int((self._copy_prices <= most * self._plain).nonzero()[0].max(initial=0))
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """[n] how many of the first n tokens of a draft are accepted, on average."""

@@ -28,5 +28,5 @@ def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     assert not row.wants_more(Draft.certain([1]))
     assert (row.width(2), row.n_verified(Draft())) == (4, 0)
     row.close()
-    assert policy.rows == []
+    assert policy.sequences == []
     assert not AtMost(0, FixedLength(5)).start_sequence().wants_more(Draft())

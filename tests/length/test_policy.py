@@ -228,7 +228,7 @@ def test_several_texts_share_every_evaluation(curve: str, n_sequences: int) -> N
 def test_texts_that_come_and_go_leave_nothing_behind() -> None:
     policy = AutoLength()
     play_rows(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
-    assert policy.rows == []
+    assert policy.sequences == []
     assert policy.n_tokens == 7 * N
 
 
