@@ -366,12 +366,12 @@ class AutoSequence:
         if not n_most or self._checks or source not in {*policy.sources, Source.GRAMMAR}:
             return 0
         if source is Source.GRAMMAR:
-            expected = expected_accepted(1.0, n_most)
-        else:
-            expected = self._expected(source, ahead[: self._copies.longest(ahead, prices, self._plain)])
-        worth = expected - self._rate * prices[: len(expected)]
-        n = int(worth.argmax())
-        if source is Source.GRAMMAR or worth[n] > self._rate * self._plain - 1.0:
+            return int((expected_accepted(1.0, n_most) - self._rate * prices).argmax())
+        expected = self._expected(source, ahead[: self._copies.longest(ahead, prices, self._plain)])
+        # At the rate of the copies themselves: where width costs as it grows, a longer one only risks more.
+        rates = (1.0 + expected) / (self._plain + prices[: len(expected)])
+        n = int(rates.argmax())
+        if rates[n] > self._rate:
             return n
         if not self._limits.get(policy.drafting):
             self._explored = source

@@ -41,7 +41,7 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag, Handle
-from llamaspec.llama.threads import governor
+from llamaspec.llama.threads import ThreadGovernor, governors
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits, TokenArray
@@ -92,9 +92,9 @@ class Context:
         if options.heads:
             scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
             nextn.show_hidden_rows(pointer, scored_only=scored_only)
-        self._governor = governor() if options.threads is None else None
+        self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
+        self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
         self._n_threads = options.threads or runtime.default_threads()
-        self._bits_depend_on_threads = options.flash_attention != "off"
         self.cache: KVCache | RecurrentCache
         if weights.keeps_states and head is None:  # heads keep keys and values
             can_restore = _can_restore_states(weights)
@@ -118,9 +118,6 @@ class Context:
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Make room for requests; how many tokens of each are cached, or why there is no room."""
-        pointer = self.pointer
-        if not self.cache.has_rows:
-            self._choose_threads(pointer)
         return self.cache.prepare_all(batch)
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -161,16 +158,15 @@ class Context:
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.clear_errors()
-        if not self._bits_depend_on_threads:
-            self._choose_threads(pointer)
-        if self._governor is not None:
-            self._governor.begin()
+        self._choose_threads(pointer)
+        for each in self._governors:
+            each.begin()
         try:
             status = lib.llama_decode(pointer, batch)
         finally:
             self._abort.clear()  # after it: who cancels just before an evaluation ends it, too
-            if self._governor is not None:
-                self._governor.finish()
+            for each in self._governors:
+                each.finish(self._n_threads)
         if status == 0:
             return
         if status == 2:

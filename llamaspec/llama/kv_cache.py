@@ -62,11 +62,6 @@ class KVCache:
         """Cells that hold something."""
         return self._table.top
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether a row is running."""
-        return bool(self._of_row)
-
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room."""
         while True:  # again if cells had to be moved: what could not be moved is cached no more

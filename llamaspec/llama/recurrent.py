@@ -41,7 +41,6 @@ class RecurrentCache:
     def __init__(self, context: Any, size: int, *, can_restore: bool) -> None:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
-        self.has_rows = False
         self._can_restore = can_restore
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
@@ -57,7 +56,6 @@ class RecurrentCache:
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the row; answers how many of its tokens are cached."""
         ((_, request, _),) = batch
-        self.has_rows = True
         if request.n_tokens > self.size:
             return [ContextFullError(f"the context of {self.size} tokens is full")]
         n_shared, n_before = self._held.shared(request.tokens), len(request.tokens) - request.n_logits
@@ -104,7 +102,6 @@ class RecurrentCache:
 
     def release(self, row: int) -> None:
         """The row has ended; its text stays, for a row that begins alike."""
-        self.has_rows = False
         self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:

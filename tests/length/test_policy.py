@@ -335,10 +335,11 @@ def copied(row: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds:
 
 
 def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer_match() -> None:
-    """A position costs 0.1 of a plain token."""
+    """A position costs 0.1 of a plain token; copies were never wrong."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     curve = CostCurve(widths, tuple(1.0 + 0.1 * (width - 1) for width in widths), 0.0)
-    row = AutoLength(curve, sources={Source.NGRAM}).start_sequence(drops=True)
+    sure = LearnedPrior(curve, copy_log_odds=(20.0,) * 12)
+    row = AutoLength(sure, sources={Source.NGRAM}).start_sequence(drops=True)
     for i, n in enumerate((16, 32, 64, 128)):
         assert copying(row, 400) == n
         copied(row, n, n, i, 1.0 + 0.1 * n)
@@ -346,10 +347,21 @@ def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer
     copied(row, 256, 0, 9, 26.6)
     assert copying(row, 400) == 16
     dear = CostCurve(widths, tuple(1.0 + 0.4 * (width - 1) for width in widths), 0.0)
-    row = AutoLength(dear, sources={Source.NGRAM}).start_sequence(drops=True)
+    row = AutoLength(replace(sure, curve=dear), sources={Source.NGRAM}).start_sequence(drops=True)
     assert copying(row, 20) == 16
     copied(row, 16, 0, 1, 7.4)  # 6.4 plain tokens are lost; a match of 20 may lose 10
     assert copying(row, 20) == 8
+
+
+@pytest.mark.parametrize(("beyond", "expected"), [(0.1, 130), (0.01, 511)])
+def test_a_copy_is_as_wide_as_is_cheap_per_token(beyond: float, expected: int) -> None:
+    """Where a position costs the same at every width, a wider copy wins nothing, and the passage may end."""
+    widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    seconds = tuple(1.0 + 0.1 * min(w - 1, 63) + beyond * max(w - 64, 0) for w in widths)
+    row = AutoLength(CostCurve(widths, seconds, 0.0), sources={Source.NGRAM}).start_sequence(drops=True)
+    for i, n in enumerate((16, 32, 64, 128, 256)):
+        copied(row, n, n, i, float(np.interp(n + 1, widths, seconds)))
+    assert copying(row, 400) == expected
 
 
 def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before_some_tokens() -> None:

@@ -8,7 +8,7 @@ from llama_cpp import llama_cpp as lib
 
 from forward_requests import evaluate, request, text
 from llamaspec.llama import context
-from llamaspec.llama.threads import PAUSE, ThreadGovernor, Usage
+from llamaspec.llama.threads import LASTING_WINDOW, PAUSE, WINDOW, ThreadGovernor, Usage
 from model_store import OpenModel
 from tiny_models import Recipe
 
@@ -18,12 +18,14 @@ STEP = 0.02  # seconds of an evaluation with all cores to itself
 class Machine:
     """Some cores, some other programs that never rest, and evaluations that spin."""
 
-    def __init__(self, n_cores: int, most: int | None = None, *, spins: float = 1.0) -> None:
+    def __init__(
+        self, n_cores: int, most: int | None = None, *, spins: float = 1.0, shortest: float = WINDOW
+    ) -> None:
         self.n_cores, self.n_others = n_cores, 0.0
         self.spins = spins  # part of an evaluation's time that each of its threads uses
         self.wall = self.own = self.idle = 0.0
         self.n_looks = 0
-        self.governor = ThreadGovernor(most or n_cores, n_cores, self.look, lambda: self.wall)
+        self.governor = ThreadGovernor(most or n_cores, n_cores, shortest, self.look, lambda: self.wall)
 
     def look(self) -> Usage:
         self.n_looks += 1
@@ -42,7 +44,7 @@ class Machine:
         self.wall += seconds / share
         self.own += seconds / share * n * self.spins * share
         self.idle += seconds / share * max(self.n_cores - wanted, 0.0)
-        self.governor.finish()
+        self.governor.finish(n)
         return n
 
     def run(self, n: int = 40, seconds: float = STEP) -> list[int]:
@@ -146,7 +148,7 @@ class Unsteady(Machine):
             self.wall += seconds
             self.own += seconds * used
             self.idle += seconds * max(self.n_cores - used - n_others, 0)
-        self.governor.finish()
+        self.governor.finish(n)
         return n
 
     def speed(self) -> float:
@@ -166,25 +168,47 @@ def test_a_load_that_comes_and_goes(step: float, period: float) -> None:
     assert Unsteady(step, period).speed() >= 0.9 * best
 
 
-@pytest.mark.parametrize(("flash_attention", "expected"), [("on", [4, 4, 4, 2]), ("off", [4, 2, 2, 2])])
-def test_within_a_text_threads_change_only_where_bits_stay(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, expected: list[int]
+def test_a_short_disturbance_changes_nothing_where_bits_depend_on_the_number() -> None:
+    """One evaluation that was disturbed left a text of a minute with one thread of two."""
+    machine = Machine(2, shortest=LASTING_WINDOW)
+    machine.run(100)
+    machine.n_others = 1
+    machine.run(5)
+    machine.n_others = 0
+    assert set(machine.run(100)) == {2}
+    machine.n_others = 1
+    assert machine.run(100)[-1] == 1
+    machine.n_others = 0
+    assert machine.run(150)[-1] == 2
+
+
+def test_what_was_missed_is_counted_by_the_threads_that_were_used() -> None:
+    """Another model's evaluations may use another number."""
+    machine = Machine(2, shortest=LASTING_WINDOW)
+    for _ in range(200):
+        machine.governor.begin()
+        machine.wall += STEP
+        machine.own += STEP
+        machine.idle += STEP
+        machine.governor.finish(1)
+    assert machine.governor.n_threads == 2
+
+
+@pytest.mark.parametrize(("flash_attention", "which"), [("on", 1), ("off", 0)])
+def test_flash_attention_follows_only_loads_that_last(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, which: int
 ) -> None:
-    """With flash attention, the next text that begins beside no other gets another number."""
-    machine = Machine(4)
-    monkeypatch.setattr(context, "governor", lambda: machine.governor)
+    machines = Machine(4), Machine(4, shortest=LASTING_WINDOW)
+    monkeypatch.setattr(context, "governors", lambda: tuple(each.governor for each in machines))
     model = opened(threads=None, flash_attention=flash_attention)
     (made,) = model._contexts
     used = []
-    for row, n_others in ((0, 0.0), (0, 2.0), (1, 2.0), (2, 2.0)):
-        machine.n_others = n_others
-        machine.run()
-        model.forward(request(9 + row), row)
+    for n_others in (0.0, 2.0):
+        machines[which].n_others = n_others
+        machines[which].run(200)
+        model.forward(request(9))
         used.append(lib.llama_n_threads(made.pointer))
-        if row == 1:
-            model.release(0)
-            model.release(1)
-    assert used == expected
+    assert used == [4, 2]
 
 
 @pytest.mark.parametrize(
