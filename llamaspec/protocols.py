@@ -50,6 +50,10 @@ class Model(Protocol):
         """The most positions of one evaluation."""
 
     @property
+    def prompt_chunk(self) -> int:
+        """Positions of a prompt that are read at once while nobody else waits."""
+
+    @property
     def max_scored(self) -> int:
         """The most positions of one evaluation whose logits are wanted."""
 

@@ -66,6 +66,7 @@ class FakeModel:
     vocabulary_size: int = 3
     context_size: int = 64
     batch_size: int = 64
+    prompt_chunk: int = 512
     max_scored: int = 64
     max_chunked_prefill: int = 0
     n_cells: int | None = None

@@ -23,10 +23,7 @@ from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits
 
 CHUNK = 64  # positions: a chunk of a prompt is a multiple, because attention of CPUs computes as many at once
-ALONE, BESIDE = (
-    (2.0, 2 * CHUNK),
-    (0.5, CHUNK),
-)  # (seconds, positions at least) of a chunk; beside other sequences
+BESIDE = 0.5  # seconds that a chunk takes beside other sequences, if it has more than CHUNK positions
 SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
 
 
@@ -85,13 +82,16 @@ class Batching:
             self._speeds[group.model] = group.width / max(seconds, 1e-9)
 
     def chunk(self, name: str, *, is_alone: bool) -> int:
-        """Positions of a prompt that a model reads at once: as many as it takes little time for.
+        """Positions of a prompt that a model reads at once: others wait so long for a token, or their prompt.
 
-        So many seconds others wait: for their next token, or for their own prompt.
+        Of a sequence that is alone always as many, because its bits may depend on that.
         """
-        seconds, least = ALONE if is_alone else BESIDE
-        n = int(seconds * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
-        return min(max(n, least), self._models[name].batch_size)
+        model = self._models[name]
+        most = min(model.prompt_chunk, model.batch_size)
+        if is_alone:
+            return most
+        n = int(BESIDE * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
+        return min(max(n, CHUNK), most)
 
     def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
         """A request, or what is to be read before it.

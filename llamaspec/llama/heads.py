@@ -110,7 +110,7 @@ class PredictionHeads:
         except BaseException:
             self.close()
             raise
-        self.batch_size = self._heads[0].context.batch_size
+        self.batch_size = self.prompt_chunk = self._heads[0].context.batch_size
         self._own: dict[int, _OwnRows] = {}  # by row
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:

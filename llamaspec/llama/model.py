@@ -26,6 +26,7 @@ from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
+CPU_CHUNK = 128  # positions of a prompt: on CPUs more at once are no cheaper, and others wait for them
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
@@ -101,6 +102,8 @@ class LlamaModel:
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
+        in_main_memory = not leaves_main_memory(self.weights, self._chosen)
+        self.prompt_chunk = min(CPU_CHUNK, self.batch_size) if in_main_memory else self.batch_size
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
             0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self._chosen, context)

@@ -40,6 +40,7 @@ class SlowModel:
     options: ModelOptions = field(default_factory=ModelOptions)
     weights: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(n_layers=1))
     batch_size: int = 64
+    prompt_chunk: int = 64
     max_scored: int = 65
     max_chunked_prefill: int = 0
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
