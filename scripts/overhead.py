@@ -126,7 +126,7 @@ def hand_over_seconds(n_pairs: int, n_tokens: int) -> float:
                 self._own.step()
             return super().next_event(sequence)
 
-        def _post(self, task: Callable[[], None]) -> None:
+        def _post(self, task: Callable[[], object]) -> None:
             task()
 
     model = _Sleeping(n_tokens + 8)
@@ -183,7 +183,8 @@ class _Letters:
 class _Sleeping:
     """A model whose evaluations sleep, as llama.cpp without the interpreter's lock; it caches every token."""
 
-    vocabulary_size, batch_size, max_scored, n_cells, max_chunked_prefill = VOCABULARY_SIZE, 512, 512, None, 0
+    vocabulary_size, n_cells, max_chunked_prefill = VOCABULARY_SIZE, None, 0
+    batch_size = prompt_chunk = max_scored = 512
 
     def __init__(self, context_size: int) -> None:
         self.context_size = context_size

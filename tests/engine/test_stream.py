@@ -8,15 +8,12 @@ import pytest
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import PREFILL_PART, StopReason
-from llamaspec.engine.scheduler import ALONE
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
-
-FIRST = ALONE[1]  # positions of the first chunk
 
 
 def alphabet(**settings: int) -> FakeModel:
@@ -143,13 +140,13 @@ def test_a_long_prompt_is_read_in_parts_and_told() -> None:
     of = made(prompt, model=model, drafter=NoDrafter(), max_tokens=1, on_prefill=lambda *at: told.append(at))
     assert of.run().n_cached == 0
     assert told == [(PREFILL_PART, n), (n, n), (n, n)]
-    assert [evaluated.width for evaluated in model.evaluated] == [FIRST, PREFILL_PART - FIRST, 29, 1]
+    assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
 
 
 def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
     model = alphabet(context_size=900)
     scheduler, prompt = Stepped({TARGET: model}), [0] * (PREFILL_PART + 30)
-    for n_cached, widths in ((0, [FIRST, PREFILL_PART - FIRST, 29, 1]), (PREFILL_PART + 29, [1])):
+    for n_cached, widths in ((0, [PREFILL_PART, 29, 1]), (PREFILL_PART + 29, [1])):
         model.evaluated.clear()
         of = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1)
         assert of.run().n_cached == n_cached

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,13 +26,11 @@ def machine(clock: Clock, position_seconds: float = 0.01, **settings: object) ->
     return {TARGET: target(**sizes | costs | settings)}
 
 
-def begun(
-    thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 300, **more: object
-) -> TextStream:
+def begun(thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 300, **more: Any) -> TextStream:
     """A text whose prompt is of `n` tokens, and unlike others from its first token on."""
     of = stream(
         thread, models, [first, *LONG[: n - 1]], seed=first, max_tokens=3, drafter=NoDrafter(), **more
-    )  # type: ignore[arg-type]
+    )
     of.begin()
     return of
 

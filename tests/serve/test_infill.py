@@ -18,7 +18,10 @@ from tiny_models import Recipe
 from tiny_vocabulary import BYTES, FIM
 
 CODER = Recipe(vocabulary=BYTES.with_controls(*FIM), dtype="q8_0", end_score=5)
-FILES = [{"filename": "a.py", "text": "A = 1\n" * 8, "time": [1, 2]}, {"filename": "b.py", "text": "B = 2"}]
+FILES: list[dict[str, Any]] = [
+    {"filename": "a.py", "text": "A = 1\n" * 8, "time": [1, 2]},
+    {"filename": "b.py", "text": "B = 2"},
+]
 CURSOR = {"input_prefix": "def f(x):\n", "prompt": "    re", "input_suffix": "\n\nf(1)\n"}
 SETTINGS = {
     "n_indent": 4,
@@ -27,7 +30,7 @@ SETTINGS = {
     "samplers": ["top_k", "top_p", "infill"],
     "stop": [],
 }
-LLAMA_VIM = {
+LLAMA_VIM: dict[str, Any] = {
     **CURSOR, **SETTINGS, "input_extra": FILES, "n_predict": 30, "top_k": 40, "top_p": 0.99, "stream": False,
     "t_max_prompt_ms": 500, "t_max_predict_ms": 60_000,
     "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "truncated", "tokens_cached"],
@@ -59,7 +62,7 @@ def test_what_llama_vim_asks_for_and_nothing_else(server: Served, coder: Pair) -
     answer = server.post("/infill", {**LLAMA_VIM, "seed": 3})
     assert answer.status_code == 200, answer.text
     assert list(answer.json()) == LLAMA_VIM["response_fields"]
-    files = [File(each["filename"], each["text"]) for each in FILES]  # type: ignore[arg-type]
+    files = [File(each["filename"], each["text"]) for each in FILES]
     text = written(coder, "def f(x):\n    re", "\n\nf(1)\n", files, sampling=Sampling(top_p=0.99))
     assert answer.json()["content"] == text
 
