@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from llamaspec.chat.escaping import Escaper, Json, Rendered, SpecialTokens, texts_in
 from llamaspec.chat.sandbox import PROCESS, RenderError
@@ -95,6 +96,30 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the template tells the model about tools; if not, it would not know of any."""
         return re.search(r"\btools\b", self.source) is not None
+
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether a system message may follow others, and its text is rendered."""
+        roles = ("system", "user", "assistant", "system", "user")
+        messages = [Message(role, f"text {i}") for i, role in enumerate(roles)]
+        try:
+            return b"text 3" in self.render(messages).text
+        except PromptError:
+            return False
+
+    def with_one_system(self, messages: Sequence[Message]) -> list[Message]:
+        """A conversation in which one system message comes first, as most templates want it.
+
+        Later ones stay where they are if the template takes them there; else they join the first.
+        """
+        n = next((i for i, each in enumerate(messages) if each.role != "system"), len(messages))
+        first, rest = list(messages[:n]), list(messages[n:])
+        later = [each for each in rest if each.role == "system"]
+        if later and not self.takes_later_system:
+            first, rest = first + later, [each for each in rest if each.role != "system"]
+        if not first:
+            return rest
+        return [Message("system", "\n\n".join(each.text for each in first if each.text)), *rest]
 
     def render(
         self,

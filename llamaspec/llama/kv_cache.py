@@ -94,7 +94,8 @@ class KVCache:
         sequence.n_reserved = 0
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             self._table.cut(sequence, n)
-            least = TAKE_OVER if n else 1  # a row that begins takes what it gets
+            # A row that begins takes what it gets, for each part of its prompt.
+            least = TAKE_OVER if n and request.n_logits else 1
             if n_before >= n + least:
                 self._take_over(sequence, request.tokens[:n_before], n + least)
             n = sequence.n + n_read

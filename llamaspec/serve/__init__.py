@@ -32,7 +32,7 @@ class ServeSettings:
     alias: str | None = None  # the model's name in answers
     request_timeout: float | None = 600.0  # seconds
     grace_seconds: float = 30.0  # for running requests when the server stops
-    keep_alive_seconds: float = 10.0  # between comments in a silent stream
+    keep_alive_seconds: float = 4.0  # between comments in a silent stream
     log_format: LogFormat = "text"
     body_bytes: int = 8 << 20  # that a request may have, as the next two
     body_seconds: float = 30.0  # until the whole body has arrived

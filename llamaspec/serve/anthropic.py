@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
-from llamaspec.chat.template import Message
 from llamaspec.engine.generation import StopReason
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.scheduling import Finished, PromptProgress
@@ -43,10 +42,10 @@ class CountTokensBody(requests.ReasoningFields):
         """What the model is asked."""
         messages = bodies.conversation(bodies.placed(self.messages), takes_tools=takes_tools)
         if system := bodies.text_of(self.system, "system"):
-            messages = [Message("system", system), *messages]
+            messages = [bodies.system_message(system), *messages]
         thinking = self.thinking or ThinkingFields(type="adaptive")
         reasoning = self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled")
-        use = requests.tool_use(self.tools, self.tool_choice, None)
+        use = requests.tool_use(self.tools, self.tool_choice, None, kind="custom")
         wanted = requests.inner_format(self.output_config, "output_config")
         return requests.ChatRequest(messages, "messages", use, reasoning, wanted)
 
@@ -63,7 +62,7 @@ async def messages(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, MessagesBody)
     builder, seed, stops = service.builder, body.seed_or_random(), tuple(body.stop_sequences or ())
-    prompt, parameters = await builder.chat(body.chat_request(takes_tools=builder.takes_tools))
+    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
     asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
     form = MessagesForm(service.model_name, body, len(prompt), builder)
     return await service.respond(http, asked, form, body.stream)
@@ -110,7 +109,7 @@ class MessagesForm(Form):
         usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
         return _event("message_start", message={**self._head, **empty, "usage": usage})
 
-    def _keep_alive(self, progress: PromptProgress) -> bytes:
+    def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         return _event("ping")
 
     def _error(self, exception: Exception) -> bytes:

@@ -35,6 +35,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve import ServeSettings, anthropic, infill, openai_chat, openai_responses
 from llamaspec.serve.bodies import Fields, RequestError, error_response, not_supported
 from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
@@ -69,7 +70,8 @@ async def _health(http: Request) -> Response:
 
 
 async def _models(http: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_object(service_of(http))]})
+    # Codex reads `models`, and asks again where it is missing. An entry would replace its own instructions.
+    return JSONResponse({"object": "list", "data": [_model_object(service_of(http))], "models": []})
 
 
 async def _model(http: Request) -> Response:
@@ -85,7 +87,9 @@ def _model_object(service: Service) -> dict[str, Any]:
     about = {"id": service.model_name, "object": "model", "created": service.created}
     sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
     meta = {**sizes, "n_ctx_train": target.trained_context_size}
-    return {**about, "owned_by": "llamaspec", "meta": meta}
+    # The names that clients of llama-server (`meta`), vLLM and OpenRouter look for.
+    lengths = {"max_model_len": target.context_size, "context_length": target.context_size}
+    return {**about, "owned_by": "llamaspec", "meta": meta, **lengths}
 
 
 async def _metrics(http: Request) -> Response:
@@ -177,14 +181,14 @@ _PAGE_HEADERS = {
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
-def make_app(service: Service, write: Write) -> ASGIApp:
-    """The ASGI application; `write` takes the lines of the log."""
+def make_app(service: Service) -> ASGIApp:
+    """The ASGI application."""
     settings = service.settings
     routes = [Route(path, _page_file(name)) for path, name in PAGE_FILES.items()]
     for path, handler, body in ENDPOINTS:
         routes.append(Route(path, _answering(handler), methods=["GET" if body is None else "POST"]))
     middleware = [
-        Middleware(RequestLog, write=write, log_format=settings.log_format),
+        Middleware(RequestLog, write=service.write, log_format=settings.log_format),
         Middleware(Guard, settings=settings),
     ]
     if settings.cors_origins:
@@ -271,9 +275,10 @@ def serving(
     """The application over an open pair; what runs ends afterwards."""
     builder, counted = RequestBuilder(pair, template, settings.parallel), Metrics()
     queue = RequestQueue(pair, policy, counted, settings.parallel, settings.max_queue)
-    service = Service(pair, settings, builder, queue, counted)
+    prefixes = PrefixWatch(pair.target.vocabulary)
+    service = Service(pair, settings, builder, queue, counted, prefixes, write)
     try:
-        yield make_app(service, write), service
+        yield make_app(service), service
     finally:
         queue.end()
 

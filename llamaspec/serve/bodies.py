@@ -25,6 +25,9 @@ MAX_STOPS = 32
 MAX_MESSAGES = 4096
 _ALL_TOKENS = (1 << 31) - 1
 _NEVER = -1e30  # bias of a token that must not be drawn
+# Claude Code begins the system prompt with it. Its values differ in each request, and behind the first token
+# that differs nothing comes out of the KV cache. github.com/ggml-org/llama.cpp/pull/21793
+_BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
 _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -309,7 +312,7 @@ def text_of(content: Content | None, place: str) -> str:
 
 def _part_text(part: ContentPart, place: str) -> str:
     if part.type not in ("text", "input_text", "output_text", "reasoning_text", "summary_text"):
-        raise not_supported(f"{place}.type", "only parts of text are supported here")
+        raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
     return required(part.text, f"{place}.text")
 
 
@@ -342,8 +345,15 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
             text += _part_text(part, at)
     if results and not text:
         return results
+    if role == "system":
+        return [system_message(text)]
     message = Message(role, text, name=fields.name, tool_calls=tuple(calls), reasoning=reasoning or None)
     return [*results, message]
+
+
+def system_message(text: str) -> Message:
+    """A system message, without Claude Code's billing header."""
+    return Message("system", _BILLING_HEADER.sub("", text))
 
 
 def required(value: str | None, place: str) -> str:

@@ -50,18 +50,21 @@ async def deltas_of(submission: Submission, deadline: float | None, keep_alive: 
     Raises RequestError 504 after the deadline (`time.monotonic`), and whatever ended a sequence.
     """
     builders = [DeltaBuilder() for _ in submission.states]
+    told_at = monotonic()
     while not submission.is_over:
-        left = keep_alive if deadline is None else min(keep_alive, deadline - monotonic())
-        if left <= 0:
+        now = monotonic()
+        if deadline is not None and now >= deadline:
             raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
-        index, event = await submission.next_event(left) or (0, PromptProgress())
+        if now - told_at >= keep_alive:  # tokens may have come whose text is held back, as in a call
+            told_at = now
+            yield 0, PromptProgress()
+        ends = told_at + keep_alive if deadline is None else min(told_at + keep_alive, deadline)
+        index, event = await submission.next_event(ends - now) or (0, ())
         if isinstance(event, Exception):
             raise event
-        if isinstance(event, tuple):
-            for delta in builders[index].add(event):
-                yield index, delta
-        else:
-            yield index, event
+        for delta in builders[index].add(event) if isinstance(event, tuple) else (event,):
+            told_at = monotonic()
+            yield index, delta
 
 
 class DeltaBuilder:

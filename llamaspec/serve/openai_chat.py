@@ -20,7 +20,7 @@ from llamaspec.chat.parse import CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.bodies import CountOrAny, StopText, bad_field, not_supported
-from llamaspec.serve.scheduling import Finished
+from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Form, event, parse_body, service_of
 from llamaspec.values import TokenArray
 
@@ -44,6 +44,7 @@ class OpenAIBody(bodies.SamplingFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None  # llama-server's
     stop: StopText | Annotated[list[StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
     max_tokens: CountOrAny | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -113,7 +114,7 @@ async def chat_completions(http: Request) -> Response:
     builder, seed, n_logprobs = service.builder, body.seed_or_random(), body.top_logprobs or 0
     if n_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
-    prompt, parameters = await builder.chat(body.chat_request(takes_tools=builder.takes_tools))
+    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
     asked = builder.requests(
         [prompt], body, parameters, seed,
         n=body.n or 1,
@@ -177,6 +178,7 @@ class ChatForm(Form):
         self._n, self._vocabulary, self._options = body.n or 1, vocabulary, body.drafting
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._with_progress = body.return_progress is True
         head_id, created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time.time())
         self._head = {"id": head_id, "created": created, "model": model, "seed": seed}
         self._ends: dict[int, Finished] = {}
@@ -193,6 +195,13 @@ class ChatForm(Form):
     def _begin(self) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk([self._delta(i, role)]) for i in range(self._n))
+
+    def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
+        if not self._with_progress or progress.n_read is None:
+            return super()._keep_alive(index, progress)
+        told = {"total": progress.n_to_read, "cache": progress.n_cached, "processed": progress.n_read}
+        told["time_ms"] = round(1e3 * progress.seconds)
+        return self._chunk([self._nothing(index)], prompt_progress=told)
 
     def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
         spans: dict[str, Any] = {}
@@ -243,6 +252,9 @@ class ChatForm(Form):
             call = {"function": {"arguments": delta.text}}
         return self._delta(i, {"tool_calls": [{"index": self._n_calls[i] - 1, **call}]})
 
+    def _nothing(self, i: int) -> dict[str, Any]:
+        return self._delta(i, {})
+
     def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
         return {**self._delta(i, {}), "finish_reason": self._reason(end, self._n_calls[i])}
 
@@ -277,9 +289,11 @@ class CompletionForm(ChatForm):
         self._n_characters[i] += len(delta.text)
         return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
 
+    def _nothing(self, i: int) -> dict[str, Any]:
+        return {"index": i, "text": "", "logprobs": self._logprobs(i, ()), "finish_reason": None}
+
     def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
-        logprobs, reason = self._logprobs(i, ()), self._reason(end, 0)
-        return {"index": i, "text": "", "logprobs": logprobs, "finish_reason": reason}
+        return {**self._nothing(i), "finish_reason": self._reason(end, 0)}
 
     def _logprobs(self, i: int, tokens: Sequence[deltas.TokenLogprobs]) -> dict[str, Any] | None:
         """By columns; offsets count the characters of the choice."""

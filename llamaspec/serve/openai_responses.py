@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
-from llamaspec.chat.template import Message
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.bodies import MessageFields, bad_field, not_supported, required
 from llamaspec.serve.scheduling import Finished
@@ -22,17 +22,38 @@ from llamaspec.serve.service import Form, event, parse_body, service_of
 Data = dict[str, Any]
 
 
+# Items that become calls of tools and their results. Items of other types, such as web searches of another
+# server, are left out.
+_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+_RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
+_ITEMS = ("message", "reasoning", *_CALLS, *_RESULTS)
+
+
 class InputItem(bodies.Fields):
-    """A message, or another item of a conversation."""
+    """A message, or another item of a conversation; of an item that is left out only the type counts."""
 
     type: str | None = None
+    id: str | None = None
     role: bodies.Role | None = None
     content: bodies.Content | None = None
-    call_id: str | None = None  # of function_call and function_call_output
+    call_id: str | None = None  # of calls and results
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | None = None  # of function_call
+    input: str | None = None  # of custom_tool_call
+    action: dict[str, Any] | None = None  # of local_shell_call
     output: bodies.Content | None = None
     summary: bodies.Content | None = None  # of reasoning
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether its type is not supported."""
+        return self.type is not None and self.type not in _ITEMS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_type(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in _ITEMS else given
 
 
 class EffortFields(bodies.Fields):
@@ -64,23 +85,24 @@ class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
         asked = self.input
         items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
         messages = bodies.conversation(_messages(items), takes_tools=takes_tools)
+        left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
-            messages = [Message("system", self.instructions), *messages]
+            messages = [bodies.system_message(self.instructions), *messages]
         use = requests.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = requests.inner_format(self.text, "text")
-        return requests.ChatRequest(messages, "input", use, reasoning, wanted)
+        return requests.ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
     """Items as messages: reasoning, text and calls of one answer become one message."""
-    if not items:
-        raise bad_field("input", "must not be empty")
     found: list[tuple[str, MessageFields]] = []
     for i, item in enumerate(items):
-        message = _message(item, f"input.{i}")
+        message = None if item.is_left_out else _message(item, f"input.{i}")
+        if message is None:
+            continue
         last = found[-1][1] if found and found[-1][1].role == "assistant" else None
-        if last is not None and item.type == "function_call":
+        if last is not None and item.type in _CALLS:
             last.tool_calls = [*(last.tool_calls or []), *(message.tool_calls or [])]
             continue
         only_reasoning = last and last.reasoning_content and last.content is None and not last.tool_calls
@@ -88,10 +110,13 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
             last.content = message.content
             continue
         found.append((f"input.{i}", message))
+    if not found:
+        raise bad_field("input", "must not be empty")
     return found
 
 
-def _message(item: InputItem, place: str) -> MessageFields:
+def _message(item: InputItem, place: str) -> MessageFields | None:
+    """None: reasoning that is encrypted, or empty."""
     kind = item.type or "message"
     if kind == "message":
         if item.role is None:
@@ -99,13 +124,16 @@ def _message(item: InputItem, place: str) -> MessageFields:
         return MessageFields(role=item.role, content=item.content)
     if kind == "reasoning":
         reasoning = bodies.text_of(item.content or item.summary, f"{place}.content")
-        return MessageFields(role="assistant", reasoning_content=reasoning)
-    if kind not in ("function_call", "function_call_output"):
-        raise not_supported(f"{place}.type", "only messages, reasoning and calls of functions are supported")
-    call_id = required(item.call_id, f"{place}.call_id")
-    if kind == "function_call_output":
+        return MessageFields(role="assistant", reasoning_content=reasoning) if reasoning else None
+    call_id = required(item.call_id or item.id, f"{place}.call_id")
+    if kind in _RESULTS:
         return MessageFields(role="tool", content=item.output, tool_call_id=call_id)
-    function = bodies.FunctionFields(name=required(item.name, f"{place}.name"), arguments=item.arguments)
+    name, arguments = item.name, item.arguments
+    if kind == "custom_tool_call":
+        arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
+    elif kind == "local_shell_call":
+        name, arguments = "local_shell", json.dumps(item.action or {}, ensure_ascii=False)
+    function = bodies.FunctionFields(name=required(name, f"{place}.name"), arguments=arguments)
     return MessageFields(role="assistant", tool_calls=[bodies.CallFields(id=call_id, function=function)])
 
 
@@ -118,7 +146,7 @@ async def responses(http: Request) -> Response:
         if getattr(body, field):
             raise not_supported(field, "this server keeps no conversations; send the whole input")
     builder, seed = service.builder, body.seed_or_random()
-    prompt, parameters = await builder.chat(body.chat_request(takes_tools=builder.takes_tools))
+    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
     asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
     form = ResponsesForm(service.model_name, seed, body)
     return await service.respond(http, asked, form, body.stream)

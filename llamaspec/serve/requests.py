@@ -42,6 +42,8 @@ from llamaspec.values import TokenArray
 MAX_COMPILED = 64  # constraints that are kept
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+# Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
+_AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -116,6 +118,7 @@ class ToolUse:
     is_named: bool = False
     is_parallel: bool = True
     is_strict: bool = False  # a schema that cannot be enforced is an error
+    left_out: Sequence[str] = ()  # tools that are no functions, each with its type
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -146,7 +149,7 @@ Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 class ToolChoiceFields(Fields):
     """Which tool must be called; OpenAI's chat API has its name in `function`."""
 
-    type: Literal["function", "tool", "auto", "any", "none"] | None = None
+    type: str | None = None
     name: str | None = None
     function: ToolChoiceFields | None = None
     disable_parallel_tool_use: bool | None = None  # Anthropic's
@@ -158,15 +161,24 @@ def tool_use(
     is_parallel: bool | None,
     *,
     nested: bool = False,
+    kind: str = "function",
 ) -> ToolUse:
-    """The tools of a request; `nested`: they are in `function`. RequestError if one is wrong."""
+    """The functions among the tools of a request; RequestError if one is wrong.
+
+    `nested`: they are in `function`; `kind`: their type. Tools of other types are left out: the API's own
+    server would run them, or their input is no JSON.
+    """
     found: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    is_strict = False
     for i, tool in enumerate(tools or ()):
         place, each = f"tools.{i}.function" if nested else f"tools.{i}", tool.function if nested else tool
-        if tool.type not in (None, "function", "custom"):
-            raise not_supported(f"tools.{i}.type", "this server has no tools of its own")
+        if tool.type not in (None, kind):
+            left_out.append(f"{tool.type} {tool.name or ''}".strip())
+            continue
         if each is None:
             raise bad_field(place, "is missing")
+        is_strict |= bool(each.strict)
         description = {} if each.description is None else {"description": each.description}
         parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
         function = {"name": required(each.name, f"{place}.name"), **description, "parameters": parameters}
@@ -176,12 +188,14 @@ def tool_use(
         is_parallel = not choice.disable_parallel_tool_use if is_parallel is None else is_parallel
         if choice.type in ("function", "tool"):
             named = required((choice.function or choice).name, "tool_choice.name")
+        elif choice.type not in (None, "auto", "any", "none"):
+            named = choice.name or choice.type
         choice = choice.type
     choice = "required" if choice == "any" else choice or "auto"
     if named is None and choice not in ("auto", "none", "required"):
         raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
-    is_strict = any((tool.function or tool).strict for tool in tools or ())
-    return ToolUse(found, named or choice, named is not None, is_parallel is not False, is_strict)
+    is_parallel = is_parallel is not False
+    return ToolUse(found, named or choice, named is not None, is_parallel, is_strict, left_out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +207,7 @@ class ChatRequest:
     tool_use: ToolUse
     reasoning: tuple[Mapping[str, Any], int | None]  # variables of the template, tokens; 0 = none
     response_format: ResponseFormat | None = None
+    left_out: Sequence[str] = ()  # what the API knows and this server does not, for the log
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,9 +278,9 @@ class RequestBuilder:
         if use.tools and not self.takes_tools:
             raise not_supported("tools", "this model's chat template takes no tools")
         if use.is_forced and not use.tools:
-            raise bad_field("tool_choice", "there are no tools")
+            raise bad_field("tool_choice", "there are no functions among the tools")
         if use.is_named and use.choice not in {tool["function"]["name"] for tool in use.tools}:
-            raise bad_field("tool_choice", "names none of the tools; name one")
+            raise bad_field("tool_choice", "names no function among the tools; name one, or auto")
         if taken := RESERVED.intersection(kwargs):
             names = ", ".join(sorted(taken))
             raise bad_field("chat_template_kwargs", f"the server sets {names}; leave that out")
@@ -274,7 +289,8 @@ class RequestBuilder:
     def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
         if self.template is None:
             raise NoTemplateError("the model has no chat template")
-        messages, tools, (kwargs, _) = request.messages, request.tool_use.offered, request.reasoning
+        messages = self.template.with_one_system(request.messages)
+        tools, (kwargs, _) = request.tool_use.offered, request.reasoning
         self.check_size("".join(texts_in([conversation(messages), tools])), request.field)
         rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
         tokens = Transcript(self.vocabulary).read(rendered)
@@ -359,11 +375,12 @@ class RequestBuilder:
     async def _tool_constraint(
         self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
     ) -> Constraint | None:
+        spaces = {"whitespace_pattern": WHITESPACE} if answer_format.calls is HARMONY else _AS_RENDERED
         callable_tools = [t for t in use.tools if not use.is_named or t["function"]["name"] == use.choice]
         try:
             grammar = tool_grammar(
                 answer_format,
-                [_schema_only(tool, is_strict=use.is_strict) for tool in callable_tools],
+                [_schema_only(tool, spaces, is_strict=use.is_strict) for tool in callable_tools],
                 self._marks,
                 is_forced=use.is_forced,
                 is_parallel=use.is_parallel,
@@ -413,14 +430,14 @@ class RequestBuilder:
         return next((stop for stop in stops if written.startswith(stop, len(completion.text))), None)
 
 
-def _schema_only(tool: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
+def _schema_only(tool: Mapping[str, Any], spaces: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
     """A tool without descriptions: grammars have a size limit, and agents' descriptions are long.
 
     Unless it is strict, llguidance ignores what it does not know of the schema.
     """
     function = tool["function"]
     schema = _without_prose(function["parameters"])
-    schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE, "lenient": not is_strict})
+    schema.setdefault("x-guidance", {**spaces, "lenient": not is_strict})
     return {"function": {"name": function["name"], "parameters": schema}}
 
 

@@ -40,6 +40,8 @@ class PromptProgress:
 
     n_read: int | None = None
     n_to_read: int | None = None
+    n_cached: int = 0  # of those that were read, tokens that did not have to be evaluated
+    seconds: float = 0.0  # since the sequence began to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +236,14 @@ class RequestQueue:
 
     def _start(self, state: SequenceState) -> None:
         loop = asyncio.get_running_loop()
-        progress = state.progress
+        begin = self._clock()
+
+        def note(n_read: int, n_to_read: int) -> None:
+            n_cached = 0 if state.stream is None else state.stream.completion.n_cached
+            state.progress.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
+
         try:
-            state.stream = open_stream(
-                state.request, self._pair, self._policy, lambda *n: progress.append(PromptProgress(*n))
-            )
+            state.stream = open_stream(state.request, self._pair, self._policy, note)
             state.stream.begin(lambda: loop.call_soon_threadsafe(self.hand_out, state))
         except Exception as error:  # noqa: BLE001  # the client is told
             self._finish(state, error)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from time import monotonic
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -125,8 +126,14 @@ class RequestLog:
     def _line(self, scope: Scope, status: int, seconds: float) -> str:
         client = (scope.get("client") or ("-",))[0]
         path = printable(scope["path"])[:LONGEST_PATH]
-        if self._log_format == "text":
-            return f"{client} {scope['method']} {path} {status} {seconds:.3f} s"
-        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        line = {"time": time, "client": client, "method": scope["method"], "path": path, "status": status}
-        return json.dumps({**line, "seconds": round(seconds, 6)})
+        text = f"{client} {scope['method']} {path} {status} {seconds:.3f} s"
+        fields = {"client": client, "method": scope["method"], "path": path, "status": status}
+        return log_line(text, self._log_format, {**fields, "seconds": round(seconds, 6)})
+
+
+def log_line(text: str, log_format: LogFormat, fields: Mapping[str, Any] | None = None) -> str:
+    """A line of the log: the text, or the time and some fields as JSON; default: the text as `message`."""
+    if log_format == "text":
+        return text
+    time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return json.dumps({"time": time, **({"message": text} if fields is None else fields)})

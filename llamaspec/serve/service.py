@@ -18,16 +18,27 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, RequestError, json_depth, openai_error
 from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.requests import GenerationRequest, RequestBuilder
+from llamaspec.serve.prefixes import PrefixWatch
+from llamaspec.serve.requests import (
+    ChatRequest,
+    GenerationParameters,
+    GenerationRequest,
+    RequestBuilder,
+)
 from llamaspec.serve.scheduling import Finished, PromptProgress, RequestQueue
+from llamaspec.serve.security import Write, log_line
+from llamaspec.values import TokenArray
 
 F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
+MAX_TOLD = 64  # names in a line of the log
+MAX_NAME = 64  # characters of each
 CLIENT_LEFT = 499  # seen by the log only
 
 
@@ -54,7 +65,7 @@ class Form(ABC):
         """The events after all sequences have ended."""
         return b""
 
-    def _keep_alive(self, progress: PromptProgress) -> bytes:
+    def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         """A sign of life, which clients ignore."""
         if progress.n_read is None:
             return b": waiting\n\n"
@@ -66,11 +77,11 @@ class Form(ABC):
 
     async def events(self, of: Deltas) -> AsyncIterator[bytes]:
         """The response as events; an exception becomes the last one."""
-        yield self._begin()
+        yield self._begin() or self._keep_alive(0, PromptProgress())
         try:
             async for index, delta in of:
                 if isinstance(delta, PromptProgress):
-                    yield self._keep_alive(delta)
+                    yield self._keep_alive(index, delta)
                 elif isinstance(delta, Finished):
                     yield self._finish(index, delta)
                 else:
@@ -90,12 +101,31 @@ class Service:
     builder: RequestBuilder
     queue: RequestQueue
     metrics: Metrics
+    prefixes: PrefixWatch
+    write: Write  # lines of the log
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+    _told: set[str] = field(default_factory=set)  # what was left out of requests
 
     @property
     def model_name(self) -> str:
         """The model's name in answers."""
         return self.settings.alias or self.pair.target.path.stem
+
+    def tell(self, message: str) -> None:
+        """One line in the log, whatever the message contains."""
+        self.write(log_line(printable(message), self.settings.log_format))
+
+    async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
+        """As `RequestBuilder.chat`; the log is told once what was left out, and what broke the prefix."""
+        new = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)} - self._told
+        if new:
+            self._told = new if len(self._told) > MAX_TOLD else self._told | new
+            names = ", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])
+            self.tell(f"left out of requests: {names}; only functions can be called")
+        prompt, parameters = await self.builder.chat(request)
+        if (broken := self.prefixes.compare(prompt)) is not None:
+            self.tell(broken)
+        return prompt, parameters
 
     async def respond(
         self, http: Request, requests: Sequence[GenerationRequest], form: Form, stream: bool | None

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,15 +19,17 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
+from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD as MAX_AHEAD
 from llamaspec.errors import PromptError
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
+from llamaspec.serve.deltas import Delta, deltas_of
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
-from llamaspec.serve.scheduling import MAX_UNREAD, Finished, RequestQueue, Submission
-from serving import CONTEXT, PATIENCE_SECONDS, Gate, open_demo, said, served, until
+from llamaspec.serve.scheduling import MAX_UNREAD, Finished, PromptProgress, RequestQueue, Submission
+from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, open_demo, said, served, until
 
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
@@ -301,21 +304,65 @@ def test_a_text_that_has_taken_its_time_ends_once_it_has_a_line(demo: Pair, alon
     assert len(cut) < len(text)
 
 
-def test_a_silent_stream_shows_signs_of_life(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a prompt is read, and while the queue waits."""
+@pytest.mark.parametrize(("keep_alive", "n_signs"), [(0.01, 2), (PATIENCE_SECONDS, 1)])
+def test_a_silent_stream_shows_signs_of_life(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, keep_alive: float, n_signs: int
+) -> None:
+    """At once, while the queue waits, and while a prompt is read."""
     gate = Gate(demo, monkeypatch)
     body = {"prompt": "x = 1\n" * 40, "max_tokens": 2}
-    with served(demo, keep_alive_seconds=0.01, parallel=1) as server, ThreadPoolExecutor(1) as clients:
+    with served(demo, keep_alive_seconds=keep_alive, parallel=1) as server, ThreadPoolExecutor(1) as clients:
         running = clients.submit(server.post, "/v1/completions", body)
         until(lambda: server.n_running() == 1)
         with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()
-            assert next(lines) == ": waiting"
+            assert [next(lines) for _ in range(2 * n_signs)] == [": waiting", ""] * n_signs
             gate.open()
             rest = list(lines)
         assert running.result().status_code == 200
     assert any(line.startswith(": prompt ") for line in rest)
     assert rest[-2:] == ["data: [DONE]", ""]
+
+
+def test_text_that_is_held_back_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come, but a call is not complete yet."""
+    seconds = itertools.count()
+    monkeypatch.setattr("llamaspec.serve.deltas.monotonic", lambda: next(seconds))
+    submission: Any = SimpleNamespace(states=[None], is_over=False)
+
+    async def held_back(timeout: float) -> tuple[int, tuple[AnswerPart, ...]]:
+        assert 0 < timeout <= 4
+        return 0, (AnswerPart((), None),)
+
+    async def first() -> tuple[int, Delta]:
+        async for found in deltas_of(submission, 60.0, 4.0):
+            return found
+        raise AssertionError("nothing came")
+
+    submission.next_event = held_back
+    assert asyncio.run(first()) == (0, PromptProgress())
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "empty"),
+    [
+        ("/v1/completions", {"prompt": "y = 2\n" * 40}, {"text": ""}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "z = 3\n" * 40}]}, {"delta": {}}),
+    ],
+)
+def test_the_progress_of_a_prompt(server: Served, path: str, asked: Any, empty: Any) -> None:
+    """As llama-server tells it."""
+    for is_cached in (False, True):
+        body = {**asked, "max_tokens": 2, "return_progress": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk for _, chunk in server.events(path, body) if chunk != "[DONE]"]
+        told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+        (choice,), progress = told[-1]["choices"], told[-1]["prompt_progress"]
+        assert choice.items() >= {"index": 0, "finish_reason": None, **empty}.items()
+        n = chunks[-1]["usage"]["prompt_tokens"] - 1  # the last one is read with the first round
+        assert (progress["total"], progress["processed"]) == (n, n)
+        assert (progress["cache"] == n) == is_cached
+        assert progress["time_ms"] >= 0
+    assert not any("prompt_progress" in chunk for _, chunk in server.events(path, {**asked, "max_tokens": 1}))
 
 
 def test_a_shared_prompt_is_read_once(demo_files: tuple[Path, Path], evaluated: Any) -> None:

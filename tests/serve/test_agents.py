@@ -1,0 +1,160 @@
+"""What agents send: requests in the form of Codex and Claude Code, shortened."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llamaspec import Pair
+from llamaspec.chat.template import ChatTemplate, Message, ToolCall
+from llamaspec.serve.bodies import RequestError
+from llamaspec.serve.openai_responses import ResponsesBody
+from serve_soak import TEMPLATE as TALKER
+from serving import Served, served
+
+RESPONSES, CHAT, MESSAGES = "/v1/responses", "/v1/chat/completions", "/v1/messages"
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + TALKER
+)
+
+
+def text(role: str, words: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {
+        "type": "message",
+        "id": f"msg_{words[:3]}",
+        "role": role,
+        "content": [{"type": kind, "text": words}],
+    }
+
+
+def function(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"],
+                  "additionalProperties": False}  # fmt: skip
+    return {
+        "type": "function",
+        "name": name,
+        "description": "Runs.",
+        "strict": False,
+        "parameters": parameters,
+    }
+
+
+CODEX: dict[str, Any] = {  # as codex-cli 0.169 sends the second request of a turn
+    "model": "any",
+    "input": [
+        text("developer", "You are a coding agent."),
+        text("developer", "<skills_instructions>"),
+        text("user", "<environment_context>"),
+        text("user", "List the files."),
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"type": "function_call", "status": "completed", "id": "fc_1", "name": "exec_command",
+         "arguments": '{"cmd": "ls"}', "call_id": "call_1"},
+        {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "a.txt\n"},
+        text("developer", "Now be brief."),
+        text("user", "Go on."),
+    ],
+    "tools": [
+        function("exec_command"),
+        {"type": "namespace", "name": "multi_agent_v1", "description": "", "tools": [function("spawn")]},
+        {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": {"type": "grammar"}},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local\x1b[2Jshell"},
+    ],
+    "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": "auto"},
+    "store": False, "stream": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "01a2",
+    "client_metadata": {"x-codex-window-id": "01a2:0"}, "max_output_tokens": 4, "seed": 1,
+}  # fmt: skip
+
+
+def test_codex(demo: Pair) -> None:
+    """Tools that are no functions are left out, and told once, as a terminal may show them."""
+    with served(demo, template=STRICT) as server:
+        for _ in range(2):
+            answer = server.post(RESPONSES, CODEX)
+            assert answer.status_code == 200, answer.text
+        told = [line for line in server.log if "left out" in line]
+        assert told == [
+            "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
+            "tool namespace multi_agent_v1, tool web_search; only functions can be called"
+        ]
+        json_tool = {"type": "custom", "custom": {"name": "apply_patch"}}
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [json_tool], "max_tokens": 2}
+        assert server.post(CHAT, chat).status_code == 200
+
+
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}])
+def test_a_tool_that_is_left_out_cannot_be_forced(talker: Served, choice: Any) -> None:
+    error = talker.post(RESPONSES, {**CODEX, "tool_choice": choice}).json()["error"]
+    assert error["param"] == "tool_choice"
+    assert "names no function" in error["message"]
+
+
+def test_items_of_a_codex_conversation() -> None:
+    items = [
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "local_shell_call", "id": "b", "call_id": None, "status": "completed",
+         "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "Done"},
+        {"type": "local_shell_call_output", "id": "b", "output": [{"type": "input_text", "text": "a.txt"}]},
+        {"type": "tool_search_output", "call_id": "c", "output": {"strange": [1]}, "arguments": {"limit": 1}},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        text("assistant", "Both done."),
+    ]  # fmt: skip
+    request = ResponsesBody.model_validate({"input": items}).chat_request(takes_tools=True)
+    calls = (ToolCall("a", "apply_patch", '{"input": "*** Begin"}'),
+             ToolCall("b", "local_shell", '{"type": "exec", "command": ["ls"]}'))  # fmt: skip
+    assert list(request.messages) == [
+        Message("assistant", "", tool_calls=calls),
+        Message("tool", "Done", name="apply_patch", tool_call_id="a"),
+        Message("tool", "a.txt", name="local_shell", tool_call_id="b"),
+        Message("assistant", "Both done."),
+    ]
+    assert request.left_out == ["item web_search_call", "item tool_search_output", "item compaction"]
+    with pytest.raises(RequestError, match="must not be empty"):
+        ResponsesBody.model_validate({"input": items[:1]}).chat_request(takes_tools=True)
+
+
+TALK = [Message("system", "one"), Message("system", "two"), Message("user", "u"), Message("system", "three"),
+        Message("assistant", "a")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TALKER, [Message("system", "one\n\ntwo"), *TALK[2:]]),
+        (STRICT, [Message("system", "one\n\ntwo\n\nthree"), TALK[2], TALK[4]]),
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+         [Message("system", "one\n\ntwo\n\nthree"), TALK[2], TALK[4]]),
+    ],
+    ids=["takes it", "refuses it", "drops it"],
+)  # fmt: skip
+def test_system_messages_become_one(source: str, expected: list[Message]) -> None:
+    """A later one stays where the template takes it: there it costs no cached prefix."""
+    template = ChatTemplate(source, "<s>", "</s>")
+    assert template.with_one_system(TALK) == expected
+    assert template.with_one_system(TALK[2:3]) == TALK[2:3]
+
+
+def test_system_messages_of_every_api(demo: Pair) -> None:
+    talk = [{"role": role, "content": role} for role in ("system", "developer", "user", "system")]
+    with served(demo, template=STRICT) as server:
+        chat = server.post(CHAT, {"messages": talk, "max_tokens": 2})
+        response = server.post(
+            RESPONSES, {"instructions": "Be brief.", "input": talk, "max_output_tokens": 2}
+        )
+        message = server.post(MESSAGES, {"system": "Be brief.", "messages": talk, "max_tokens": 2})
+        for answer in (chat, response, message):
+            assert answer.status_code == 200, answer.text
+
+
+def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
+    with served(demo, template=STRICT, log_format="json") as server:
+        server.post(RESPONSES, CODEX)
+        told = [json.loads(line).get("message") for line in server.log]
+        assert any(line and line.startswith("left out") for line in told)
