@@ -30,7 +30,7 @@ def test_what_differs_is_shown(demo: Pair, watch: PrefixWatch) -> None:
     assert told.startswith(f'prefix differs at token {len(first) - n_lost} of {len(second)}: behind "')
     assert told.endswith(f"; {n_lost} tokens are read again")
     assert "3\x1b[2J now." in told
-    assert '", now "4 now.' in told
+    assert '", now "04 now.' in told
 
 
 def test_nothing_is_told_where_nothing_broke(demo: Pair, watch: PrefixWatch) -> None:
