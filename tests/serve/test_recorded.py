@@ -13,7 +13,7 @@ from interop_parts.scripted import Script, call, scripted_server
 from serve_soak import TEMPLATE
 from serving import PATIENCE_SECONDS, parse_events
 
-AGENTS = ("aider", "claude-code", "opencode")
+AGENTS = ("aider", "claude-code", "codex", "opencode")
 REQUESTS = [(name, request) for name in AGENTS for request in recorded(name)]
 # As Qwen's: the system message comes first, and is the only one.
 STRICT = (

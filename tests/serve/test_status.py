@@ -63,8 +63,10 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert (props["model_alias"], props["total_slots"]) == ("mine", 4)
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
         assert "/" not in props["model_path"]
-        (model,) = server.client.get("/v1/models").json()["data"]
-        assert model["id"] == "mine"
+        listed = server.client.get("/v1/models").json()
+        (model,) = listed["data"]
+        assert (model["id"], listed["models"]) == ("mine", [])
+        assert model["context_length"] == model["max_model_len"] == model["meta"]["n_ctx"] == CONTEXT
         assert server.client.get("/v1/models/mine").json() == model
         assert server.post("/v1/completions", BODY).json()["model"] == "mine"
         page = server.client.get("/")
