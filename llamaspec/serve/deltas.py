@@ -62,7 +62,8 @@ async def deltas_of(submission: Submission, deadline: float | None, keep_alive: 
         index, event = await submission.next_event(ends - now) or (0, ())
         if isinstance(event, Exception):
             raise event
-        for delta in builders[index].add(event) if isinstance(event, tuple) else (event,):
+        deltas: Iterable[Delta] = builders[index].add(event) if isinstance(event, tuple) else (event,)
+        for delta in deltas:
             told_at = monotonic()
             yield index, delta
 

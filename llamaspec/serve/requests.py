@@ -43,7 +43,11 @@ MAX_COMPILED = 64  # constraints that are kept
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
-_AS_RENDERED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_AS_RENDERED: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -375,7 +379,8 @@ class RequestBuilder:
     async def _tool_constraint(
         self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
     ) -> Constraint | None:
-        spaces = {"whitespace_pattern": WHITESPACE} if answer_format.calls is HARMONY else _AS_RENDERED
+        is_free = answer_format.calls is HARMONY  # it was trained to write JSON without spaces
+        spaces: Mapping[str, Any] = {"whitespace_pattern": WHITESPACE} if is_free else _AS_RENDERED
         callable_tools = [t for t in use.tools if not use.is_named or t["function"]["name"] == use.choice]
         try:
             grammar = tool_grammar(
