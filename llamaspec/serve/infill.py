@@ -65,7 +65,7 @@ async def infill(http: Request) -> Response:
         [prompt], body, GenerationParameters(constraint=constraint), body.seed_or_random(),
         max_tokens=1 if only_reads else body.n_predict or body.max_tokens,
         stops=body.stops,
-        prediction=body.predicted_text,
+        prediction=await builder.prediction(body.predicted_text),
     )  # fmt: skip
     form = InfillForm(service.model_name, body, builder, only_reads=only_reads)
     seconds = None if not body.t_max_predict_ms else body.t_max_predict_ms / 1e3

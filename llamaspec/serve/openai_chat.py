@@ -121,7 +121,7 @@ async def chat_completions(http: Request) -> Response:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stops=body.stops,
         n_logprobs=n_logprobs if body.logprobs else None,
-        prediction=body.predicted_text,
+        prediction=await builder.prediction(body.predicted_text),
     )  # fmt: skip
     form = ChatForm(service.model_name, seed, body, builder.vocabulary)
     return await service.respond(http, asked, form, body.stream)
@@ -140,7 +140,7 @@ async def completions(http: Request) -> Response:
     asked = builder.requests(
         prompts, body, requests.GenerationParameters(constraint=constraint), seed,
         n=n, max_tokens=body.max_tokens, stops=body.stops, n_logprobs=body.logprobs,
-        prediction=body.predicted_text,
+        prediction=await builder.prediction(body.predicted_text),
     )  # fmt: skip
     if body.suffix:
         asked = [replace(request, is_interactive=True) for request in asked]

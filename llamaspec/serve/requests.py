@@ -238,7 +238,7 @@ class GenerationRequest:
     drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
     parameters: GenerationParameters = default(default_factory=GenerationParameters)
     n_logprobs: int | None = None  # most probable tokens told with each token
-    prediction: str | None = None  # a text that most of the answer is expected to repeat
+    prediction: TokenArray | None = None  # [m] int32, that most of the answer is expected to repeat
     is_interactive: bool = False  # somebody waits for it at a cursor: it goes before others
     max_seconds: float | None = None  # from the first text on; then the text ends once it has a whole line
 
@@ -275,6 +275,13 @@ class RequestBuilder:
         """Tokens that the client made."""
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
+
+    async def prediction(self, text: str | None) -> TokenArray | None:
+        """Tokens of what an answer is expected to repeat; what cannot fit is left out."""
+        if text is None:
+            return None
+        content = text[: self._max_bytes].encode()
+        return await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
 
     async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
         """Tokens up to where the answer begins, and whether it begins with reasoning."""
@@ -412,7 +419,7 @@ class RequestBuilder:
         max_tokens: int | None = None,
         stops: tuple[str, ...] = (),
         n_logprobs: int | None = None,
-        prediction: str | None = None,
+        prediction: TokenArray | None = None,
     ) -> list[GenerationRequest]:
         """One request for each prompt and choice; choice i of a prompt has the seed + i."""
         if len(prompts) * n > self._parallel:
@@ -423,7 +430,7 @@ class RequestBuilder:
         found: list[GenerationRequest] = []
         for prompt in prompts:
             limit = min(wanted, self._context_size - len(prompt))
-            more = drafting, parameters, n_logprobs, prediction and prediction[: self._max_bytes]
+            more = drafting, parameters, n_logprobs, prediction
             found += [GenerationRequest(prompt, sampling, seed + i, limit, stops, *more) for i in range(n)]
         return found
 
