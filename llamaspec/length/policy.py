@@ -29,6 +29,7 @@ TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
+AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
 USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
 
@@ -370,7 +371,7 @@ class AutoSequence:
         expected = self._expected(source, ahead[: self._copies.longest(ahead, prices, self._plain)])
         # At the rate of the copies themselves: where width costs as it grows, a longer one only risks more.
         rates = (1.0 + expected) / (self._plain + prices[: len(expected)])
-        n = int(rates.argmax())
+        n = int((rates >= AS_GOOD * rates.max()).argmax())
         if rates[n] > self._rate:
             return n
         if not self._limits.get(policy.drafting):
