@@ -26,6 +26,7 @@ from llamaspec.files import parse_json, read_file, write_file
 HUB = "hf:"
 MAX_BYTES = 1 << 50  # of a file; a larger size is a mistake
 SHA256 = re.compile(r"[0-9a-f]{64}")
+CACHE_TOKENS = 8192  # of the context that an entry's cache_mb is for
 _MAX_LIST_BYTES = 1 << 20
 _OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
@@ -161,9 +162,11 @@ class Entry:
     path: str | None = None  # a file on this machine, instead of one on the hub
     draft: str | None = None  # name of another entry
     heads: bool | None = None  # whether its files have prediction heads; None = not known
+    architecture: str | None = None  # as llama.cpp names it
+    vocabulary: int | None = None  # tokens
+    cache_mb: int | None = None  # of a context of CACHE_TOKENS: keys and values in f16, and states
     licence: str | None = None
     memory_gb: int | None = None
-    template: str | None = None
     notes: str | None = None
     checked: str | None = None
     is_own: bool = False  # from the user's list
@@ -175,6 +178,8 @@ class Entry:
             raise ValueError(f"no file has the path {quoted(self.path) or 'of no characters'}")
         if self.memory_gb is not None and not 0 < self.memory_gb < 1 << 20:
             raise ValueError("memory_gb must be a whole number of gigabytes")
+        if self.cache_mb is not None and not 0 < self.cache_mb < 1 << 30:
+            raise ValueError("cache_mb must be a whole number of megabytes")
         if self.pattern is not None and set("{}") & set(self.pattern.replace("{quantization}", "")):
             raise ValueError(f"pattern may have no braces but {{quantization}}, got {quoted(self.pattern)}")
         if self.repo is not None:

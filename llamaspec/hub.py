@@ -360,7 +360,7 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     expected = (file.sha256 if len(file.parts) == 1 else None) or said.tag
     try:
         with tqdm(total=said.n_bytes, unit="B", unit_scale=True, desc="checking", disable=None) as bar:  # type: ignore[no-untyped-call]
-            found = _hash(path, len(expected), bar.update)
+            found = file_hash(path, len(expected), bar.update)
         if found != expected:
             raise ModelFileError(
                 f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
@@ -379,7 +379,7 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     return path
 
 
-def _hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
+def file_hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
     """SHA-256 in 64 digits, or in 40 what git computes of a file that is not in LFS."""
     digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
     if n_digits != 64:

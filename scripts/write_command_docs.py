@@ -1,12 +1,13 @@
-"""Write docs/commands.md: the help of every command, as a person sees it.
+"""Write what is made of other files: docs/commands.md, of the help, and the results in docs/benchmarks.md.
 
-The one idea: help is written once, at the options themselves. `--check` compares and writes nothing;
-`make check` runs it.
+The results are those in benchmarks/*.json, which `llamaspec bench --share` writes, in the order of their
+names. `--check` compares and writes nothing; `make check` runs it.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,13 @@ import click
 from click.testing import CliRunner
 
 from llamaspec.cli.main import main as llamaspec
+from llamaspec.errors import LlamaspecError
+from llamaspec.measure.report import markdown, read_report
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS, BENCHMARKS = ROOT / "docs" / "commands.md", ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- from benchmarks/*.json, by `make docs` -->\n", "<!-- end -->\n"
+FILE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}\.json")
 WIDTH = 100  # columns; the terminal's own width would make the page depend on who wrote it
 
 HEAD = """\
@@ -27,28 +33,42 @@ Written by `make docs` from the commands' own help; edit the help, not this page
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 if the page is out of step.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if a page is out of step.")
 def write_command_docs(check: bool) -> None:
-    """Write docs/commands.md from the commands' help."""
-    new = page()
-    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if not check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != old:
-        diff = difflib.unified_diff(
-            old.splitlines(keepends=True),
-            new.splitlines(keepends=True),
-            "docs/commands.md",
-            "the commands' help",
-        )
-        sys.stderr.writelines(diff)
-        click.echo("docs/commands.md is out of step with the commands; run: make docs", err=True)
-        sys.exit(1)
+    """Write docs/commands.md, and the results in docs/benchmarks.md."""
+    try:
+        pages = {COMMANDS: page(), BENCHMARKS: with_results(BENCHMARKS.read_text(encoding="utf-8"))}
+    except LlamaspecError as error:
+        raise click.ClickException(str(error)) from error
+    is_in_step = True
+    for path, new in pages.items():
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if not check:
+            path.write_text(new, encoding="utf-8")
+        elif new != old:
+            is_in_step = False
+            lines = old.splitlines(keepends=True), new.splitlines(keepends=True)
+            sys.stderr.writelines(difflib.unified_diff(*lines, str(path), "what it is made of"))
+            click.echo(f"{path.name} is out of step; run: make docs", err=True)
+    sys.exit(not is_in_step)
+
+
+def with_results(text: str, folder: Path = ROOT / "benchmarks") -> str:
+    """The page on benchmarks with the results of a folder between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise LlamaspecError(f"{BENCHMARKS.name} lacks the lines {BEGIN.strip()} and {END.strip()}; add them")
+    sections = []
+    for path in sorted(folder.glob("*.json")):
+        if not FILE_NAME.fullmatch(path.name):
+            raise LlamaspecError(f"{path.name!r} is no name for a result; use a-z, 0-9, dots and dashes")
+        sections.append(f"{markdown(read_report(path))}\n[{path.name}](../benchmarks/{path.name})\n\n")
+    return f"{before}{BEGIN}\n{''.join(sections)}{END}{after}"
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page of commands."""
     sections = [
         f"## {' '.join(path)}\n\n```text\n{help_of(path)}```\n" for path in paths(llamaspec, ("llamaspec",))
     ]

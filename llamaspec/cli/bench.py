@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,33 +17,27 @@ from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 
-import llamaspec
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION, Decorator, GroupedCommand, Separated, option_group
-from llamaspec.cli.output import check_plot, print_table, save_figure, say
+from llamaspec.cli.output import check_plot, check_writable, print_table, save_figure, say
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.errors import LlamaspecError, printable
-from llamaspec.llama import runtime
+from llamaspec.errors import LlamaspecError
+from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.llama.options import find_devices
 from llamaspec.measure.bench import (
     TASKS,
     Figures,
     Sample,
     ask_all,
-    best_of,
-    figures,
-    fork,
+    figures_of_arms,
+    grouped,
     n_requests,
-    prompt_figures,
     read_tasks,
 )
-from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
-from llamaspec.measure.store import PairFiles, stored_prior
-from llamaspec.values import MTP
+from llamaspec.measure.report import COLUMNS, Report, is_comparable, make_report, markdown, rows
+from llamaspec.measure.served_arms import AUTO, PLAIN, own_arms, peer_arms, program_version, serving
 
-_COLUMNS = ("<arm", "whole", "spread", "worst", "<prompt", "s", "TTFT", "decoding", "same")
 _LEGEND = (
     "whole, decoding: times as fast as plain, geometric mean; spread: a factor; worst: of one prompt; "
     "s, TTFT: median seconds of a request, and to its first token; same: texts that equal plain's"
@@ -72,6 +64,9 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--markdown", is_flag=True, help="The tables in Markdown."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
                  help="Draw the ratios as .png or .svg (needs matplotlib)."),
+    click.option("--share", type=click.Path(path_type=Path), metavar="FILE",
+                 help="Write what --json prints into a file to show to others: machine, versions, hashes of "
+                 "models, costs, results; no texts, no paths, no names of yours."),
     JSON_OPTION,
 )  # fmt: skip
 
@@ -91,6 +86,7 @@ class BenchOptions:
     also: tuple[str, ...]
     markdown: bool
     plot: Path | None
+    share: Path | None
     as_json: bool
 
     @property
@@ -105,7 +101,7 @@ class BenchOptions:
 Examples:
   llamaspec bench --target big-instruct.gguf --draft small-instruct.gguf
   llamaspec bench --pair qwen3-14b --llama-server llama.cpp/build/bin/llama-server --plot bench.png
-  llamaspec bench --target big.gguf --draft small.gguf --task edit --task chat -n 1000 --json
+  llamaspec bench --target big.gguf --draft small.gguf --task edit --task chat -n 1000 --share edits.json
 """,
 )
 @option_group("bench", BenchOptions, _OPTIONS)
@@ -121,6 +117,10 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     check_installed()
     if bench.plot is not None:
         check_plot(bench.plot)
+    if bench.share is not None:
+        if bench.tasks != TASKS:
+            raise click.UsageError("--share compares with others, on the tasks of llamaspec; drop --tasks")
+        check_writable(bench.share, "report")
     tasks, files = read_tasks(bench.tasks, bench.names), find_files(models)
     for model in (files.target, *files.draft_models):
         check_gguf(model.path)
@@ -144,7 +144,18 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     except LlamaspecError as error:
         fault = error
     if samples:
-        _show(samples, bench, files)
+        is_whole = fault is None and code == 0
+        report = make_report(
+            samples, files, {**bench.settings, "repeats": bench.repeats}, bench.names, [*_given()],
+            bench.llama_server and program_version(bench.llama_server),
+            with_hashes=bench.as_json or bench.share is not None,
+        )  # fmt: skip
+        _show(samples, report, bench)
+        if bench.share is not None and is_whole:
+            write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")
+            say(f"wrote {bench.share}: no texts, no paths, no names of yours; look before you share it")
+        elif bench.share is not None:
+            say(f"{bench.share} was not written: the run is not whole")
     if fault is not None:
         raise fault
     sys.exit(code)
@@ -186,82 +197,30 @@ def _given() -> Iterator[str]:
 # Output
 
 
-def _by_arm(samples: Sequence[Sample]) -> dict[str, Figures]:
-    arms = {arm: prompt_figures(samples, arm) for arm in dict.fromkeys(sample.arm for sample in samples)}
-    peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
-    if len(peers) > 1:
-        arms[f"{PEER}, best of each prompt"] = best_of(peers)
-    return {arm: figures(each) for arm, each in arms.items()}
-
-
-def _grouped(samples: Sequence[Sample], kind: str) -> dict[str, dict[str, Figures]]:
-    names = dict.fromkeys(getattr(sample, kind) for sample in samples)
-    return {name: _by_arm([each for each in samples if getattr(each, kind) == name]) for name in names}
-
-
-def _show(samples: Sequence[Sample], options: BenchOptions, files: PairFiles) -> None:
-    by_group, by_task = _grouped(samples, "group"), _grouped(samples, "task")
-    if len(by_group) > 1:
-        by_group["all tasks"] = _by_arm(samples)
-    draft = files.draft.path.name if files.draft is not None else MTP if files.heads else "none"
-    names = {"target": files.target.path.name, "draft": draft}
-    settings = {**options.settings, "repeats": options.repeats}
-    title = f"{names['target']}, draft {draft}; "
-    title += ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
-    machine, versions = _machine(), _versions(options.llama_server)
+def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> None:
+    by_task = grouped(samples, "task")
     is_aside = options.as_json and not options.markdown
     console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
-    console.print(printable(f"{title}; llamaspec {versions['llamaspec']} on {', '.join(machine['devices'])}"))
-    for group, arms in by_group.items():
-        rows = [_row(arm, each, options.temperature) for arm, each in arms.items()]
-        console.print(f"\n{'### ' * options.markdown}{group}{chr(10) * options.markdown}")
-        if options.markdown:
-            click.echo(_markdown(rows))
-        else:
-            print_table(_COLUMNS, rows, console)
+    if options.markdown:
+        click.echo(markdown(report))
+    else:
+        asked = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in options.settings.items())
+        machine = f"llamaspec {report.versions['llamaspec']} on {', '.join(report.machine.devices)}"
+        console.print(f"{report.title}; {asked}; {machine}")
+        for group, arms in report.groups.items():
+            console.print(f"\n{group}")
+            print_table(COLUMNS, rows(arms, options.temperature), console)
     console.print(f"\n{_LEGEND}\n")
-    for arm, each in _by_arm(samples).items():
-        if each.forks and _is_comparable(arm, options.temperature):
+    for arm, each in figures_of_arms(samples).items():
+        if each.forks and is_comparable(arm, options.temperature):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
             console.print(f"{arm}: other text than plain in {where}")
     if not options.markdown:
         _show_bars(by_task, console)
     if options.plot is not None:
-        _draw(by_task, options.plot, title)
+        _draw(by_task, options.plot, report.title)
     if options.as_json:
-        prior = stored_prior(files).value
-        told = {
-            "machine": machine,
-            "versions": versions,
-            "files": names,
-            "settings": settings,
-            "curve": None if prior is None else asdict(prior)["curve"],
-            "groups": {
-                group: {arm: asdict(each) for arm, each in arms.items()} for group, arms in by_group.items()
-            },
-            "samples": [*_samples_json(samples)],
-        }
-        click.echo(json.dumps(told))
-
-
-def _is_comparable(arm: str, temperature: float) -> bool:
-    """Whether an arm should write what plain writes: another program draws otherwise."""
-    return arm != PLAIN and (temperature == 0 or not arm.startswith(PEER))
-
-
-def _row(arm: str, each: Figures, temperature: float) -> tuple[str, ...]:
-    ratios = (f"{each.whole:.2f}", f"{each.spread:.2f}", f"{each.worst:.2f}", each.worst_prompt)
-    decoding = "" if each.decoding is None else f"{each.decoding:.2f}"
-    same = f"{each.n_same}/{each.n_answers}" if _is_comparable(arm, temperature) else ""
-    if arm == PLAIN:
-        ratios = ("1.00", "", "", "")
-    return (arm, *ratios, f"{each.seconds:.2f}", f"{each.first_seconds:.2f}", decoding, same)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    titles = [title.lstrip("<") for title in _COLUMNS]
-    rules = ["---" if title.startswith("<") else "---:" for title in _COLUMNS]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rules, *rows))
+        click.echo(json.dumps(asdict(report)))
 
 
 def _show_bars(by_task: Mapping[str, Mapping[str, Figures]], console: Console) -> None:
@@ -292,28 +251,3 @@ def _draw(by_task: Mapping[str, Mapping[str, Figures]], path: Path, title: str) 
     axes.margins(y=0.01)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     save_figure(figure, path)
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": platform.system(),
-        "devices": [device.description for device in find_devices()],
-        "cores": runtime.default_threads(),
-        "backend": runtime.backend_description(),
-    }
-
-
-def _versions(llama_server: str | None) -> dict[str, str | None]:
-    own = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
-    peer = {} if llama_server is None else {PEER: program_version(llama_server)}
-    return {**own, "python": platform.python_version(), **peer}
-
-
-def _samples_json(samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    """Without any text, so that they can be shown to others."""
-    plain = {sample.request: sample.answer.text for sample in samples if sample.arm == PLAIN}
-    for sample in samples:
-        told = asdict(sample)
-        answer = told.pop("answer")
-        del answer["text"], answer["reply"]
-        yield {**told, **answer, "differs_at": fork(sample.answer.text, plain[sample.request])}

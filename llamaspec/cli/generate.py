@@ -93,7 +93,7 @@ def generate(
 ) -> None:
     """Continue PROMPT. Without --target the small embedded pair answers."""
     if output.timeline is not None:
-        out.check_timeline(Path(output.timeline))
+        out.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):

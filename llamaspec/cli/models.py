@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from llamaspec.catalog import (
+    CACHE_TOKENS,
     HUB,
     Entry,
     Quantization,
@@ -29,11 +31,16 @@ from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
+from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
+from llamaspec.measure.doctor import look_at_machine
+from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
+from llamaspec.values import MTP
 
 _TABLE_WIDTH = 70  # columns; on narrower terminals every model has lines of its own
 _LABELS = ("for ", "", "draft ", "", "here: ")
+_OTHERS = 6  # that are named beside the recommended pair
 
 
 @click.group(no_args_is_help=False)
@@ -71,6 +78,77 @@ def list_models(as_json: bool) -> None:
         console.print(_cell(name))
         told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
         console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
+
+
+class _Memory(click.ParamType):  # type: ignore[type-arg]
+    """Memory of a machine, such as 32GB; a bare number is in GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(?:GB?)?", value, re.IGNORECASE | re.ASCII)
+        if found is None or not float(found[1]):
+            self.fail(f"{printable(value)!r} is no size; write it like 32GB", param, ctx)
+        return round(float(found[1]) * 1e9)
+
+
+@models.command(
+    epilog="""\b
+Examples:
+  llamaspec models recommend
+  llamaspec models recommend --memory 32GB
+"""
+)
+@click.option("--memory", type=_Memory(), metavar="SIZE", help="Of another machine, such as 32GB.")
+@JSON_OPTION
+def recommend(memory: int | None, as_json: bool) -> None:
+    """Say which pair suits this machine, why, and how to run it. Nothing is fetched or asked."""
+    machine = look_at_machine() if memory is None else None
+    rooms = [Room(memory or 0)] if machine is None else rooms_of(machine, runtime.total_bytes())
+    catalog = read_catalog()
+    room, found = next(((room, some) for room in rooms if (some := choices(catalog, room))), (rooms[-1], []))
+    where = f"{room.n_bytes / 1e9:.1f} GB"
+    if not found:
+        raise ModelFileError(
+            f"no pair of the lists fits into {where}; `llamaspec generate` runs the embedded one anywhere"
+        )
+    (best, *others), drafts = found, expectation(machine)
+    run, probe = (f"llamaspec {command} --pair {best.name}" for command in ("chat", "probe"))
+    if as_json:
+        told = {
+            "memory_bytes": room.n_bytes,
+            "on_gpu": room.is_gpu,
+            "run": run,
+            "probe": probe,
+            "drafts": drafts,
+        }
+        told["pairs"] = [{**asdict(choice), "needed_bytes": choice.needed_bytes} for choice in found]
+        click.echo(json.dumps(told))
+        return
+    computing = ""
+    if machine is not None:
+        devices = ", ".join(device.description for device in machine.devices)
+        computing = f"; {devices}; {machine.n_physical} cores"
+    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
+    for label, text in (
+        ("machine", f"{where} {'on its cards' if room.is_gpu else 'of memory'}{computing}"),
+        ("pair", f"{best.name}, {_drafted(best)}"),
+        ("needs", f"{best.needed_bytes / 1e9:.1f} GB: {best.weights_bytes / 1e9:.1f} of weights, "
+                  f"{best.cache_bytes / 1e9:.1f} of KV cache for {CACHE_TOKENS} tokens"),
+        ("drafts", f"{drafts}; find out with: {probe}"),
+        ("note", best.notes or ""),
+        ("run", run),
+        ("fit, too", "; ".join(f"{other.name} ({_drafted(other)})" for other in others[:_OTHERS])),
+    ):  # fmt: skip
+        if text:
+            table.add_row(label, _cell(text))
+    Console(highlight=False).print(table)
+
+
+def _drafted(choice: Choice) -> str:
+    if choice.draft == MTP:
+        return "its own prediction heads draft"
+    return "earlier text is copied" if choice.draft is None else f"draft {choice.draft}"
 
 
 @models.command(

@@ -326,11 +326,11 @@ def explain(reasons: Reasons, console: Console) -> None:
 # The page that shows every round of a text
 
 
-def check_timeline(path: Path) -> None:
+def check_writable(path: Path, what: str) -> None:
     """Raise a LlamaspecError, before anything is loaded, if the file cannot be written."""
     existing = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
-        raise LlamaspecError(f"cannot write the timeline {path}; name a file in a folder that is writable")
+        raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
 
 
 def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:

@@ -172,22 +172,34 @@ def available_bytes() -> int:
     return free if room is None else min(free, room)
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """Memory of the machine, or of the container around this process where that has less."""
+    return min([psutil.virtual_memory().total, *(limit for _, limit in _memory_limits(root))])
+
+
 def container_room(root: Path) -> int | None:
     """Bytes that Linux control groups leave, as their files below `root` say; None: no limit.
 
     Files that lie in memory because they were read count as free: the kernel drops them if it needs room.
     """
     rooms = []
-    for group in _control_groups(root, "memory"):
-        limit = _words(group / "memory.max", group / "memory.limit_in_bytes")
+    for group, limit in _memory_limits(root):
         used = _words(group / "memory.current", group / "memory.usage_in_bytes")
-        if limit and limit[0].isdigit() and used:
+        if used:
             words = _words(group / "memory.stat")
             facts = dict(zip(words[::2], map(int, words[1::2]), strict=False))
             n_cached = facts.get("total_cache", facts.get("file", 0))
             n_pinned = facts.get("total_shmem", facts.get("shmem", 0))
-            rooms.append(int(limit[0]) - int(used[0]) + n_cached - n_pinned)
+            rooms.append(limit - int(used[0]) + n_cached - n_pinned)
     return max(0, min(rooms)) if rooms else None
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups that limit the memory of this process, and their limits in bytes."""
+    for group in _control_groups(root, "memory"):
+        limit = _words(group / "memory.max", group / "memory.limit_in_bytes")
+        if limit and limit[0].isdigit():
+            yield group, int(limit[0])
 
 
 def cpu_quota(root: Path) -> float | None:

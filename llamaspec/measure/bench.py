@@ -20,7 +20,7 @@ import yaml
 
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
-from llamaspec.measure.served_arms import PLAIN, Answer, Ask, RefusedError
+from llamaspec.measure.served_arms import PEER, PLAIN, Answer, Ask, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
 WARM_UP = "Count from one to thirty, in words."
@@ -273,3 +273,20 @@ def figures(prompts: Mapping[str, PromptFigures]) -> Figures:
         n_same=n_answers - sum(len(each.forks) for each in prompts.values()),
         n_answers=n_answers,
     )
+
+
+def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
+    """By arm; of several llama-servers also the best of each prompt."""
+    arms = {arm: prompt_figures(samples, arm) for arm in dict.fromkeys(sample.arm for sample in samples)}
+    peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
+    if len(peers) > 1:
+        arms[f"{PEER}, best of each prompt"] = best_of(peers)
+    return {arm: figures(each) for arm, each in arms.items()}
+
+
+def grouped(samples: Sequence[Sample], kind: str) -> dict[str, dict[str, Figures]]:
+    """The figures of arms by a field of the samples: group or task."""
+    names = dict.fromkeys(getattr(sample, kind) for sample in samples)
+    return {
+        name: figures_of_arms([each for each in samples if getattr(each, kind) == name]) for name in names
+    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import signal
 import subprocess
 from pathlib import Path
@@ -18,11 +20,12 @@ OPTIONS = ("--task", "ask", "--threads", "1", "-n", "8")
 HEAD = ["arm", "whole", "spread", "worst", "prompt", "s", "TTFT", "decoding", "same"]
 
 
-@pytest.mark.usefixtures("demo_files")
-def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) -> None:
+def test_the_embedded_pair_beside_a_checkout_and_llama_server(
+    demo_files: tuple[Path, Path], tmp_path: Path
+) -> None:
     peer = write_program(tmp_path / "llama-server", ["one ", "two ", "three"])
     against = write_checkout(tmp_path / "before", ["other"])
-    picture = tmp_path / "bench.svg"
+    picture, shared = tmp_path / "bench.svg", tmp_path / "shared.json"
     more = (
         "--llama-server",
         peer,
@@ -36,6 +39,8 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) ->
         "2",
         "--also",
         "-k 1",
+        "--share",
+        shared,
     )
     done = run("bench", *OPTIONS, *more, "--json", "--markdown")
     assert done.code == 0, done.stderr
@@ -45,10 +50,16 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) ->
     assert [*arms] == ["plain", "auto", "-k 1", "before: auto", *peers, "llama-server, best of each prompt"]
     assert (arms["auto"]["n_same"], arms["auto"]["n_answers"], arms["before: auto"]["n_same"]) == (4, 4, 0)
     assert arms["before: auto"]["forks"]["ask 2"] == [0, 0]
-    assert (found["files"], found["versions"]["llama-server"]) == (
-        {"target": "target.gguf", "draft": "draft.gguf"},
-        "77 (abc)",
-    )
+    assert found["versions"]["llama-server"] == "77 (abc)"
+    assert (found["target"]["name"], found["target"]["quantization"]) == ("llamaspec demo target", "Q8_0")
+    for model, path in zip((found["target"], *found["drafts"]), demo_files, strict=True):
+        content = path.read_bytes()
+        assert (model["n_bytes"], model["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    assert found["settings"]["options"] == "--threads 1 --draft-length 3"
+    assert json.loads(shared.read_text()) == found
+    assert f"wrote {shared}" in done.stderr
+    for secret in (str(tmp_path), str(demo_files[0].parent), platform.node()):
+        assert secret not in shared.read_text()
     samples = found["samples"]
     assert len(samples) == 8 * 4
     drafted = {
@@ -61,7 +72,7 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(tmp_path: Path) ->
     assert not any("text" in each or "reply" in each for each in samples)
     table = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     assert table[0] == HEAD
-    assert [row[0] for row in table[2:]] == [*arms]
+    assert [row[0].strip("`") for row in table[2:]] == [*arms]
     assert table[3][-1].strip() == "4/4"
     assert "before: auto: other text than plain in ask 1 at character 0" in done.stdout
     assert "<svg" in picture.read_text()
@@ -84,6 +95,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
     """And no server is left running."""
     peer = write_program(tmp_path / "slow", ["word "] * 3, 0.2)
     command = [*ENTRY, "bench", *OPTIONS, "-r", "500", "--llama-server", str(peer), "--spec-types", "none"]
+    command += ["--share", str(tmp_path / "part.json")]
     popen = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
@@ -100,6 +112,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
     if number == signal.SIGINT:
         assert "interrupted; this was measured so far" in stderr
         assert "llama-server, none" in stdout
+    assert not (tmp_path / "part.json").exists(), "only a whole run is shared"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,8 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
         (("--llama-server", "nowhere"), "nowhere is no program; name its file"),
         (("--plot", "x.pdf"), "name a .png or .svg file"),
+        (("--share", "no folder/x.json"), "cannot write the report no folder/x.json"),
+        (("--share", "x.json", "--tasks", "own.yaml"), "on the tasks of llamaspec; drop --tasks"),
         (("--target", "missing.gguf"), "no such model file"),
         (("-r", "0"), "0 is not in the range"),
     ],

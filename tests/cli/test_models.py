@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from llama_cpp import llama_cpp as lib
 
 from command import ENTRY, environment, invoke, run, said
 from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, RemoteFile, read_catalog
 from llamaspec.errors import ModelFileError, printable
+from llamaspec.llama import runtime
+from llamaspec.llama.nextn import ONE_HEAD
+from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
+from llamaspec.measure.recommend import Room, choices
 from patience import PATIENCE
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
@@ -253,6 +258,7 @@ def test_no_quantization_leads_out_of_the_cache(cache: Path, own_list: Path) -> 
         ("a: " + 3000 * "[", "is nested too deeply"),
         ("a: " + 3000 * "[" + 3000 * "]", "is nested too deeply"),
         ("a: {path: x.gguf, memory_gb: 1" + 400 * "0" + "}", "whole number of gigabytes"),
+        ("a: {path: x.gguf, cache_mb: -5}", "whole number of megabytes"),
         (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 400 * "0" + "}"), "bytes must be from 1"),
         (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 5000 * "0" + "}"), "cannot be understood"),
         (QUANTIZATION.format("{file: x.gguf, bytes: 0}"), "bytes must be from 1"),
@@ -330,19 +336,55 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 
 def test_every_entry_is_complete(catalog: Catalog) -> None:
-    assert {8, 16, 32, 64} <= {entry.memory_gb for entry in catalog.entries.values()}
+    assert {8, 16, 32, 64, 128} <= {entry.memory_gb for entry in catalog.entries.values()}
+    library = Path(lib._lib._name).read_bytes()
     for entry in catalog.entries.values():
         file = entry.file()
         assert entry.licence
         assert entry.draft is not None or entry.heads is not None or entry.name.endswith("-mtp")
         assert entry.checked in (("hash", "listed") if file.sha256 else ("name",))
         assert file.n_bytes
+        assert f"{entry.architecture}\0".encode() in library, "llama.cpp has no such architecture"
+        assert not entry.heads or entry.architecture in ONE_HEAD
         if entry.draft is not None:
-            draft = catalog.find(entry.draft).file()
+            draft = catalog.find(entry.draft)
             assert entry.memory_gb
-            assert draft.n_bytes
-            assert file.n_bytes > 3 * draft.n_bytes
-            assert file.n_bytes + draft.n_bytes < 0.8e9 * entry.memory_gb
+            assert file.n_bytes > 3 * (draft.file().n_bytes or file.n_bytes)
+            assert abs((entry.vocabulary or 0) - (draft.vocabulary or 0)) <= MAX_SIZE_DIFFERENCE
+
+
+def test_every_target_leaves_a_fifth_of_its_memory_to_others(catalog: Catalog) -> None:
+    found = choices(catalog, Room(1 << 50))
+    assert {choice.name for choice in found} == {
+        name for name, entry in catalog.entries.items() if entry.memory_gb
+    }
+    for choice in found:
+        assert catalog.find(choice.name).cache_mb
+        assert choice.needed_bytes < 0.8e9 * choice.memory_gb
+
+
+@pytest.mark.usefixtures("own_list")
+def test_a_pair_is_recommended_for_another_machine() -> None:
+    answer = invoke("models", "recommend", "--memory", "15GB")
+    told = " ".join(answer.stdout.split())
+    assert "machine 15.0 GB of memory pair qwen3.5-4b, its own prediction heads draft needs 3.6 GB" in told
+    assert "run llamaspec chat --pair qwen3.5-4b fit, too gemma-4-e4b (draft gemma-4-e4b-mtp);" in told
+    for memory, name in (("16", "qwen3.5-9b"), ("32 gb", "qwen3.8-27b"), ("128GB", "qwen3.5-122b-a10b")):
+        assert f"pair {name}," in " ".join(invoke("models", "recommend", "--memory", memory).stdout.split())
+    assert "no pair of the lists fits into 7.9 GB" in said(invoke("models", "recommend", "--memory", "7.9"))
+    for memory in ("much", "0", "-3GB", "1e9"):
+        answer = invoke("models", "recommend", "--memory", memory)
+        assert answer.code == 2
+        assert "is no size; write it like 32GB" in answer.stderr
+
+
+@pytest.mark.usefixtures("own_list")
+def test_a_pair_is_recommended_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "total_bytes", lambda: 17 * 10**9)
+    told = invoke("models", "recommend", "--json").json
+    assert (told["pairs"][0]["memory_gb"], told["pairs"][0]["name"]) == (16, "qwen3.5-9b")
+    assert told["run"] == "llamaspec chat --pair qwen3.5-9b"
+    assert f"{runtime.default_threads()} cores" in " ".join(invoke("models", "recommend").stdout.split())
 
 
 def test_drafts_are_found_by_name_address_and_file(catalog: Catalog) -> None:
@@ -358,7 +400,8 @@ def test_drafts_are_found_by_name_address_and_file(catalog: Catalog) -> None:
 
 def test_quantizations_that_are_not_listed_follow_the_pattern(catalog: Catalog) -> None:
     assert catalog.find("qwen3-32b").file("q8_0") == RemoteFile("Qwen/Qwen3-32B-GGUF", "Qwen3-32B-Q8_0.gguf")
-    assert catalog.find("qwen2.5-3b").file("Q8_0").file == "qwen2.5-3b-instruct-q8_0.gguf"
+    coder = catalog.find("qwen2.5-coder-7b")
+    assert coder.file("Q8_0").file == "qwen2.5-coder-7b-instruct-q8_0.gguf"
     with pytest.raises(ModelFileError, match="on this machine"):
         Entry("mine", path="x.gguf").file("q8_0")
 

@@ -93,6 +93,13 @@ def test_the_memory_of_a_container(tmp_path: Path, files: dict[str, str], room: 
     assert runtime.container_room(write(tmp_path, files)) == room
 
 
+def test_all_memory_is_the_containers_where_that_has_less(tmp_path: Path) -> None:
+    groups = {"proc/self/cgroup": "0::/pod/own", "sys/fs/cgroup/pod/own/memory.max": "max"}
+    assert runtime.total_bytes(write(tmp_path, groups)) == psutil.virtual_memory().total
+    write(tmp_path, {"sys/fs/cgroup/pod/memory.max": "7000"})
+    assert runtime.total_bytes(tmp_path) == 7000
+
+
 def test_free_memory_is_what_the_system_can_give() -> None:
     """On macOS, all memory of the machine once counted as free."""
     assert 0 < runtime.available_bytes() < psutil.virtual_memory().total

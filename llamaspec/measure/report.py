@@ -1,0 +1,315 @@
+"""What a benchmark found, as others may see it: one JSON object, and its tables in Markdown.
+
+It holds no words of prompts and answers, no path, and no name of a user or a machine. Reports come from
+strangers, too: `read_report` checks sizes, types and every text, and in Markdown texts are code, which
+nothing in them can end.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llamaspec
+from llamaspec.errors import LlamaspecError, printable
+from llamaspec.files import parse_json, read_file
+from llamaspec.hub import file_hash
+from llamaspec.length.costs import CostCurve
+from llamaspec.llama import runtime
+from llamaspec.llama.gguf_file import file_parts, read_gguf
+from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, find_devices
+from llamaspec.measure.bench import Figures, Sample, figures_of_arms, fork, grouped
+from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PLAIN
+from llamaspec.measure.store import PairFiles, stored_prior
+
+FORMAT = 1
+MAX_BYTES = 4 << 20
+COLUMNS = ("<arm", "whole", "spread", "worst", "<prompt", "s", "TTFT", "decoding", "same")
+_LONGEST = 600  # characters of a text
+_UNSAFE = frozenset('`|\\<>"')  # what could end code or a cell of a table
+_MOST = 1 << 60  # what any number may be
+_HIDDEN = "..."
+_PUBLIC = re.compile(r"-{1,2}[a-z][a-z-]*|[0-9.,]+")  # options and numbers
+_PUBLIC_WORDS = {*CACHE_TYPES, *FLASH_ATTENTION, "none", "mtp", "ngram"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedModel:
+    """A model file."""
+
+    name: str  # as the file calls itself
+    architecture: str
+    quantization: str
+    n_bytes: int
+    sha256: str | None  # None where it was not computed; of a model in parts that of the first
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedMachine:
+    """What computed."""
+
+    system: str
+    devices: tuple[str, ...]
+    cores: int
+    memory_bytes: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSample:
+    """One arm's answer to one request."""
+
+    arm: str
+    group: str
+    task: str
+    prompt: str
+    repeat: int
+    n_prompt_tokens: int
+    n_tokens: int
+    seconds: float
+    first_seconds: float
+    n_drafted: int | None
+    n_accepted: int | None
+    differs_at: int | None  # the first character that is not plain's
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for."""
+
+    max_tokens: int
+    temperature: float
+    repeats: int
+    tasks: tuple[str, ...]  # none = all
+    options: str  # of `serve`, names of models left out
+
+    @property
+    def command(self) -> str:
+        """What was run, but for names and other arms."""
+        words = [f"--task {shlex.quote(task)}" for task in self.tasks]
+        words += [f"-n {self.max_tokens}", f"-t {self.temperature:g}", f"-r {self.repeats}"]
+        return " ".join(["llamaspec bench", *([self.options] if self.options else []), *words])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run.
+
+    Raises
+    ------
+    ValueError
+        A text or a number is none that llamaspec writes.
+    """
+
+    format: int
+    date: str
+    machine: ReportedMachine
+    versions: dict[str, str | None]
+    target: ReportedModel
+    drafts: tuple[ReportedModel, ...]
+    has_heads: bool  # the target's own heads draft
+    settings: Settings
+    curve: CostCurve | None  # as far as it is known
+    groups: dict[str, dict[str, Figures]]  # by group and arm
+    samples: tuple[ReportedSample, ...]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
+        for value in _leaves(asdict(self)):
+            if isinstance(value, str) and value != _text(value):
+                raise ValueError(f"no report says {printable(value[:40])}")
+            if isinstance(value, int | float) and not 0 <= value <= _MOST:
+                raise ValueError(f"no report has the number {value}")
+
+    @property
+    def title(self) -> str:
+        """The models."""
+        drafts = [f"{draft.name} {draft.quantization}" for draft in self.drafts]
+        drafts += ["its own prediction heads"] if self.has_heads else []
+        return f"{self.target.name} {self.target.quantization}, draft: {', '.join(drafts) or 'none'}"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Every text and number in it, keys included."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+# Making one
+
+
+def make_report(
+    samples: Sequence[Sample],
+    files: PairFiles,
+    settings: Mapping[str, Any],
+    tasks: Sequence[str],
+    options: Sequence[str],
+    peer_version: str | None,
+    *,
+    with_hashes: bool,
+) -> Report:
+    """What samples of this machine say; `settings` are the numbers of `Settings`."""
+    arms: dict[str, str] = {}
+    for arm in dict.fromkeys(sample.arm for sample in samples):
+        is_ours = arm in (PLAIN, AUTO, BEFORE) or arm.startswith(PEER)
+        name = _text(arm) if is_ours else public_options(shlex.split(arm))
+        arms[arm] = name if name not in arms.values() else f"{name} ({len(arms)})"
+    shown = [
+        Sample(
+            arms[each.arm], _text(each.group), _text(each.task), _text(each.prompt), each.repeat, each.answer
+        )
+        for each in samples
+    ]
+    groups = grouped(shown, "group")
+    if len(groups) > 1:
+        groups["all tasks"] = figures_of_arms(shown)
+    peer = {} if peer_version is None else {PEER: _text(peer_version)}
+    versions = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
+    return Report(
+        format=FORMAT,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        machine=ReportedMachine(
+            system=_text(f"{platform.system()} {platform.machine()}"),
+            devices=tuple(_text(device.description) for device in find_devices()),
+            cores=runtime.default_threads(),
+            memory_bytes=runtime.total_bytes(),
+            backend=_text(runtime.backend_description().replace(" = 1 |", "").replace(" :", ":")),
+        ),
+        versions={**versions, "python": platform.python_version(), **peer},
+        target=_model(files.target.path, with_hashes),
+        drafts=tuple(_model(model.path, with_hashes) for model in files.draft_models),
+        has_heads=files.heads,
+        settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
+        curve=None if (prior := stored_prior(files).value) is None else prior.curve,
+        groups=groups,
+        samples=tuple(_samples(shown)),
+    )  # fmt: skip
+
+
+def public_options(words: Sequence[str]) -> str:
+    """Words of a command line, without names that a user chose."""
+    return " ".join(word if _PUBLIC.fullmatch(word) or word in _PUBLIC_WORDS else _HIDDEN for word in words)
+
+
+def _text(text: str) -> str:
+    """As a report may have it: short, in one line, without what could end code or a cell of a table."""
+    shown = ("?" if letter in _UNSAFE else letter for letter in printable(text[:_LONGEST]))
+    return "".join(shown)[:_LONGEST]
+
+
+def _model(path: Path, with_hash: bool) -> ReportedModel:
+    from gguf import LlamaFileType  # a third of a second
+
+    found = read_gguf(path)
+    kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
+    return ReportedModel(
+        name=_text(found.texts.get("general.name") or found.architecture)[:80],
+        architecture=_text(found.architecture),
+        quantization=kinds.get(found.numbers.get("general.file_type", -1), "of unknown type"),
+        n_bytes=sum(part.stat().st_size for part in file_parts(path)),
+        sha256=file_hash(path, 64, lambda n_bytes: None) if with_hash else None,
+    )
+
+
+def _samples(samples: Sequence[Sample]) -> Iterator[ReportedSample]:
+    plain = {sample.request: sample.answer.text for sample in samples if sample.arm == PLAIN}
+    for sample in samples:
+        told = asdict(sample)
+        answer = told.pop("answer")
+        del answer["text"], answer["reply"]
+        differs_at = fork(sample.answer.text, plain[sample.request])
+        yield ReportedSample(**told, **answer, differs_at=differs_at)
+
+
+# Reading and showing one
+
+
+def read_report(path: Path) -> Report:
+    """A report of anybody; a LlamaspecError where it is none."""
+    try:
+        return parse_json(Report, read_file(path, MAX_BYTES))
+    except OSError as error:
+        raise LlamaspecError(f"cannot read {path}: {error.strerror}; name a file of bench --share") from error
+    except ValueError as error:
+        raise LlamaspecError(f"{path} is no report of bench --share: {error}; leave it out") from error
+
+
+def is_comparable(arm: str, temperature: float) -> bool:
+    """Whether an arm should write what plain writes: another program draws otherwise."""
+    return arm != PLAIN and (temperature == 0 or not arm.startswith(PEER))
+
+
+def rows(arms: Mapping[str, Figures], temperature: float) -> list[tuple[str, ...]]:
+    """The cells of a table, one row for each arm, by `COLUMNS`."""
+    return [_row(arm, each, temperature) for arm, each in arms.items()]
+
+
+def _row(arm: str, each: Figures, temperature: float) -> tuple[str, ...]:
+    ratios = (f"{each.whole:.2f}", f"{each.spread:.2f}", f"{each.worst:.2f}", each.worst_prompt)
+    decoding = "" if each.decoding is None else f"{each.decoding:.2f}"
+    same = f"{each.n_same}/{each.n_answers}" if is_comparable(arm, temperature) else ""
+    if arm == PLAIN:
+        ratios = ("1.00", "", "", "")
+    return (arm, *ratios, f"{each.seconds:.2f}", f"{each.first_seconds:.2f}", decoding, same)
+
+
+def markdown(report: Report) -> str:
+    """A section of a page: models, machine, costs, and a table for each group."""
+    machine, settings = report.machine, report.settings
+    lines = [f"### {_code(report.title)}", ""]
+    told = [_code(name) for name in dict.fromkeys(machine.devices)]
+    told += [f"{machine.cores} cores", f"{machine.memory_bytes / 1e9:.1f} GB", _code(machine.system)]
+    told += [f"{_code(name)} {_code(number)}" for name, number in report.versions.items() if number]
+    lines += [f"{', '.join(told)}; {_code(report.date)}.", ""]
+    models = {"target": report.target, **{f"draft {i}": each for i, each in enumerate(report.drafts, 1)}}
+    sizes = [
+        f"{role} {each.n_bytes / 1e9:.2f} GB {_code((each.sha256 or '')[:12])}"
+        for role, each in models.items()
+    ]
+    lines += [f"{', '.join(sizes)}.", ""]
+    if report.curve is not None:
+        first, *costs = report.curve.verify_seconds
+        wide = ", ".join(str(width) for width in report.curve.widths[1:])
+        times = ", ".join(f"{seconds / first:.2f}" for seconds in costs)
+        step = (
+            f"; a draft step {report.curve.draft_step_seconds / first:.2f}"
+            if report.curve.draft_step_seconds
+            else ""
+        )
+        lines += [
+            f"Evaluating {wide} positions at once costs {times} single ones{step}." if costs else "",
+            "",
+        ]
+    lines += [_code(settings.command), ""]
+    for group, arms in report.groups.items():
+        lines += [f"**{_code(group)}**", "", _table(rows(arms, settings.temperature)), ""]
+    return "\n".join(lines)
+
+
+def _table(cells: Sequence[tuple[str, ...]]) -> str:
+    titles = [title.lstrip("<") for title in COLUMNS]
+    left = [title.startswith("<") for title in COLUMNS]
+    rules = ["---" if is_left else "---:" for is_left in left]
+    shown = [
+        [_code(cell) if is_left else cell for cell, is_left in zip(row, left, strict=True)] for row in cells
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (titles, rules, *shown))
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
