@@ -274,31 +274,29 @@ def markdown(report: Report) -> str:
     lines = [f"### {_code(report.title)}", ""]
     told = [_code(name) for name in dict.fromkeys(machine.devices)]
     told += [f"{machine.cores} cores", f"{machine.memory_bytes / 1e9:.1f} GB", _code(machine.system)]
-    told += [f"{_code(name)} {_code(number)}" for name, number in report.versions.items() if number]
+    told += [_code(f"{name} {number}") for name, number in report.versions.items() if number]
     lines += [f"{', '.join(told)}; {_code(report.date)}.", ""]
     models = {"target": report.target, **{f"draft {i}": each for i, each in enumerate(report.drafts, 1)}}
     sizes = [
-        f"{role} {each.n_bytes / 1e9:.2f} GB {_code((each.sha256 or '')[:12])}"
+        f"{role} {each.n_bytes / 1e9:.2f} GB"
+        + (f", SHA-256 {_code(each.sha256[:12])}" if each.sha256 else "")
         for role, each in models.items()
     ]
-    lines += [f"{', '.join(sizes)}.", ""]
-    if report.curve is not None:
-        first, *costs = report.curve.verify_seconds
-        wide = ", ".join(str(width) for width in report.curve.widths[1:])
-        times = ", ".join(f"{seconds / first:.2f}" for seconds in costs)
-        step = (
-            f"; a draft step {report.curve.draft_step_seconds / first:.2f}"
-            if report.curve.draft_step_seconds
-            else ""
-        )
-        lines += [
-            f"Evaluating {wide} positions at once costs {times} single ones{step}." if costs else "",
-            "",
-        ]
+    lines += [f"Files: {'; '.join(sizes)}.", ""]
+    if report.curve is not None and len(report.curve.widths) > 1:
+        lines += [_costs(report.curve), ""]
     lines += [_code(settings.command), ""]
     for group, arms in report.groups.items():
         lines += [f"**{_code(group)}**", "", _table(rows(arms, settings.temperature)), ""]
     return "\n".join(lines)
+
+
+def _costs(curve: CostCurve) -> str:
+    single, *wider = curve.verify_seconds
+    widths = ", ".join(map(str, curve.widths[1:]))
+    times = ", ".join(f"{seconds / single:.2f}" for seconds in wider)
+    step = f"; a draft step {curve.draft_step_seconds / single:.2f}" if curve.draft_step_seconds else ""
+    return f"Evaluating {widths} positions at once costs {times} single ones{step}."
 
 
 def _table(cells: Sequence[tuple[str, ...]]) -> str:
