@@ -347,7 +347,7 @@ def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer
     assert 14 <= copying(row, 400) <= 16
     dear = CostCurve(widths, tuple(1.0 + 0.4 * (width - 1) for width in widths), 0.0)
     row = AutoLength(replace(sure, curve=dear), sources={Source.NGRAM}).start_sequence(drops=True)
-    assert copying(row, 20) == 16
+    assert copying(row, 20) == 10
     copied(row, 16, 0, 1, 7.4)  # 6.4 plain tokens are lost; a match of 20 may lose 10
     assert copying(row, 20) == 8
 
