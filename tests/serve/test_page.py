@@ -134,6 +134,25 @@ def test_text_comes_while_it_is_written_and_stops(
         page.context.close()
 
 
+def test_the_page_follows_the_text_from_its_end_only(
+    browser: Browser, demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(demo) as running:
+        gate = Gate(demo, monkeypatch)
+        page = browser.new_context(viewport={"width": 390, "height": 400}).new_page()
+        page.goto(running.url)
+        field(page, "Message").fill("x\n" * 60)
+        field(page, "Message").press("Enter")
+        until(lambda: running.n_running() == 1)
+        position = "document.getElementById('conversation').scrollTop"
+        assert page.evaluate(position) > 0
+        page.evaluate(f"{position} = 0")
+        gate.open()
+        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        assert page.evaluate(position) == 0
+        page.context.close()
+
+
 def test_the_same_text_without_the_draft(page: Page) -> None:
     ask(page, "class Stack:", 40)
     press(page, "Compare without the draft")
@@ -302,6 +321,11 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
             {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
             "0.81× as fast as without a draft",
             "Only 8 of 140 tokens copied from earlier text were right: that cost more than it saved.",
+        ),
+        (  # no more than the tokens of a step
+            {"speedup_estimate": 1.87, "draft_n": 12, "draft_n_accepted": 10, "rounds": 177},
+            "About as fast as without a draft",
+            "10 of 12 draft tokens were right, so the model wrote 187 tokens in 177 steps.",
         ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},

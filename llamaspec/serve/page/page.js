@@ -160,6 +160,7 @@ async function compare(message) {
     const { timings } = await receive(plain, request, signal, message);
     note(message, comparison(message.timings, timings, plain.content === message.content));
   });
+  views.get(message).article.querySelector(".speed").scrollIntoView({ block: "nearest" });
 }
 
 const note = (message, text) => (message.notes ??= []).push(text);

@@ -3,15 +3,20 @@
 const times = (factor) => `${factor.toFixed(factor < 1 ? 2 : 1)}×`;
 export const rate = (timings) => `${timings.predicted_per_second.toFixed(1)} tokens/s`;
 
+// Times as fast as without a draft; null: not known. A step costs no less than one of plain decoding, which bounds the estimate.
+function gain({ draft_n: nDrafted, speedup_estimate: estimate, predicted_n: nTokens, rounds }) {
+  return nDrafted && estimate ? Math.min(estimate, nTokens / rounds) : null;
+}
+
 // The claim: how fast, next to decoding without a draft. The estimate is not worth more than a tenth.
 export function claim(timings) {
-  const factor = timings.draft_n ? timings.speedup_estimate : null;
+  const factor = gain(timings);
   if (!timings.predicted_per_second) return "";
   if (!factor) return rate(timings);
   return Math.abs(factor - 1) < 0.1 ? "About as fast as without a draft" : `${times(factor)} as fast as without a draft`;
 }
 
-export const isGain = (timings) => timings.draft_n > 0 && timings.speedup_estimate >= 1.1;
+export const isGain = (timings) => gain(timings) >= 1.1;
 
 // The reason, in a sentence.
 export function reason(timings) {
@@ -21,7 +26,8 @@ export function reason(timings) {
   const right = areCopies
     ? `${nAccepted} of ${nDrafted} tokens copied from earlier text were right`
     : `${nAccepted} of ${nDrafted} draft tokens were right${copied?.accepted ? `, ${copied.accepted} of them copies of earlier text` : ""}`;
-  if (timings.speedup_estimate && timings.speedup_estimate <= 0.9) return `Only ${right}: that cost more than it saved.`;
+  const factor = gain(timings);
+  if (factor && factor <= 0.9) return `Only ${right}: that cost more than it saved.`;
   return `${right}, so the model wrote ${timings.predicted_n} tokens in ${timings.rounds} steps.`;
 }
 
@@ -37,11 +43,10 @@ function unused({ unused_draft: { reading_seconds: reading, saved_seconds: saved
 export function account(timings) {
   const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
   const cached = timings.cache_n ? ` (${timings.cache_n} more were known)` : "";
-  const plain = timings.speedup_estimate
-    ? ` Without a draft it would have taken about ${seconds(timings.predicted_ms * timings.speedup_estimate)}.`
-    : "";
+  const factor = gain(timings);
+  const plain = factor ? ` Without a draft it would have taken about ${seconds(timings.predicted_ms * factor)}.` : "";
   return (
-    `Read ${timings.prompt_n} tokens of the prompt in ${seconds(timings.prompt_ms)}${cached}. ` +
+    `Read ${timings.prompt_n} ${timings.prompt_n === 1 ? "token" : "tokens"} of the prompt in ${seconds(timings.prompt_ms)}${cached}. ` +
     `Wrote ${timings.predicted_n} in ${seconds(timings.predicted_ms)}, ${rate(timings)}.${plain}` +
     (timings.draft_n && timings.unused_draft ? ` ${unused(timings)}` : "")
   );
@@ -50,6 +55,6 @@ export function account(timings) {
 // The same answer with and without the draft, as measured.
 export function comparison(timings, plain, isSame) {
   const factor = timings.predicted_per_second / plain.predicted_per_second;
-  const text = isSame ? "The text is the same." : "The text differs, because sums of another width are rounded differently.";
+  const text = isSame ? "The text is the same." : "The text differs: larger batches may round differently, which the server's --exact prevents.";
   return `Measured: ${rate(plain)} without the draft, so it is ${times(factor)} as fast with it. ${text}`;
 }

@@ -33,7 +33,7 @@ export function draw(svg, rounds) {
       add(group, "rect", { class: name, x: x(at), y: TOP, width: Math.max(x(ms), 0), height: HEIGHT });
       at += ms;
     }
-    add(group, "line", { x1: x(start), x2: x(start), y1: TOP, y2: TOP + HEIGHT });
+    if (width > 4 * rounds.length) add(group, "line", { x1: x(start), x2: x(start), y1: TOP, y2: TOP + HEIGHT });
     for (let i = 1; i < round.branches; i++) {
       const y = TOP + (HEIGHT * i) / round.branches;
       add(group, "line", { class: "branch", x1: x(start), x2: x(start + round.draft_ms), y1: y, y2: y });
