@@ -389,21 +389,27 @@ class RequestBuilder:
         is_free = answer_format.calls is HARMONY  # it was trained to write JSON without spaces
         spaces: Mapping[str, Any] = {"whitespace_pattern": WHITESPACE} if is_free else _AS_RENDERED
         callable_tools = [t for t in use.tools if not use.is_named or t["function"]["name"] == use.choice]
-        try:
+        tools = [_schema_only(tool, spaces, is_strict=use.is_strict) for tool in callable_tools]
+        names = [{"function": {"name": tool["function"]["name"], "parameters": {}}} for tool in tools]
+        any_object = [_schema_only(tool, spaces, is_strict=False) for tool in names]
+        failed: RequestError | None = None
+        for each in (tools,) if use.is_strict else (tools, any_object):
             grammar = tool_grammar(
                 answer_format,
-                [_schema_only(tool, spaces, is_strict=use.is_strict) for tool in callable_tools],
+                each,
                 self._marks,
                 is_forced=use.is_forced,
                 is_parallel=use.is_parallel,
                 thinking=thinking,
             )
-            if grammar is not None:
+            if grammar is None:
+                break
+            try:
                 return await self.compile(ResponseFormat("grammar", grammar, "tools"))
-        except RequestError:
-            if use.is_forced or use.is_strict:
-                raise
-            return None  # unconstrained calls
+            except RequestError as error:
+                failed = error
+        if failed is not None and (use.is_forced or use.is_strict):
+            raise failed
         if use.is_forced:
             raise not_supported("tool_choice", "this model's format of calls cannot be forced")
         return None

@@ -207,6 +207,31 @@ def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
     assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
 
 
+def test_a_schema_that_cannot_be_compiled(talker: Served) -> None:
+    """Arguments are an object all the same, unless the schema must be obeyed."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
+    function = {"name": "f", "parameters": schema}
+    body = {**FORCED, "tools": [{"type": "function", "function": function}], "seed": 1}
+    (call,) = talker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    strict = {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
+    assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
+
+
+def test_log_probabilities_beside_tools(talker: Served) -> None:
+    """Those of the text; a call has none."""
+    asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
+    for body in (FORCED, {**FORCED, "tool_choice": "auto", "max_tokens": 12}):
+        chunks = [data["choices"][0] for _, data in talker.events(CHAT, {**body, **asked})[:-1]]
+        for chunk in chunks:
+            tokens = chunk["logprobs"]["content"] if chunk["logprobs"] else []
+            said = "".join(token["token"] for token in tokens).lstrip("\n")
+            assert said == chunk["delta"].get("content", "")
+        (whole,) = talker.post(CHAT, {**body, **asked}).json()["choices"]
+        told = b"".join(bytes(token["bytes"]) for token in whole["logprobs"]["content"])
+        assert told.decode().strip() == (whole["message"]["content"] or "").strip()
+
+
 def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks are control tokens that have text in an answer, and only there."""
     builder = talker.service.builder
