@@ -30,6 +30,8 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.values import Source
+from tiny_models import Recipe, write_llama
+from tiny_vocabulary import BYTES
 
 CPU = ModelOptions(threads=1, gpu_layers=0)
 HOT = Sampling(temperature=1.5)
@@ -248,3 +250,13 @@ def test_where_nothing_can_follow_the_text_ends_and_says_so(random_pair: Pair) -
         completion = write(random_pair, constraint, 1, **way)
         assert completion.text == "x"
         assert completion.stop_reason is StopReason.CONSTRAINT
+
+
+def test_a_grammar_may_spell_a_mark(tmp_path: Path) -> None:
+    """A vocabulary's own <think> is no text to llguidance: the text ended before it."""
+    recipe = Recipe(vocabulary=BYTES.marked("<think>"))
+    with open_pair(write_llama(tmp_path / "model.gguf", recipe), target_options=CPU) as pair:
+        done = pair.stream(
+            PROMPT, constraint=pair.grammar('start: "a <think>x"'), max_tokens=20, seed=1
+        ).run()
+    assert (done.text, done.stop_reason) == ("a <think>x", StopReason.END)

@@ -70,6 +70,11 @@ class Vocabulary:
             scores=(*self.scores, *[0.0] * len(names)) if self.scores else (),
         )
 
+    def marked(self, *marks: str) -> Vocabulary:
+        """The same vocabulary with user-defined tokens behind it, as Qwen's files have for <tool_call>."""
+        types = (*self.types, *[USER_DEFINED] * len(marks))
+        return replace(self, tokens=(*self.tokens, *marks), types=types)
+
 
 def byte_letters() -> Iterator[str]:
     """The letter by which byte-level BPE writes each byte, in the order of the bytes 0 to 255."""

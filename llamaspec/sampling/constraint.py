@@ -206,7 +206,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: WholeVocabulary) -> None:
         self._vocabulary = vocabulary
-        specials = vocabulary.specials
+        self._specials = specials = vocabulary.specials
         self.tokens = [
             _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)
             for token in range(vocabulary.size)
@@ -217,11 +217,12 @@ class _Tokens:
     def __call__(self, text: bytes | str) -> list[int]:
         """How the model itself would split a part in the middle of a text.
 
-        Some vocabularies put a space before every text: then it is split behind a line break.
+        Some vocabularies put a space before every text: then it is split behind a line break. Tokens such as
+        <tool_call> are no text to llguidance, so their spelling is split into others.
         """
         wanted = text.encode() if isinstance(text, str) else text
         for before in (b"", b"\n"):
-            tokens: list[int] = self._vocabulary.tokenize(before + wanted, add_special=False).tolist()
+            tokens = self._split(before + wanted)
             lengths = [len(self._vocabulary.piece(token)) for token in tokens]
             n_missing, n = sum(lengths) - len(wanted), 0
             while n_missing > 0 and n < len(tokens):
@@ -230,6 +231,15 @@ class _Tokens:
             if n_missing == 0:
                 return tokens[n:]
         return []
+
+    def _split(self, text: bytes) -> list[int]:
+        """The ordinary tokens of a text."""
+        found: list[int] = []
+        for token in self._vocabulary.tokenize(text, add_special=False).tolist():
+            piece = self._vocabulary.piece(token)
+            is_mark = token in self._specials and len(piece) > 1
+            found += [*self._split(piece[:1]), *self._split(piece[1:])] if is_mark else [token]
+        return found
 
 
 def _with_stack(work: Callable[[], Result]) -> Result:

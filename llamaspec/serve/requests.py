@@ -429,7 +429,8 @@ class RequestBuilder:
     ) -> list[GenerationRequest]:
         """One request for each prompt and choice; choice i of a prompt has the seed + i."""
         if len(prompts) * n > self._parallel:
-            raise bad_field("n", f"{len(prompts) * n} texts at once, this server runs {self._parallel}")
+            told = f"{len(prompts) * n} texts at once, this server runs {self._parallel}"
+            raise bad_field("n", f"{told}; ask for fewer, or start it with --parallel")
         self.check_token_ids(list(map(int, fields.logit_bias or ())), "logit_bias")
         sampling, drafting = fields.sampling(self.vocabulary.ends), fields.drafting
         wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, Served, served
 from tiny_models import Recipe, write_llama
-from tiny_vocabulary import BYTES, USER_DEFINED
+from tiny_vocabulary import BYTES
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER: Any = [{"role": "user", "content": "Which one?"}]
@@ -295,8 +294,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
 
 def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
     """Qwen's files call <tool_call> user-defined. It was spelled as text, which no model could write."""
-    marks = ("<tool_call>", "</tool_call>")
-    words = replace(BYTES, tokens=(*BYTES.tokens, *marks), types=(*BYTES.types, USER_DEFINED, USER_DEFINED))
+    words = BYTES.marked("<tool_call>", "</tool_call>")
     path = write_llama(tmp_path / "model.gguf", Recipe(vocabulary=words, n_context=2048))
     with open_pair(path) as pair, served(pair, template=TALKER) as server:
         choice = server.post(CHAT, {**FORCED, "seed": 1}).json()["choices"][0]
