@@ -21,6 +21,7 @@ from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling
 
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts
 MAX_STOPS = 32
 MAX_MESSAGES = 4096
 _ALL_TOKENS = (1 << 31) - 1
@@ -310,8 +311,18 @@ def text_of(content: Content | None, place: str) -> str:
     return "".join(_part_text(part, f"{place}.{i}") for i, part in enumerate(content))
 
 
+def _result_text(content: Content | None, place: str) -> str:
+    """The text of a tool's result. Other parts are only named: agents send them again in every turn."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(
+        _part_text(part, f"{place}.{i}") if part.type in _TEXTS else f"[{part.type} left out: not text]"
+        for i, part in enumerate(content)
+    )
+
+
 def _part_text(part: ContentPart, place: str) -> str:
-    if part.type not in ("text", "input_text", "output_text", "reasoning_text", "summary_text"):
+    if part.type not in _TEXTS:
         raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
     return required(part.text, f"{place}.text")
 
@@ -321,7 +332,7 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
     content, is_assistant = fields.content, role == "assistant"
     if role == "tool":
-        text = text_of(content, f"{place}.content")
+        text = _result_text(content, f"{place}.content")
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
@@ -340,7 +351,8 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
             calls.append(ToolCall(call_id, name, json.dumps(part.input or {}, ensure_ascii=False)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            results.append(Message("tool", text_of(part.content, f"{at}.content"), tool_call_id=call_id))
+            text_of_result = _result_text(part.content, f"{at}.content")
+            results.append(Message("tool", text_of_result, tool_call_id=call_id))
         else:
             text += _part_text(part, at)
     if results and not text:

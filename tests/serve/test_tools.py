@@ -18,6 +18,7 @@ from llamaspec.chat.template import Message, ToolCall
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
+from llamaspec.serve.bodies import RequestError
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import SCHEMA
@@ -301,6 +302,19 @@ def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
         (call,) = choice["message"]["tool_calls"]
         check(call["function"]["name"], call["function"]["arguments"])
         assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_image_in_a_result_does_not_end_the_session() -> None:
+    """It is named; among what a user says it is refused."""
+    parts: Any = [{"type": "text", "text": "a.png: "}, {"type": "image", "source": {}}]
+    called = {"type": "tool_use", "id": "a", "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": parts}
+    asked = [*USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    body = CountTokensBody.model_validate({"messages": asked})
+    assert body.chat_request(takes_tools=True).messages[-1].text == "a.png: [image left out: not text]"
+    body = CountTokensBody.model_validate({"messages": [{"role": "user", "content": parts}]})
+    with pytest.raises(RequestError, match=r"messages\.0\.content\.1\.type"):
+        body.chat_request(takes_tools=True)
 
 
 GEMMA = "<|tool_call>call: <tool_call|>"
