@@ -25,9 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,7 +39,7 @@ from interop_parts.checks import ASKED, SCHEMA
 from interop_parts.packages import NotInstalledError, Package, install
 from interop_parts.recorded import recorded
 from interop_parts.relay import Exchange, Relay
-from interop_parts.scripted import Script, call, scripted_server
+from interop_parts.servers import Script, call, real_server, scripted_server
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -149,7 +147,7 @@ class Trial:
         self.begin(answers, with_tools=with_tools)
         code, output = self.run(*command, env=env)
         asked = [each for each in self.exchanges if each.path.startswith("/v1/")]
-        wrong = next((each for each in asked if each.status != httpx.codes.OK), None)
+        wrong = next((each for each in asked if each.status not in (None, httpx.codes.OK)), None)
         how = "streamed" if any(each.is_stream for each in asked) else "whole"
         told = f"{len(asked)} requests, {how}"
         told += "" if code is not None else f", stopped after {self.seconds:g} s"
@@ -158,6 +156,8 @@ class Trial:
             return Result(check, "failed", f"{wrong.path}: {wrong.status} {said}")
         if not any(each.request for each in asked):
             return Result(check, "failed", f"it asked nothing; exit code {code}: {output.strip()[-200:]}")
+        if all(each.status is None for each in asked if each.request):
+            return Result(check, "failed", f"{told}: no answer began")
         if any(each.leaks for each in asked):
             return Result(check, "failed", f"{told}: marks of a call are text of an answer")
         if self.script is not None and answers is not None and not is_done(output):
@@ -253,6 +253,7 @@ def mini_swe_agent(trial: Trial) -> Iterator[Result]:
     last = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
     answers = [call("bash", command=COMMAND), call("bash", command=last)]
     more = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
+    more["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is fetched
     yield trial.task("runs a command", lambda _: is_hello(file), *ask, answers=answers, env=more)
 
 
@@ -260,11 +261,9 @@ def codex(trial: Trial) -> Iterator[Result]:
     """Runs commands in a shell, over /v1/responses."""
     file = trial.fresh() / "hello.txt"
     config = trial.folder / "home" / "config.toml"
-    config.write_text(
-        f'model = "{MODEL}"\nmodel_provider = "llamaspec"\napproval_policy = "never"\n'
-        'sandbox_mode = "workspace-write"\n[model_providers.llamaspec]\nname = "llamaspec"\n'
-        f'base_url = "{trial.api}"\nwire_api = "responses"\n'
-    )
+    provider = f'{{name = "llamaspec", base_url = "{trial.api}", wire_api = "responses"}}'
+    told = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
+    config.write_text(told + 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n')
     answers = [THOUGHT + call("exec_command", cmd=COMMAND), "Done."]
     ask = ["codex", "exec", "--skip-git-repo-check", TASK]
     home = str(config.parent)
@@ -313,30 +312,6 @@ CLIENTS = {
     "opencode": Client(Package("npm", "opencode-ai", "1.18.33"), opencode),
     "continue": Client(Package("npm", "@continuedev/cli", "1.5.47"), continue_cli),
 }
-
-
-@contextmanager
-def server(target: Path, draft: Path | None, n_ctx: int) -> Iterator[str]:
-    """The URL of `llamaspec serve` with real models."""
-    options = ["--port", "0", "--n-ctx", str(n_ctx), "--ctx-per-request", str(n_ctx), "--target", str(target)]
-    options += [] if draft is None else ["--draft", str(draft)]
-    command = [sys.executable, "-m", "llamaspec", "serve", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    assert process.stderr is not None
-    try:
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if "is served at" in line:
-                break
-        else:
-            raise click.ClickException(f"llamaspec serve ended: {''.join(lines[-3:]).strip()}")
-        threading.Thread(target=lambda: all(process.stderr or ()), daemon=True).start()
-        yield lines[-1].split()[-1]
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def tried(
@@ -389,7 +364,7 @@ def main(
 ) -> None:
     found: dict[str, list[Result]] = {}
     script = Script()
-    with scripted_server(script) if target is None else server(target, draft, n_ctx) as url:
+    with scripted_server(script) if target is None else real_server(target, draft, n_ctx) as url:
         relay = Relay(url)
         for name in names or CLIENTS:
             found[name] = tried(name, relay, None if target else script, folder.resolve(), seconds, record)

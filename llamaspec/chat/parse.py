@@ -335,10 +335,14 @@ class AnswerParser:
             found = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        is_call = found.keys() == {"name", "arguments"} and found["name"] in self._schemas
-        if not is_call or not isinstance(found["arguments"], dict):
+        if found.keys() != {"name", "arguments"} or not isinstance(found["arguments"], dict):
             return None
-        return ToolCall("", found["name"], json.dumps(found["arguments"], ensure_ascii=False))
+        named = re.sub(r"\W", "_", str(found["name"]))  # search_web for search-web
+        known = [name for name in self._schemas if named == re.sub(r"\W", "_", name)]
+        name = found["name"] if found["name"] in known else known[0] if len(known) == 1 else None
+        if name is None:
+            return None
+        return ToolCall("", name, json.dumps(found["arguments"], ensure_ascii=False))
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
         """A call behind a mark, or else the mark as content; the separator, if another call may follow."""

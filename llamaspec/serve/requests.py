@@ -198,7 +198,8 @@ def tool_use(
     choice = "required" if choice == "any" else choice or "auto"
     if named is None and choice not in ("auto", "none", "required"):
         raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
-    is_parallel = is_parallel is not False
+    if is_parallel is None:  # small models that are made to call go on calling
+        is_parallel = named is None and choice != "required"
     return ToolUse(found, named or choice, named is not None, is_parallel, is_strict, left_out)
 
 

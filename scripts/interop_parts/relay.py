@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -13,15 +13,15 @@ _NOT_PASSED_ON = {"host", "connection", "content-length", "transfer-encoding", "
 _CALL_MARKS = (b"<tool_call>", b"</tool_call>")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exchange:
-    """A request, and as much of its answer as the client took."""
+    """A request, and as much of its answer as there is yet."""
 
     path: str
-    status: int
     request: bytes
-    answer: bytearray
-    is_stream: bool
+    status: int | None = None  # None: the answer has not begun
+    is_stream: bool = False
+    answer: bytearray = field(default_factory=bytearray)
 
     @property
     def leaks(self) -> bool:
@@ -51,20 +51,19 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         passed = {name: text for name, text in self.headers.items() if name.lower() not in _NOT_PASSED_ON}
-        url = self.server.server_url + self.path
+        url, exchange = self.server.server_url + self.path, Exchange(self.path, body)
+        self.server.exchanges.append(exchange)
         with httpx.stream(
             self.command, url, content=body, headers=passed, timeout=None, trust_env=False
         ) as response:
-            kind, answer = response.headers.get("content-type", ""), bytearray()
-            is_stream = kind.startswith("text/event-stream")
-            exchange = Exchange(self.path, response.status_code, body, answer, is_stream)
-            self.server.exchanges.append(exchange)
+            kind = response.headers.get("content-type", "")
+            exchange.status, exchange.is_stream = response.status_code, kind.startswith("text/event-stream")
             self.send_response(response.status_code)
             self.send_header("content-type", kind)
             self.end_headers()
             with suppress(OSError):  # the client left
                 for part in response.iter_bytes():
-                    answer += part
+                    exchange.answer += part
                     self.wfile.write(part)
 
     do_GET = do_POST  # noqa: N815

@@ -291,6 +291,14 @@ def test_what_is_malformed_is_content(name: str, text: str) -> None:
     assert parsed(name, text) == [ContentDelta(text)]
 
 
+def test_a_name_may_be_spelled_otherwise_without_marks() -> None:
+    """The 1.5B coder calls search-web search_web."""
+    for names, expected in ((["search-web"], ["search-web"]), (["search-web", "search.web"], [])):
+        tools = [{"function": {"name": name}} for name in names]
+        found = message_of(parsed("qwen3", ['{"name": "search_web", "arguments": {}}'], tools=tools))
+        assert [call.name for call in found.tool_calls] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "text", "shown"),
     [

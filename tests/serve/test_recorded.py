@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from interop_parts.recorded import Recorded, recorded
-from interop_parts.scripted import Script, call, scripted_server
+from interop_parts.servers import Script, call, scripted_server
 from serve_soak import TEMPLATE
 from serving import PATIENCE_SECONDS, parse_events
 

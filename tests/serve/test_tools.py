@@ -95,8 +95,9 @@ def test_openai(client: Any) -> None:
     [
         (None, ("auto", False, False, True)),
         ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False, False, False)),
-        ({"type": "any"}, ("required", False, True, True)),
-        ({"type": "tool", "name": "nap"}, ("nap", True, True, True)),
+        ({"type": "any"}, ("required", False, True, False)),
+        ({"type": "any", "disable_parallel_tool_use": False}, ("required", False, True, True)),
+        ({"type": "tool", "name": "nap"}, ("nap", True, True, False)),
         ({"type": "none"}, ("none", False, False, True)),
     ],
 )

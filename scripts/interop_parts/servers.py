@@ -1,4 +1,4 @@
-"""`llamaspec serve` whose answers can be given beforehand: all of it runs but the model.
+"""`llamaspec serve` with real models, or with answers that are given: then all of it runs but the model.
 
 A given answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and
 sent as any other. Requests for which none is given are answered by the embedded pair.
@@ -7,12 +7,17 @@ sent as any other. Requests for which none is given are answered by the embedded
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import click
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -31,6 +36,7 @@ from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import EventStream, Form, Service
 from serve_soak import TEMPLATE
 
+ROOT = Path(__file__).resolve().parents[2]
 N_CTX = 1 << 16  # agents have long instructions
 
 
@@ -102,3 +108,27 @@ def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def real_server(target: Path, draft: Path | None, n_ctx: int) -> Iterator[str]:
+    """The URL of `llamaspec serve` with real models."""
+    options = ["--port", "0", "--n-ctx", str(n_ctx), "--ctx-per-request", str(n_ctx), "--target", str(target)]
+    options += [] if draft is None else ["--draft", str(draft)]
+    command = [sys.executable, "-m", "llamaspec", "serve", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stderr is not None
+    try:
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if "is served at" in line:
+                break
+        else:
+            raise click.ClickException(f"llamaspec serve ended: {''.join(lines[-3:]).strip()}")
+        threading.Thread(target=lambda: all(process.stderr or ()), daemon=True).start()
+        yield lines[-1].split()[-1]
+    finally:
+        process.terminate()
+        process.wait(60)
