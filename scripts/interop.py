@@ -198,12 +198,15 @@ def llm(trial: Trial) -> Iterator[Result]:
     model = {"model_id": "llamaspec", "model_name": MODEL, "api_base": trial.api, "supports_schema": True}
     (home / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
     ask = ["llm", "-m", "llamaspec", "--no-log", "-o", "max_tokens", "200"]
-    for check, more, is_right in (
-        ("stream", ["Say hello."], bool),
-        ("whole", ["--no-stream", "Say hello."], bool),
-        ("schema", ["--no-stream", "--schema", json.dumps(SCHEMA), ASKED], lambda said: '"a"' in said),
+    shaped = ["--no-stream", "--schema", json.dumps(SCHEMA), ASKED]
+    for check, more, answer in (
+        ("stream", ["Say hello."], "Hello."),
+        ("whole", ["--no-stream", "Say hello."], "Hello."),
+        ("schema", shaped, '{"a": 20, "b": 22}'),
     ):
-        yield trial.task(check, is_right, *ask, *more, env={"LLM_USER_PATH": str(home)})
+        is_right = (lambda said: '"a"' in said) if check == "schema" else bool
+        env = {"LLM_USER_PATH": str(home)}
+        yield trial.task(check, is_right, *ask, *more, answers=[answer], with_tools=False, env=env)
 
 
 def claude_code(trial: Trial) -> Iterator[Result]:
