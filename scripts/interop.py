@@ -199,13 +199,12 @@ def llm(trial: Trial) -> Iterator[Result]:
     (home / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
     ask = ["llm", "-m", "llamaspec", "--no-log", "-o", "max_tokens", "200"]
     shaped = ["--no-stream", "--schema", json.dumps(SCHEMA), ASKED]
-    for check, more, answer in (
-        ("stream", ["Say hello."], "Hello."),
-        ("whole", ["--no-stream", "Say hello."], "Hello."),
-        ("schema", shaped, '{"a": 20, "b": 22}'),
+    env = {"LLM_USER_PATH": str(home)}
+    for check, more, answer, is_right in (
+        ("stream", ["Say hello."], "Hello.", bool),
+        ("whole", ["--no-stream", "Say hello."], "Hello.", bool),
+        ("schema", shaped, '{"a": 20, "b": 22}', lambda said: '"a"' in said),
     ):
-        is_right = (lambda said: '"a"' in said) if check == "schema" else bool
-        env = {"LLM_USER_PATH": str(home)}
         yield trial.task(check, is_right, *ask, *more, answers=[answer], with_tools=False, env=env)
 
 
