@@ -131,9 +131,10 @@ async def completions(http: Request) -> Response:
     """Continue a text."""
     service, body = service_of(http), await parse_body(http, CompletionBody)
     builder, seed, n = service.builder, body.seed_or_random(), body.n or 1
-    for field, given in (("echo", body.echo), ("best_of", (body.best_of or 1) > n)):
-        if given:
-            raise not_supported(field)
+    if body.echo:
+        raise not_supported("echo")
+    if (body.best_of or 1) > n:
+        raise not_supported("best_of", "texts are not ranked here; ask for as many as you want with n")
     wanted = body.wanted_format()
     constraint = None if wanted is None else await builder.compile(wanted)
     prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)

@@ -70,6 +70,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("/infill", {"input_prefix": "a"}, 400, "input_suffix"),
     ("/infill", {"input_prefix": "a", "input_suffix": "", "input_extra": [{}]}, 400, "input_extra.0.text"),
     (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
+    (TEXT, {"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of"),
     (TEXT, {"prompt": "a", "json_schema": {"type": "nothing"}}, 400, "json_schema"),
     (RESPONSES, {"input": []}, 400, "input"),
     (RESPONSES, {"input": [*HI, {"type": "function_call_output"}]}, 400, "input.1.call_id"),
@@ -89,8 +90,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 5}, 400,
      "messages.0.content.0.tool_use_id"),
     (MESSAGES, {"messages": [{"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}]}],
-        "max_tokens": 5}, 400, "messages.0.content.0.content.0.type"),
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
+        "max_tokens": 5}, 400, "messages.0.content.0.content.0.text"),
     ("/tokenize", {"content": "a", "parse_special": True}, 400, "parse_special"),
     ("/detokenize", {"tokens": [1 << 50]}, 400, "tokens"),
 ]  # fmt: skip
