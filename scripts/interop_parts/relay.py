@@ -21,6 +21,7 @@ class Exchange:
     request: bytes
     status: int | None = None  # None: the answer has not begun
     is_stream: bool = False
+    is_whole: bool = False
     answer: bytearray = field(default_factory=bytearray)
 
     @property
@@ -65,6 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for part in response.iter_bytes():
                     exchange.answer += part
                     self.wfile.write(part)
+                exchange.is_whole = True
 
     do_GET = do_POST  # noqa: N815
 
