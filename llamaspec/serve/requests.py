@@ -189,7 +189,8 @@ def tool_use(
         found.append({"type": "function", "function": function})
     named: str | None = None
     if isinstance(choice, ToolChoiceFields):
-        is_parallel = not choice.disable_parallel_tool_use if is_parallel is None else is_parallel
+        if choice.disable_parallel_tool_use is not None:
+            is_parallel = not choice.disable_parallel_tool_use
         if choice.type in ("function", "tool"):
             named = required((choice.function or choice).name, "tool_choice.name")
         elif choice.type not in (None, "auto", "any", "none"):
