@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
 from llamaspec import Pair
 from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served, until
@@ -70,6 +70,11 @@ def messages(page: Page) -> list[dict[str, Any]]:
     """What the browser keeps of the conversation that is shown."""
     kept = "JSON.parse(localStorage.getItem('llamaspec/chat/' + location.hash.slice(1))).messages"
     return list(page.evaluate(kept))
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    """The JSON that a request sent."""
+    return dict(request.post_data_json or {})
 
 
 def answer(page: Page) -> str:
@@ -155,7 +160,9 @@ def test_the_page_follows_the_text_from_its_end_only(
 
 def test_the_same_text_without_the_draft(page: Page) -> None:
     ask(page, "class Stack:", 40)
-    press(page, "Compare without the draft")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        press(page, "Compare without the draft")
+    assert body_of(asked.value)["speculative"] == {"enabled": False}
     measured = page.locator(".speed .note", has_text="Measured")
     expect(measured).to_contain_text("The text is the same.")
     expect(measured).to_contain_text("× as fast with it")
@@ -188,8 +195,14 @@ def test_a_reload_keeps_conversations(page: Page) -> None:
 
 
 def test_a_message_is_edited(page: Page) -> None:
-    ask(page, "first", 8)
-    ask(page, "second", 8)
+    answered = ask(page, "first", 8)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "second", 8)
+    assert body_of(asked.value)["messages"] == [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": answered},
+        {"role": "user", "content": "second"},
+    ]
     page.get_by_role("button", name="Edit", exact=True).first.click()
     field(page, "Edited message").fill("third")
     field(page, "Edited message").press("Enter")
@@ -256,9 +269,9 @@ def test_files(page: Page) -> None:
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "Why?", 8)
     expect(page.locator("#files li")).to_have_count(0)
-    body = asked.value.post_data_json
-    assert body is not None
-    assert body["messages"] == [{"role": "user", "content": "Why?\n\na.py:\n````\nx = '```'\n````"}]
+    assert body_of(asked.value)["messages"] == [
+        {"role": "user", "content": "Why?\n\na.py:\n````\nx = '```'\n````"}
+    ]
 
 
 def test_what_goes_wrong_is_said(page: Page) -> None:
