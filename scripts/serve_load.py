@@ -159,7 +159,7 @@ def main(
         raise click.UsageError(f"{llama_cpp} has no {PEER}")
     if keys is not None:
         commands = [
-            command for target in targets for command in _commands(target, draft, peer, n_maxes, threads, 2)
+            command for target in targets for command in _commands(target, draft, peer, (), threads, 2)
         ]
         print(json.dumps({"completions": [asdict(each) for each in _completed(commands, keys)]}))
         return
@@ -383,15 +383,14 @@ def _completed(commands: Iterable[tuple[str, list[str]]], n_keys: int) -> Iterat
 async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
     """Seconds of each completion, and the gaps in the text of a chat beside."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    begin, line, rest = "".join(lines[:60]), "    parallel = ", "".join(lines[61:81])
-    begin = f"# {n_chats}\n{begin}"  # nothing of the last turn is cached
-    body = {
-        "input_prefix": begin,
-        "input_suffix": f"\n{rest}",
+    prefix, suffix = "".join(lines[20:60]), "".join(lines[60:68])
+    body: dict[str, Any] = {
+        "input_suffix": f"\n{suffix}",
         "n_predict": 30,
         "ignore_eos": True,
         "temperature": 0,
     }
+    body["input_prefix"] = f"# {n_chats}\n{prefix}"  # nothing of the last turn is cached
     chat = {"prompt": "Once upon a time", "max_tokens": 1500, "stream": True, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         chatting = asyncio.create_task(_gaps(client, chat)) if n_chats else None
@@ -399,7 +398,7 @@ async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
             await asyncio.sleep(3)  # it is writing
         seconds: list[float] = []
         for n in range(n_keys):
-            typed = line + "len(arguments)"[:n] + "x" * (n - 14)
+            typed = "    n_words = " + "len(text.split())"[:n]
             start = time.perf_counter()
             answer = await client.post("/infill", json={**body, "prompt": typed})
             seconds.append(time.perf_counter() - start)
