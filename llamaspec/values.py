@@ -37,6 +37,10 @@ class Source(str, Enum):
 
 COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
+CHUNK = (
+    64  # positions of one text that an evaluation may always have; on CPUs attention takes as many at once
+)
+WAIT_SECONDS = 0.5  # for which a chunk of more may keep other texts waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)

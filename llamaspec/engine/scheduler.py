@@ -20,10 +20,8 @@ import numpy as np
 from llamaspec.engine.sequence import Clock, RunningSequence
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import TARGET, Forward, ForwardRequest, Logits
+from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, Forward, ForwardRequest, Logits
 
-CHUNK = 64  # positions: a chunk of a prompt is a multiple, because attention of CPUs computes as many at once
-BESIDE = 0.5  # seconds that a chunk takes beside other sequences, if it has more than CHUNK positions
 SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
 
 
@@ -90,7 +88,7 @@ class Batching:
         most = min(model.prompt_chunk, model.batch_size)
         if is_alone:
             return most
-        n = int(BESIDE * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
+        n = int(WAIT_SECONDS * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
         return min(max(n, CHUNK), most)
 
     def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:

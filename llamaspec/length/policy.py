@@ -21,7 +21,16 @@ from llamaspec.length.copies import CopyLength
 from llamaspec.length.costs import Array, CostCurve, Costs
 from llamaspec.length.reading import DraftReading
 from llamaspec.length.tree import TreeAcceptance, TreePlan, plan_tree
-from llamaspec.values import COPIES, LONGEST_COPY, Draft, Round, Source, UnusedDraft
+from llamaspec.values import (
+    CHUNK,
+    COPIES,
+    LONGEST_COPY,
+    WAIT_SECONDS,
+    Draft,
+    Round,
+    Source,
+    UnusedDraft,
+)
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
@@ -296,7 +305,8 @@ class AutoSequence:
         policy = self._policy
         if self in policy.sequences:
             policy.sequences.remove(self)
-            if self.n_written:
+            could_be_usual = self._max_tokens is None or self._max_tokens >= policy.usual_length
+            if self.n_written and could_be_usual:
                 policy.usual_length += (self.n_written - policy.usual_length) / REMEMBERED
 
     def _saving(self) -> float:
@@ -323,6 +333,9 @@ class AutoSequence:
         )
         n_copies = max(n, n_copies) if policy.sources & COPIES else n
         seconds = costs.padded_seconds(n_sequences, n_sequences + n_copies * n_drafting, n_drafting)
+        if len(policy.sequences) > 1:  # others wait while a copy is verified, also those that read a prompt
+            n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
+            seconds = seconds[: max(n_short, CHUNK) + 1]
         self._prices, self._copy_prices = np.zeros(1), np.zeros(1)
         self._step, self._plain = costs.step_seconds / n_drafting, float(seconds[0]) / n_sequences
         if sum(average.n for average in costs.averages.values()) < TIMED or self._plain == inf:

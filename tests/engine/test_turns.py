@@ -9,9 +9,8 @@ import pytest
 
 from fakes import Clock, FakeModel, Length
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.scheduler import BESIDE, CHUNK
 from llamaspec.engine.stream import TextStream
-from llamaspec.values import DRAFT, TARGET
+from llamaspec.values import CHUNK, DRAFT, TARGET, WAIT_SECONDS
 from stepped import Stepped
 from texts import V, alone, draft, stream, target
 
@@ -55,7 +54,7 @@ def test_a_running_text_waits_for_one_chunk_at_most(
     for _ in talker:
         gaps.append(clock.now - last)
         last = clock.now
-    assert max(gaps) <= max(BESIDE, CHUNK * position_seconds) + 2 * (ROUND + position_seconds)
+    assert max(gaps) <= max(WAIT_SECONDS, CHUNK * position_seconds) + 2 * (ROUND + position_seconds)
     if position_seconds < 0.001:  # and it is not read in more evaluations than that takes
         assert max(e.width for e in models[TARGET].evaluated) > 200
     assert talker.completion.tokens == alone(seed=1, max_tokens=20)

@@ -363,6 +363,35 @@ def test_a_copy_is_as_wide_as_is_cheap_per_token(beyond: float, expected: int) -
     assert copying(row, 400) == expected
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 256), (0.001, 256), (0.002, 250), (0.1, 64)])
+def test_a_copy_does_not_keep_other_texts_waiting(seconds: float, expected: int) -> None:
+    """For half a second at most, or for 64 positions; alone it is as wide as pays."""
+    curve = CostCurve((1, 512), (1.0, 1.0 + 511 * seconds), 0.0)
+    policy = AutoLength(LearnedPrior(curve, copy_log_odds=(20.0,) * 12), sources={Source.NGRAM})
+    row, other = (policy.start_sequence(drops=True) for _ in range(2))
+    for i, n in enumerate((16, 32, 64, 128)):
+        copied(row, n, n, i, 1.0 + n * seconds)
+    assert copying(row, 511) == pytest.approx(expected, abs=2)
+    other.close()
+    copied(row, 1, 1, 9, 1.0 + seconds)
+    for i, n in enumerate((16, 32, 64, 128)):
+        copied(row, n, n, 10 + i, 1.0 + n * seconds)
+    assert copying(row, 511) >= 128
+
+
+def test_texts_that_had_to_be_short_say_nothing_of_how_long_texts_are() -> None:
+    """An editor's completions had put the drafts of chats to sleep."""
+    policy = AutoLength()
+    usual = policy.usual_length
+    for n, max_tokens in ((30, 30), (5, 30), (400, None), (2, 4000)):
+        row = policy.start_sequence(drops=True, max_tokens=max_tokens)
+        for i in range(n):
+            row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=0.1))
+        row.close()
+        changed, usual = policy.usual_length != usual, policy.usual_length
+        assert changed == (max_tokens != 30)
+
+
 def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before_some_tokens() -> None:
     """Reading a token costs 0.05 of a plain one; drafts save half of the time."""
     curve = CostCurve((1, 8), (1.0, 1.1), 0.05, 0.05)
