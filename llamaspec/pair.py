@@ -145,7 +145,7 @@ class Pair:
             What the text is expected to be mostly, such as the file that it edits: it is copied from. The
             text is the same without.
         is_interactive : bool
-            Somebody waits for it: its prompt is read before those of texts that are not.
+            Somebody waits for it: until it ends, no text that is not begins.
 
         Raises
         ------

@@ -60,6 +60,8 @@ class Batching:
                 others.setdefault(request.model, []).append(each)
             else:  # there is something to read before its logits
                 prompts.append(each)
+        if prompts and any(each.is_interactive for each in waiting):  # no other text begins meanwhile
+            prompts = [each for each in prompts if each.is_interactive or each.has_rounds]
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
             return self._reading(prompts)
@@ -118,15 +120,11 @@ class Batching:
     def _reading(self, prompts: Sequence[RunningSequence[Any]]) -> Group:
         """One sequence reads a part of its prompt.
 
-        Drafts read fast, and never beside a round. They come first, though not
-        twice while the target has prompts to read.
+        Drafts read fast, and never beside a round. They come first, but not twice in a row where the target
+        has prompts to read.
         """
-
-        def turn(sequence: RunningSequence[Any]) -> tuple[bool, bool]:
-            is_next = _is_of_target(sequence) == (self._last_read not in (None, TARGET))
-            return not sequence.is_interactive, not is_next
-
-        sequence = min(prompts, key=turn)
+        draft_is_next = self._last_read in (None, TARGET)
+        sequence = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
         assert sequence.part is not None
         self._last_read = sequence.part.model
         return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
@@ -263,8 +261,8 @@ class Scheduler:
                 model.abort()
 
     def _sort(self) -> None:
-        """Interactive ones first, and who has waited longest."""
-        self._sequences.sort(key=lambda each: (not each.is_interactive, each.last_step))
+        """Who has waited longest comes first."""
+        self._sequences.sort(key=lambda each: each.last_step)
 
     def _release(self, sequence: RunningSequence[Any]) -> None:
         for model in self._models.values():
