@@ -6,7 +6,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,9 +154,11 @@ class Process:
 
 
 @contextmanager
-def process(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Process]:
+def process(
+    *arguments: str, env: Mapping[str, str] | None = None, entry: Sequence[str] = ENTRY
+) -> Iterator[Process]:
     """Start the command, wait until it says where it serves, and end it."""
-    command = [*ENTRY, "serve", "--port", "0", "--threads", "1", "-k", "2", *arguments]
+    command = [*entry, "serve", "--port", "0", "--threads", "1", "-k", "2", *arguments]
     popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(env))
     lines: list[str] = []
     served_at = threading.Event()

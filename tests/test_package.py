@@ -1,31 +1,203 @@
-"""The package that people install has what the source tree has."""
+"""The package that people install: what is in it, and that it runs with what it requires and nothing else.
+
+The environments hold the wheel and what its metadata requires, directly or through others. For
+the tests' own Python these are links to what runs the tests; other Pythons fetch them, all but llama.cpp.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distribution
 from pathlib import Path
+from shutil import which
 
+import httpx
 import pytest
+from packaging.requirements import Requirement
 
-from command import environment
+from command import Answer, environment, invoke
 from patience import PATIENCE
+from serving import process
 
 ROOT = Path(__file__).parent.parent
+FILES = (  # beside modules
+    "demo/README.md",
+    "demo/target.gguf",
+    "demo/draft.gguf",
+    "cli/timeline.html",
+    "measure/tasks.yaml",
+    "serve/page/page.js",
+    "serve/page/vendor/markdown-it.umd.min.js",
+    "serve/page/vendor/LICENSES",
+    "py.typed",
+)
 NAMES = "from llamaspec.catalog import read_catalog; print(*read_catalog().entries)"
+PROMPT = ("generate", "If the file cannot be opened,", "-n", "12", "--seed", "7", "--threads", "1", "--json")
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds, far from the source tree."""
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    from hatchling.builders.sdist import SdistBuilder
+
+    folder = tmp_path_factory.mktemp("sdist")
+    (archive,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with tarfile.open(archive) as content:
+        content.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution."""
     from hatchling.builders.wheel import WheelBuilder
 
-    folder = tmp_path_factory.mktemp("installed")
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder / "wheel"), versions=["standard"])
+    folder = tmp_path_factory.mktemp("wheel")
+    (built,) = WheelBuilder(str(sdist)).build(directory=str(folder), versions=["standard"])
+    return Path(built)
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as content:
         content.extractall(folder)
     return folder
+
+
+def required(requirements: Iterable[str], extra: str = "") -> Iterator[str]:
+    """The distributions that satisfy requirements, with what these require in turn."""
+    waiting, seen = [(Requirement(text), extra) for text in requirements], set[tuple[str, str]]()
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in ("", *requirement.extras):
+            if (requirement.name, wanted) not in seen:
+                seen.add((requirement.name, wanted))
+                yield requirement.name
+                waiting += [
+                    (Requirement(text), wanted) for text in distribution(requirement.name).requires or []
+                ]
+
+
+class Environment:
+    """A virtual environment without anything in it."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
+        self.folder = folder
+        self.packages = next(folder.glob("lib/python3.*/site-packages"))
+
+    def link(self, names: Iterable[str]) -> None:
+        """Put distributions there that are installed here."""
+        for name in names:
+            found = distribution(name)
+            for top in {
+                path.parts[0] for path in found.files or [] if path.parts[0] not in ("..", "__pycache__")
+            }:
+                link = self.packages / top
+                if not link.exists():
+                    link.symlink_to(str(found.locate_file(top)))
+
+    def pip(self, *arguments: str | Path) -> None:
+        """Run pip for this environment; it fails with what pip says."""
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "--python", self.folder, *arguments],
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(self, *command: str) -> Answer:
+        """Run a program that was installed there."""
+        done = subprocess.run(
+            [self.folder / "bin" / command[0], *command[1:]],
+            cwd=self.folder, env=environment({"PYTHONDONTWRITEBYTECODE": "1"}),
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("extra", ["", "serve"])
+def test_an_empty_environment_answers_its_first_prompt(
+    wheel: Path, unpacked: Path, demo_files: tuple[Path, Path], tmp_path: Path, extra: str
+) -> None:
+    here = Environment(tmp_path / "environment")
+    here.pip("install", "--quiet", "--no-index", "--no-deps", wheel)
+    metadata = next(unpacked.glob("*.dist-info"))
+    needs = [
+        line.partition(": ")[2]
+        for line in (metadata / "METADATA").read_text().splitlines()
+        if line.startswith("Requires-Dist: ")
+    ]
+    here.link(required(needs, extra))
+    here.pip("check")
+    answer = here.run("llamaspec", *PROMPT)
+    assert answer.json["text"] == invoke(*PROMPT).json["text"]
+    if extra:
+        with process(entry=[str(here.folder / "bin" / "llamaspec")]) as server:
+            assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    else:
+        refused = here.run("llamaspec", "serve")
+        assert (refused.code, refused.stderr.count("\n")) == (1, 1)
+        assert 'pip install "llamaspec[serve]"' in refused.stderr
+
+
+def interpreters() -> list[str]:
+    """The oldest and the newest Python here that may run llamaspec, next to the one that runs the tests."""
+    found = {}
+    for minor in range(10, 20):
+        name = f"python3.{minor}"
+        for path in [which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")]:
+            if (
+                path is not None
+                and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
+            ):
+                found[minor] = str(path)
+    others = [path for minor, path in sorted(found.items()) if minor != sys.version_info.minor]
+    return sorted({*others[:1], *others[-1:]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "python",
+    interpreters() or [pytest.param("", marks=pytest.mark.skip("no other Python is here"))],
+    ids=lambda path: Path(path).name,
+)
+def test_another_python_answers_its_first_prompt(
+    wheel: Path, demo_files: tuple[Path, Path], tmp_path: Path, python: str
+) -> None:
+    fetch = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--retries",
+        "0",
+        "click",
+        "-d",
+        tmp_path,
+    ]
+    if subprocess.run(fetch, capture_output=True, check=False, timeout=PATIENCE).returncode != 0:
+        pytest.skip("no package index can be reached")
+    there = Environment(tmp_path / "environment", python)
+    there.link(["llama-cpp-python"])  # calls a library of C: the same files for every Python
+    there.pip("install", "--quiet", "--only-binary", ":all:", f"{wheel}[serve]")
+    assert "Usage: llamaspec" in there.run("llamaspec", "--help").stdout
+    assert there.run("llamaspec", *PROMPT).json["text"] == invoke(*PROMPT).json["text"]
+
+
+def test_the_installed_package_finds_the_list_of_models(unpacked: Path, tmp_path: Path) -> None:
+    assert (unpacked / "llamaspec" / "models.yaml").read_bytes() == (ROOT / "models.yaml").read_bytes()
+    assert names(unpacked, tmp_path) == names(ROOT, tmp_path)
+    (unpacked / "llamaspec" / "models.yaml").write_text("only: {path: x.gguf}")
+    assert names(unpacked, tmp_path) == ["only"]
 
 
 def names(package: Path, folder: Path) -> list[str]:
@@ -38,21 +210,27 @@ def names(package: Path, folder: Path) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_installed_package_finds_the_list_of_models(installed: Path, tmp_path: Path) -> None:
-    assert (installed / "llamaspec" / "models.yaml").read_bytes() == (ROOT / "models.yaml").read_bytes()
-    assert names(installed, tmp_path) == names(ROOT, tmp_path)
-    (installed / "llamaspec" / "models.yaml").write_text("only: {path: x.gguf}")
-    assert names(installed, tmp_path) == ["only"]
+def test_the_wheel_has_every_file_of_the_package_and_the_licence(wheel: Path, unpacked: Path) -> None:
+    package = ROOT / "llamaspec"
+    ours = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    with zipfile.ZipFile(wheel) as content:
+        theirs = {name for name in content.namelist() if name.startswith("llamaspec/")}
+    assert theirs == {*ours, "llamaspec/models.yaml"}
+    for name in FILES:
+        assert (unpacked / "llamaspec" / name).read_bytes() == (package / name).read_bytes()
+    assert next(unpacked.glob("*.dist-info/licenses/LICENSE")).read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_the_installed_package_has_the_embedded_pair_and_pages(installed: Path) -> None:
+def test_the_source_distribution_can_be_tested(sdist: Path) -> None:
     for name in (
-        "demo/target.gguf",
-        "demo/draft.gguf",
-        "cli/timeline.html",
-        "serve/page/page.js",
-        "serve/page/vendor/markdown-it.umd.min.js",
-        "serve/page/vendor/LICENSES",
-        "py.typed",
+        "Makefile",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "tests/command.py",
+        "scripts/llama_cpp_build.cmake",
     ):
-        assert (installed / "llamaspec" / name).stat().st_size == (ROOT / "llamaspec" / name).stat().st_size
+        assert (sdist / name).read_bytes() == (ROOT / name).read_bytes()
