@@ -35,7 +35,7 @@ help:
 	@echo "make check   style, types, layers, docs in step with the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
 	@echo "make demo    does drafting pay here? three quantisations of a target of real cost"
-	@echo "make docs    write docs/commands.md and the results in docs/benchmarks.md anew"
+	@echo "make docs    write docs/commands.md and the results in docs/benchmarks.md anew; a site in build/site"
 	@echo "make format  lay the code out as make check wants it"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -67,6 +67,8 @@ demo: $(PROJECT_READY)
 
 docs: $(PROJECT_READY)
 	$(BIN)/python scripts/write_command_docs.py
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(PROJECT_READY)
 	$(BIN)/ruff check --fix .
