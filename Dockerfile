@@ -1,10 +1,4 @@
-# The server, computing on CPUs. Checked with hadolint, not built yet.
-#
-#   docker build -t llamaspec .
-#   docker run -p 127.0.0.1:8080:8080 -v models:/models -e LLAMASPEC_API_KEY=... \
-#       llamaspec --target big-instruct.gguf --draft small-instruct.gguf
-#
-# llama.cpp is built for the processor that builds the image; for another one: --build-arg CMAKE_ARGS=-DGGML_NATIVE=OFF
+# The server, computing on CPUs: docs/server.md says how to build and run it. Checked with hadolint, not built yet.
 FROM python:3.12-slim-bookworm AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
