@@ -63,7 +63,7 @@ def with_results(text: str, folder: Path = ROOT / "benchmarks") -> str:
     for path in sorted(folder.glob("*.json")):
         if not FILE_NAME.fullmatch(path.name):
             raise LlamaspecError(f"{path.name!r} is no name for a result; use a-z, 0-9, dots and dashes")
-        sections.append(f"{markdown(read_report(path))}\n[{path.name}](../benchmarks/{path.name})\n\n")
+        sections.append(f"{markdown(read_report(path))}\nFrom `benchmarks/{path.name}`.\n\n")
     return f"{before}{BEGIN}\n{''.join(sections)}{END}{after}"
 
 

@@ -159,9 +159,9 @@ def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> No
     for name in ("b-m4.json", "a.json"):
         (tmp_path / name).write_text(json.dumps(asdict(report)))
     once = write_command_docs.with_results(empty, tmp_path)
-    assert [line for line in once.splitlines() if line.startswith("[")] == [
-        "[a.json](../benchmarks/a.json)",
-        "[b-m4.json](../benchmarks/b-m4.json)",
+    assert [line for line in once.splitlines() if line.startswith("From")] == [
+        "From `benchmarks/a.json`.",
+        "From `benchmarks/b-m4.json`.",
     ]
     assert once.count(markdown(report)) == 2
     assert once.endswith("after\n")
