@@ -155,7 +155,7 @@ def interpreters() -> list[str]:
         for path in [which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")]:
             if (
                 path is not None
-                and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
+                and subprocess.run([str(path), "-c", ""], capture_output=True, check=False).returncode == 0
             ):
                 found[minor] = str(path)
     others = [path for minor, path in sorted(found.items()) if minor != sys.version_info.minor]
@@ -182,7 +182,7 @@ def test_another_python_answers_its_first_prompt(
         "0",
         "click",
         "-d",
-        tmp_path,
+        str(tmp_path),
     ]
     if subprocess.run(fetch, capture_output=True, check=False, timeout=PATIENCE).returncode != 0:
         pytest.skip("no package index can be reached")
