@@ -80,25 +80,6 @@ def test_only_one_thread_evaluates() -> None:
     assert threading.get_ident() not in seen
 
 
-def test_several_pairs_share_the_thread_and_close_apart() -> None:
-    """In a thread each they would wait for each other's OpenMP threads."""
-    seen: set[int] = set()
-    models = [{TARGET: target(before=lambda n: seen.add(threading.get_ident()))} for _ in range(3)]
-    threads = [computing(each) for each in models]
-    streams = [
-        stream(thread, each, seed=i, max_tokens=40)
-        for i, (thread, each) in enumerate(zip(threads, models, strict=True))
-    ]
-    first = streams[0]
-    next(first)
-    assert in_threads(streams[1:]) == [alone(seed=i, max_tokens=40) for i in (1, 2)]
-    threads[1].close()
-    assert first.run().tokens == alone(seed=0, max_tokens=40)
-    assert len(seen) == 1
-    for thread in threads:
-        thread.close()
-
-
 def test_tasks_of_asyncio() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     thread = computing(models)
@@ -199,14 +180,15 @@ def test_a_forgotten_stream_ends() -> None:
 def test_a_forgotten_thread_ends_but_not_before_its_streams() -> None:
     models = {TARGET: target()}
     thread = computing(models)
-    of, seat = stream(thread, models), thread._seat
+    of, own = stream(thread, models), thread._thread
     next(of)
     del thread
     gc.collect()
     assert of.run().tokens == alone()
     del of
     gc.collect()
-    assert seat.ended.wait(PATIENCE)
+    own.join(PATIENCE)
+    assert not own.is_alive()
 
 
 def test_closing_during_an_evaluation() -> None:
