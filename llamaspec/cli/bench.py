@@ -31,7 +31,6 @@ from llamaspec.measure.bench import (
     Sample,
     ask_all,
     figures_of_arms,
-    grouped,
     n_requests,
     read_tasks,
 )
@@ -47,8 +46,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--tasks", type=click.Path(path_type=Path), default=TASKS, show_default="those of llamaspec",
                  metavar="FILE", help="Other tasks, in a YAML file like that of the package."),
     click.option("--task", "names", multiple=True, metavar="NAME", help="Only this task; may be repeated."),
-    click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=256, show_default=True,
-                 help="Of an answer."),
+    click.option("--max-tokens", "-n", type=click.IntRange(min=1), metavar="N",
+                 help="Of an answer; default: as the task says, 1024 of an edit and 256 of all others."),
     click.option("--temperature", "-t", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
                  help="0 = always the best token."),
     click.option("--repeats", "-r", type=click.IntRange(min=1), default=1, show_default=True,
@@ -77,7 +76,7 @@ class BenchOptions:
 
     tasks: Path
     names: tuple[str, ...]
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     repeats: int
     llama_server: str | None
@@ -92,7 +91,8 @@ class BenchOptions:
     @property
     def settings(self) -> dict[str, Any]:
         """What every request says beside its messages."""
-        return {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {**limit, "temperature": self.temperature}
 
 
 @click.command(
@@ -145,8 +145,9 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         fault = error
     if samples:
         is_whole = fault is None and code == 0
+        asked = {"max_tokens": bench.max_tokens, "temperature": bench.temperature, "repeats": bench.repeats}
         report = make_report(
-            samples, files, {**bench.settings, "repeats": bench.repeats}, bench.names, [*_given()],
+            samples, files, asked, bench.names, [*_given()],
             bench.llama_server and program_version(bench.llama_server),
             with_hashes=bench.as_json or bench.share is not None,
         )  # fmt: skip
@@ -198,7 +199,6 @@ def _given() -> Iterator[str]:
 
 
 def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> None:
-    by_task = grouped(samples, "task")
     is_aside = options.as_json and not options.markdown
     console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
     if options.markdown:
@@ -216,9 +216,9 @@ def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> N
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
             console.print(f"{arm}: other text than plain in {where}")
     if not options.markdown:
-        _show_bars(by_task, console)
+        _show_bars(report.tasks, console)
     if options.plot is not None:
-        _draw(by_task, options.plot, report.title)
+        _draw(report.tasks, options.plot, report.title)
     if options.as_json:
         click.echo(json.dumps(asdict(report)))
 

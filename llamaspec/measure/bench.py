@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class BenchTask:
     prompts: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
     json_schema: dict[str, Any] | None = None  # that every answer is held to
+    max_tokens: int = 256  # of an answer, where the user does not say
 
     def __post_init__(self) -> None:
         if not self.prompts and not self.turns:
@@ -98,7 +99,7 @@ def _filled(task: BenchTask, files: Mapping[str, str]) -> BenchTask:
         return text
 
     turns = tuple(Turn(fill(turn.user), turn.answer) for turn in task.turns)
-    return BenchTask(task.name, task.group, tuple(map(fill, task.prompts)), turns, task.json_schema)
+    return replace(task, prompts=tuple(map(fill, task.prompts)), turns=turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def ask_all(
     asks : Mapping[str, Ask]
         The arms by name; one is `PLAIN`. The first answer of each is not counted.
     settings : Mapping[str, Any]
-        What all requests say beside their messages, such as max_tokens.
+        What all requests say beside their messages; a max_tokens among them counts instead of the tasks' own.
     tell : Callable[[str], None]
         Hears of a conversation that an arm refuses; it is left out from there on.
     """
@@ -153,7 +154,7 @@ def ask_all(
                 said: dict[str, list[Message]] = {name: [] for name in order}  # an arm goes on from its own
                 for j, turn in enumerate(turns):
                     number = "" if j else f"[{n_begun}]\n"
-                    more = {**settings, "seed": n_asked, **_format(task)}
+                    more = {"max_tokens": task.max_tokens, **settings, "seed": n_asked, **_format(task)}
                     for messages in said.values():
                         messages.append({"role": "user", "content": number + turn.user})
                     label, shift = _label(task, i, j), n_asked % len(order)

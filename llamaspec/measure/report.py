@@ -84,7 +84,7 @@ class ReportedSample:
 class Settings:
     """What was asked for."""
 
-    max_tokens: int
+    max_tokens: int | None  # None = as the tasks say
     temperature: float
     repeats: int
     tasks: tuple[str, ...]  # none = all
@@ -94,7 +94,8 @@ class Settings:
     def command(self) -> str:
         """What was run, but for names and other arms."""
         words = [f"--task {shlex.quote(task)}" for task in self.tasks]
-        words += [f"-n {self.max_tokens}", f"-t {self.temperature:g}", f"-r {self.repeats}"]
+        words += [] if self.max_tokens is None else [f"-n {self.max_tokens}"]
+        words += [f"-t {self.temperature:g}", f"-r {self.repeats}"]
         return " ".join(["llamaspec bench", *([self.options] if self.options else []), *words])
 
 
@@ -118,6 +119,7 @@ class Report:
     settings: Settings
     curve: CostCurve | None  # as far as it is known
     groups: dict[str, dict[str, Figures]]  # by group and arm
+    tasks: dict[str, dict[str, Figures]]  # by task and arm
     samples: tuple[ReportedSample, ...]
 
     def __post_init__(self) -> None:
@@ -197,6 +199,7 @@ def make_report(
         settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
         curve=None if (prior := stored_prior(files).value) is None else prior.curve,
         groups=groups,
+        tasks=grouped(shown, "task"),
         samples=tuple(_samples(shown)),
     )  # fmt: skip
 
