@@ -1,7 +1,8 @@
 """Write what is made of other files: docs/commands.md, of the help, and the results in docs/benchmarks.md.
 
 The results are those in benchmarks/*.json, which `llamaspec bench --share` writes, in the order of their
-names. `--check` compares and writes nothing; `make check` runs it.
+names; each has a picture in docs/benchmarks. `--check` compares texts and writes nothing; `make check`
+runs it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
+from llamaspec.cli.bench import draw
 from llamaspec.cli.main import main as llamaspec
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.report import markdown, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS, BENCHMARKS = ROOT / "docs" / "commands.md", ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks"
 BEGIN, END = "<!-- from benchmarks/*.json, by `make docs` -->\n", "<!-- end -->\n"
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}\.json")
 WIDTH = 100  # columns; the terminal's own width would make the page depend on who wrote it
@@ -35,7 +38,7 @@ Written by `make docs` from the commands' own help; edit the help, not this page
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if a page is out of step.")
 def write_command_docs(check: bool) -> None:
-    """Write docs/commands.md, and the results in docs/benchmarks.md."""
+    """Write docs/commands.md, and the results in docs/benchmarks.md with their pictures."""
     try:
         pages = {COMMANDS: page(), BENCHMARKS: with_results(BENCHMARKS.read_text(encoding="utf-8"))}
     except LlamaspecError as error:
@@ -50,10 +53,19 @@ def write_command_docs(check: bool) -> None:
             lines = old.splitlines(keepends=True), new.splitlines(keepends=True)
             sys.stderr.writelines(difflib.unified_diff(*lines, str(path), "what it is made of"))
             click.echo(f"{path.name} is out of step; run: make docs", err=True)
+    if not check:
+        draw_results()
     sys.exit(not is_in_step)
 
 
-def with_results(text: str, folder: Path = ROOT / "benchmarks") -> str:
+def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "benchmarks") -> None:
+    """A picture of every result."""
+    pictures.mkdir(exist_ok=True)
+    for path in sorted(folder.glob("*.json")):
+        draw(read_report(path), pictures / f"{path.stem}.svg")
+
+
+def with_results(text: str, folder: Path = RESULTS) -> str:
     """The page on benchmarks with the results of a folder between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -63,7 +75,8 @@ def with_results(text: str, folder: Path = ROOT / "benchmarks") -> str:
     for path in sorted(folder.glob("*.json")):
         if not FILE_NAME.fullmatch(path.name):
             raise LlamaspecError(f"{path.name!r} is no name for a result; use a-z, 0-9, dots and dashes")
-        sections.append(f"{markdown(read_report(path))}\nFrom `benchmarks/{path.name}`.\n\n")
+        picture = f"![Times as fast as plain decoding, by task](benchmarks/{path.stem}.svg)"
+        sections.append(f"{markdown(read_report(path))}\n{picture}\n\nFrom `benchmarks/{path.name}`.\n\n")
     return f"{before}{BEGIN}\n{''.join(sections)}{END}{after}"
 
 

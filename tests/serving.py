@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -76,6 +78,18 @@ class Served:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         return parse_events(response.text)
+
+    def lose_client(self, path: str, body: Mapping[str, Any], gate: Gate) -> None:
+        """A client closes its connection while its text is being written; ends when the text has ended."""
+        address, content = urlsplit(self.url), json.dumps(body)
+        head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+            connection.sendall((head + content).encode())
+            until(lambda: self.n_running() == 1)
+            (running,), _ = self.service.queue.sequences()
+        until(lambda: running.submission.is_cancelled)
+        gate.open()
+        until(lambda: self.n_running() == 0)
 
     def n_running(self) -> int:
         """Rows that run."""

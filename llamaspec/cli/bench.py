@@ -35,7 +35,16 @@ from llamaspec.measure.bench import (
     read_tasks,
 )
 from llamaspec.measure.report import COLUMNS, Report, is_comparable, make_report, markdown, rows
-from llamaspec.measure.served_arms import AUTO, PLAIN, own_arms, peer_arms, program_version, serving
+from llamaspec.measure.served_arms import (
+    AUTO,
+    PEER,
+    PEER_BEST,
+    PLAIN,
+    own_arms,
+    peer_arms,
+    program_version,
+    serving,
+)
 
 _LEGEND = (
     "whole, decoding: times as fast as plain, geometric mean; spread: a factor; worst: of one prompt; "
@@ -218,7 +227,7 @@ def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> N
     if not options.markdown:
         _show_bars(report.tasks, console)
     if options.plot is not None:
-        _draw(report.tasks, options.plot, report.title)
+        draw(report, options.plot)
     if options.as_json:
         click.echo(json.dumps(asdict(report)))
 
@@ -234,20 +243,30 @@ def _show_bars(by_task: Mapping[str, Mapping[str, Figures]], console: Console) -
     print_table(("<task", "<arm", "<", "whole"), rows, console)
 
 
-def _draw(by_task: Mapping[str, Mapping[str, Figures]], path: Path, title: str) -> None:
-    from matplotlib.figure import Figure  # an extra, which most people do without
+def draw(report: Report, path: Path) -> None:
+    """Draw the ratios of a report by task; of several llama-servers only the best of each prompt."""
+    from matplotlib import rc_context  # an extra, which most people do without
+    from matplotlib.figure import Figure
 
-    arms = [arm for arm in next(iter(by_task.values())) if arm != PLAIN]
-    figure = Figure(figsize=(8, 1.5 + 0.25 * len(by_task) * (len(arms) + 1)), layout="constrained")
-    axes, thick = figure.subplots(), 0.85 / len(arms)
-    for i, arm in enumerate(arms):
-        places = [at + i * thick for at in range(len(by_task))]
-        bars = axes.barh(places, [each[arm].whole for each in by_task.values()], thick, label=arm)
-        axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=2)
-    axes.set_yticks([at + (len(arms) - 1) * thick / 2 for at in range(len(by_task))], list(by_task))
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=1, linestyle="--")
-    axes.set(title=title, xlabel="whole request, times as fast as without drafts")
-    axes.margins(y=0.01)
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    save_figure(figure, path)
+    arms = [arm for arm in next(iter(report.tasks.values())) if arm != PLAIN]
+    if PEER_BEST in arms:
+        arms = [arm for arm in arms if arm == PEER_BEST or not arm.startswith(PEER)]
+    names = {AUTO: "llamaspec", PEER_BEST: f"{PEER}'s best"}
+    with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}):
+        figure = Figure(figsize=(8, 1.5 + 0.25 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
+        axes, thick = figure.subplots(), 0.85 / len(arms)
+        for i, arm in enumerate(arms):
+            places = [at + i * thick for at in range(len(report.tasks))]
+            ratios = [each[arm].whole for each in report.tasks.values()]
+            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm))
+            axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=2)
+        middle = (len(arms) - 1) * thick / 2
+        axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=1, linestyle="--", label=PLAIN)
+        axes.set(xlabel="whole request, times as fast as plain decoding")
+        devices = ", ".join(dict.fromkeys(report.machine.devices))
+        axes.set_title(f"{report.title}\n{devices}, {report.machine.cores} cores", fontsize="medium")
+        axes.margins(y=0.01)
+        figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+        save_figure(figure, path)

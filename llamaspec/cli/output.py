@@ -429,6 +429,7 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure of matplotlib; a LlamaspecError where that cannot be."""
     try:
-        figure.savefig(path, dpi=150)
+        metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figure, the same file
+        figure.savefig(path, dpi=150, metadata=metadata)
     except (OSError, ValueError) as error:
         raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error

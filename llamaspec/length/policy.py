@@ -41,6 +41,7 @@ SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens
 AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
 USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
+CAUTION = 0.5  # of the usual tokens are counted on: what a draft reads for a text that ends early is lost
 
 Grown = TypeVar("Grown")
 
@@ -311,7 +312,7 @@ class AutoSequence:
 
     def _saving(self) -> float:
         """Seconds that drafts are expected to save in the rest of the text."""
-        n_left = self._policy.usual_length  # whatever was written: texts end by chance
+        n_left = CAUTION * self._policy.usual_length  # whatever was written: texts end by chance
         if self._max_tokens is not None:
             n_left = min(n_left, self._max_tokens - self.n_written)
         return self.reading.saving(n_left, self._plain, self._rate)

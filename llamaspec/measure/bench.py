@@ -20,7 +20,7 @@ import yaml
 
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
-from llamaspec.measure.served_arms import PEER, PLAIN, Answer, Ask, RefusedError
+from llamaspec.measure.served_arms import PEER, PEER_BEST, PLAIN, Answer, Ask, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
 WARM_UP = "Count from one to thirty, in words."
@@ -281,7 +281,7 @@ def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
     arms = {arm: prompt_figures(samples, arm) for arm in dict.fromkeys(sample.arm for sample in samples)}
     peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
     if len(peers) > 1:
-        arms[f"{PEER}, best of each prompt"] = best_of(peers)
+        arms[PEER_BEST] = best_of(peers)
     return {arm: figures(each) for arm, each in arms.items()}
 
 

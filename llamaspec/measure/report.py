@@ -125,6 +125,8 @@ class Report:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
+        if not self.tasks or len({frozenset(arms) for arms in self.tasks.values()}) > 1:
+            raise ValueError("its tasks have not all the same arms")
         for value in _leaves(asdict(self)):
             if isinstance(value, str) and value != _text(value):
                 raise ValueError(f"no report says {printable(value[:40])}")

@@ -28,6 +28,7 @@ from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.measure.store import PairFiles
 
 PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
+PEER_BEST = f"{PEER}, best of each prompt"  # of several, known afterwards
 READY_SECONDS = 900.0  # a large model is read from a disk
 END_SECONDS = 20.0
 _KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with which a server would refuse us

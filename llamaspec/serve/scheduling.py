@@ -330,12 +330,15 @@ def open_stream(
 def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
     """How many times as fast as plain decoding a text was, by the expected time of plain rounds.
 
-    Rounds that shared their evaluation with a prompt do not count: their own share is not known.
+    Rounds that shared their evaluation with a prompt do not count: their own share is not known. No round
+    costs less than a plain one, so the tokens of a round bound what a belief may claim.
     """
     rounds = [round_ for round_ in rounds if not round_.n_prefill]
     if not isinstance(policy, AutoLength) or not rounds:
         return None
     expected = [policy.plain_seconds(round_.n_sequences) for round_ in rounds]
     seconds = sum(round_.seconds for round_ in rounds)
-    plain = sum((round_.n_accepted + 1) * each for round_, each in zip(rounds, expected, strict=True) if each)
-    return plain / seconds if seconds > 0 and None not in expected else None
+    tokens = [round_.n_accepted + 1 for round_ in rounds]
+    plain = sum(n * each for n, each in zip(tokens, expected, strict=True) if each)
+    is_known = seconds > 0 and None not in expected
+    return min(plain / seconds, sum(tokens) / len(tokens)) if is_known else None

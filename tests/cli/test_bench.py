@@ -75,7 +75,9 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
     assert [row[0].strip("`") for row in table[2:]] == [*arms]
     assert table[3][-1].strip() == "4/4"
     assert "before: auto: other text than plain in ask 1 at character 0" in done.stdout
-    assert "<svg" in picture.read_text()
+    drawn = picture.read_text()
+    assert all(name in drawn for name in (">llamaspec<", ">llama-server's best<", ">before: auto<"))
+    assert "ngram-mod" not in drawn, "of several llama-servers the best one"
     assert "4/4 ask 2: plain " in done.stderr
 
 

@@ -68,6 +68,7 @@ def test_the_tasks_of_the_package() -> None:
     edits = [turns[0].user for task in tasks if task.name == "edit" for turns in task.conversations()]
     assert all(60 < len(text.splitlines()) < 150 for text in edits)
     assert [task.name for task in tasks if task.json_schema] == ["json"]
+    assert [task.name for task in tasks if task.max_tokens == 1024] == ["edit", "rename"], "whole files"
     assert [len(task.turns) for task in tasks if task.turns] == [4, 4]
     assert [task.name for task in read_tasks(names=["agent", "ask"])] == ["ask", "agent"]
 
@@ -117,6 +118,9 @@ def test_arms_take_turns_with_the_same_prompts() -> None:
     assert [prompts[at][0] for at in (10, 12, 14)] == ["[4]\nwhy", "[5]\nhow", "[6]\nhello"], "never again"
     body = asked[0][2]
     assert (body["max_tokens"], body["temperature"]) == (9, 0.5)
+    long = BenchTask("edit", "g", ("this",), max_tokens=77)
+    next(ask_all(asks, [long], {}, 1, pytest.fail))
+    assert recorder.asked[-1][2]["max_tokens"] == 77, "as the task says, where nobody does"
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert "response_format" not in asked[8][2]
     assert [each["seed"] for _, _, each in asked[:4]] == [0, 0, 1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,8 @@ def test_no_text_of_a_stranger_is_markup(
         (("groups", "chat and code", "auto", "whole"), float("nan")),
         (("groups", "chat and code", "auto", "whole"), "fast"),
         (("samples",), None),
+        (("tasks",), {}),
+        (("tasks", "other"), {}),
         (("curve", "widths"), [1, 1, 4]),
     ],
 )
@@ -150,6 +152,17 @@ def test_what_is_no_report_is_told_in_one_line(tmp_path: Path, content: str) -> 
         read_report(path)
     assert len(str(caught.value)) < 400 + len(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, tmp_path: Path) -> None:
+    named = replace(report, target=replace(report.target, name="a $x_{$ & b"))
+    (tmp_path / "a.json").write_text(json.dumps(asdict(named)))
+    write_command_docs.draw_results(tmp_path, tmp_path / "pictures")
+    drawn = (tmp_path / "pictures" / "a.svg").read_text()
+    assert "a $x_{$ &amp; b" in drawn
+    assert ">3.00<" in drawn, "times as fast as plain"
+    write_command_docs.draw_results(tmp_path, tmp_path / "again")
+    assert (tmp_path / "again" / "a.svg").read_text() == drawn
 
 
 def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> None:

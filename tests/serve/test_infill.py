@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from model_store import ModelStore
-from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, served, until
+from serving import CONTEXT, Gate, Served, served
 from tiny_models import Recipe
 from tiny_vocabulary import BYTES, FIM
 
@@ -137,15 +134,7 @@ def test_the_next_key_cancels_within_one_evaluation(coder: Pair, monkeypatch: py
     gate = Gate(coder, monkeypatch)
     body = {**CURSOR, "n_predict": 400, "ignore_eos": True, "seed": 3}
     with served(coder, template=None, parallel=1) as server:
-        address, content = urlsplit(server.url), json.dumps(body)
-        head = f"POST /infill HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
-        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
-            connection.sendall((head + content).encode())
-            until(lambda: server.n_running() == 1)
-            (running,), _ = server.service.queue.sequences()
-        until(lambda: running.submission.is_cancelled)
-        gate.open()
-        until(lambda: server.n_running() == 0)
+        server.lose_client("/infill", body, gate)
         assert gate.n_evaluations <= 1
         answer = server.post("/infill", {**body, "prompt": "    ret", "n_predict": 30}).json()
     sampling = Sampling(logit_bias=dict.fromkeys(coder.target.vocabulary.ends, -1e30))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import re
-import socket
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -131,17 +128,9 @@ def test_a_connection_that_breaks_frees_its_row(
 ) -> None:
     gate = Gate(demo, monkeypatch)
     with served(demo) as server:
-        address = urlsplit(server.url)
         messages = [{"role": "user", "content": "x"}]
-        body = json.dumps({"prompt": "x", "messages": messages, "max_tokens": 400, "stream": streams})
-        head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
-            connection.sendall((head + body).encode())
-            until(lambda: server.n_running() == 1)
-            (running,), _ = server.service.queue.sequences()
-        until(lambda: running.submission.is_cancelled)
-        gate.open()
-        until(lambda: server.n_running() == 0)
+        body = {"prompt": "x", "messages": messages, "max_tokens": 400, "stream": streams}
+        server.lose_client(path, body, gate)
         assert gate.n_evaluations <= 1
         metrics = server.client.get("/metrics").text
     assert 'finished_reason="interrupt"} 1' in metrics

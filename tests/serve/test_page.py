@@ -335,11 +335,6 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
             "0.81× as fast as without a draft",
             "Only 8 of 140 tokens copied from earlier text were right: that cost more than it saved.",
         ),
-        (  # no more than the tokens of a step
-            {"speedup_estimate": 1.87, "draft_n": 12, "draft_n_accepted": 10, "rounds": 177},
-            "About as fast as without a draft",
-            "10 of 12 draft tokens were right, so the model wrote 187 tokens in 177 steps.",
-        ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",

@@ -3,9 +3,9 @@
 const times = (factor) => `${factor.toFixed(factor < 1 ? 2 : 1)}×`;
 export const rate = (timings) => `${timings.predicted_per_second.toFixed(1)} tokens/s`;
 
-// Times as fast as without a draft; null: not known. A step costs no less than one of plain decoding, which bounds the estimate.
-function gain({ draft_n: nDrafted, speedup_estimate: estimate, predicted_n: nTokens, rounds }) {
-  return nDrafted && estimate ? Math.min(estimate, nTokens / rounds) : null;
+// Times as fast as without a draft; null: not known.
+function gain({ draft_n: nDrafted, speedup_estimate: estimate }) {
+  return nDrafted && estimate ? estimate : null;
 }
 
 // The claim: how fast, next to decoding without a draft. The estimate is not worth more than a tenth.
