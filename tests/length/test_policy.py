@@ -391,11 +391,11 @@ def test_texts_that_had_to_be_short_say_nothing_of_how_long_texts_are() -> None:
         assert changed == (max_tokens != 30)
 
 
-@pytest.mark.parametrize(("n_unread", "wakes"), [(1000, True), (2000, False)])
+@pytest.mark.parametrize(("n_unread", "wakes"), [(1000, True), (3000, False)])
 def test_a_draft_counts_on_half_of_the_usual_length(n_unread: int, wakes: bool) -> None:
     """It had read 750 tokens beside an answer of 42, which took twice as long as without a draft.
 
-    Drafts save about half of the time of 256 tokens: 130 plain ones; reading 2,000 takes 100, 1,000 takes 50.
+    Drafts save about 200 plain tokens of 256; reading 3,000 takes 150, reading 1,000 takes 50.
     """
     curve = CostCurve((1, 8), (1.0, 1.1), 0.05, 0.05)
     text = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10)).start_sequence(drops=True, max_tokens=4000)
