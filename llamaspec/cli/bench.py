@@ -253,17 +253,17 @@ def draw(report: Report, path: Path) -> None:
         arms = [arm for arm in arms if arm == PEER_BEST or not arm.startswith(PEER)]
     names = {AUTO: "llamaspec", PEER_BEST: f"{PEER}'s best"}
     with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}):
-        figure = Figure(figsize=(8, 1.5 + 0.25 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
+        figure = Figure(figsize=(8, 1.5 + 0.17 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
         axes, thick = figure.subplots(), 0.85 / len(arms)
         for i, arm in enumerate(arms):
             places = [at + i * thick for at in range(len(report.tasks))]
             ratios = [each[arm].whole for each in report.tasks.values()]
-            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm))
+            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm), alpha=0.9)
             axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=2)
         middle = (len(arms) - 1) * thick / 2
         axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))
         axes.invert_yaxis()
-        axes.axvline(1, color="black", linewidth=1, linestyle="--", label=PLAIN)
+        axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0.5, label=PLAIN)
         axes.set(xlabel="whole request, times as fast as plain decoding")
         devices = ", ".join(dict.fromkeys(report.machine.devices))
         axes.set_title(f"{report.title}\n{devices}, {report.machine.cores} cores", fontsize="medium")

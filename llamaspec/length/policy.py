@@ -40,7 +40,8 @@ SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
 AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
-USUAL, REMEMBERED = 256.0, 20  # tokens of a text, before any ended; texts that the average remembers
+USUAL = 256.0  # tokens of a text, before any ended
+REMEMBERED = 6  # texts that the average remembers: requests of a kind come one after the other
 CAUTION = 0.5  # of the usual tokens are counted on: what a draft reads for a text that ends early is lost
 
 Grown = TypeVar("Grown")

@@ -428,7 +428,7 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
             break
         long.observe(Round(nothing, (), 0, 1, evaluation=i, verify_seconds=1.0))
     assert i == 6  # 20 plain tokens of reading, a quarter of which it waits
-    assert long.n_to_read == 32  # a round reads 20; fewer than 32 are not worth an evaluation
+    assert long.n_to_read == 64  # a plain round is as long as reading 20: not worth an evaluation
     assert not long.wants_more(Draft.certain([1]))
     copies = policy.start_sequence(drops=True, max_tokens=500)
     assert not copies.reads_prompt(400)
