@@ -18,13 +18,14 @@ from pathlib import Path
 import click
 import pytest
 
-from command import ENTRY, environment
+from command import ENTRY, environment, invoke
 from llamaspec.cli.main import main
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.reasons import best_length, break_even, round_seconds
 from patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -195,6 +196,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert page not in DOCS or page.parent in target.parents, f"{file} is not part of the site"
         if anchor:
             assert anchor in map(slug, HEADING.findall(target.read_text())), f"{file}#{anchor}"
+
+
+def test_the_readme_shows_what_the_list_of_models_says() -> None:
+    found = re.search(r"^llamaspec (models recommend .*)\n```\n\n```text\n([^`]*)```", README, re.MULTILINE)
+    assert found is not None
+    command, shown = found.groups()
+    printed = invoke(*shlex.split(command)).stdout
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
 def slug(heading: str) -> str:
