@@ -68,7 +68,7 @@ demo: $(PROJECT_READY)
 docs: $(PROJECT_READY)
 	$(BIN)/python scripts/write_command_docs.py
 	$(BIN)/python -m pip install --quiet --group docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(PROJECT_READY)
 	$(BIN)/ruff check --fix .
