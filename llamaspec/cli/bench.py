@@ -258,7 +258,7 @@ def draw(report: Report, path: Path) -> None:
         for i, arm in enumerate(arms):
             places = [at + i * thick for at in range(len(report.tasks))]
             ratios = [each[arm].whole for each in report.tasks.values()]
-            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm), alpha=0.9)
+            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm))
             axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=2)
         middle = (len(arms) - 1) * thick / 2
         axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))

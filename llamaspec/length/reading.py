@@ -1,15 +1,15 @@
 """When a draft model reads what it has not read of a text.
 
 To read a prompt takes a draft seconds before its first token. So it sleeps until it is expected to save more
-than that. It then reads a short prompt at once, a long one in chunks beside the rounds of the target.
+than that. It then reads a short prompt at once, a long one in chunks beside the rounds of the target: of
+`CHUNK` tokens at least, because on CPUs each token of a chunk of 32 costs 1.5 times as much as one of 64.
 """
 
 from __future__ import annotations
 
 from llamaspec.length.costs import Costs
-from llamaspec.values import UnusedDraft
+from llamaspec.values import CHUNK, UnusedDraft
 
-CHUNK = 64  # tokens that a draft reads beside a round, at least: on CPUs each of 32 costs 1.5 times as much
 LITTLE = 64  # that it reads without a plan
 SHORT = 8  # plain tokens: a prompt that takes the draft longer to read is not read at once
 WAIT = 4  # it waits for a fourth of the tokens that plain decoding writes meanwhile, at most for 2 * PACE
