@@ -10,7 +10,7 @@ from __future__ import annotations
 from llamaspec.length.costs import Costs
 from llamaspec.values import CHUNK, UnusedDraft
 
-LITTLE = 64  # that it reads without a plan
+LITTLE = 64  # tokens that a draft reads without a plan
 SHORT = 8  # plain tokens: a prompt that takes the draft longer to read is not read at once
 WAIT = 4  # it waits for a fourth of the tokens that plain decoding writes meanwhile, at most for 2 * PACE
 PACE = 8  # tokens over which the pace of a text is averaged
