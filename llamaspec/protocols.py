@@ -86,8 +86,11 @@ class Model(Protocol):
             llama.cpp failed.
         """
 
+    def can_share(self, row: int) -> bool:
+        """Whether other rows, and padding, may take part in the next evaluation of a prepared row."""
+
     def release(self, row: int) -> None:
-        """The row has ended. Its cells may serve as a prefix of others, until the room is needed."""
+        """The row has ended, or is swapped out. What is known of its text may serve it again, and others."""
 
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""

@@ -19,6 +19,15 @@ Logits = npt.NDArray[np.float32]  # [n, V] scores before any sampling
 NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
+
+def n_common(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common beginning of two token sequences."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
 TARGET, DRAFT = "target", "draft"  # the models of a pair, as requests name them
 MTP = "mtp"  # the target's own prediction heads, as requests name them
 

@@ -191,6 +191,9 @@ class _Sleeping:
         self.seconds = 0.0  # of all evaluations
         self._logits = np.eye(1, VOCABULARY_SIZE, 3, dtype=np.float32)
 
+    def can_share(self, row: int) -> bool:
+        return True
+
     def prepare(self, batch: Sequence[tuple[int, Any, int]]) -> list[int]:
         return [max(0, len(request.tokens) - 1) for _, request, _ in batch]
 

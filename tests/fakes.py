@@ -87,6 +87,10 @@ class FakeModel:
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
+    def can_share(self, row: int) -> bool:
+        """Rows are evaluated together."""
+        return True
+
     def after(self, tokens: TokenArray) -> Logits:
         """The logits after all of some tokens: float32 [V]."""
         key = tokens.tobytes()

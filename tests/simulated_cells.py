@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Bytes, CachedSequence, Cells
+from llamaspec.llama.cells import Cells
 from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.sequences import Bytes, CachedSequence
 from llamaspec.llama.tree_cells import Tree
 from llamaspec.values import ForwardRequest, TokenArray
 
+CARRIER = 1000  # a sequence for what is copied
 Content = tuple[int, ...]  # the tokens up to and with that of the cell
 
 
@@ -33,12 +36,13 @@ class SimulatedCells(Cells):
     Parameters
     ----------
     size : int
-    can_copy : bool
+    block : int
+        Positions that are copied at once; 0 = none can be copied.
     """
 
-    def __init__(self, size: int, *, can_copy: bool = True) -> None:
+    def __init__(self, size: int, block: int = 16) -> None:
         self.cells = [Cell() for _ in range(size)]
-        self._can_copy = can_copy
+        self.block = block
         self.fails_to_copy_in = False
         self.head = 0
         self._copies: list[list[tuple[int, Content]]] = []
@@ -115,23 +119,25 @@ class SimulatedCells(Cells):
             if source in cell.owners and start <= cell.position < end:
                 cell.owners.add(sequence)
 
-    def can_copy(self, sequences: Sequence[int]) -> bool:
-        return self._can_copy
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        if not self._can_copy:
+    def copy_out(self, sequence: int, start: int, end: int) -> Bytes | None:
+        if not self.block:
             return None
-        for cell in self.cells:
-            if sequence in cell.owners and cell.position < start:
-                cell.owners.discard(sequence)
-        self._copies.append([(self.cells[i].position, self.cells[i].content) for i in self.of(sequence)])
+        assert end - start <= self.block
+        held = [self.cells[i] for i in self.of(sequence) if start <= self.cells[i].position < end]
+        assert len(held) == end - start
+        self._copies.append([(cell.position, cell.content) for cell in held])
         return np.array([len(self._copies) - 1], dtype=np.int64).view(np.uint8)
 
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        self.remove(sequence, 0)
+    def copy_in(self, content: Bytes, parts: Sequence[tuple[int, int, int]]) -> bool:
         if self.fails_to_copy_in:
             return False
-        self._put(sequence, self._copies[int(content.view(np.int64)[0])])
+        block = self._copies[int(content.view(np.int64)[0])]
+        end = max(end for _, _, end in parts)
+        assert [position for position, _ in block][: end - parts[0][1]] == list(range(parts[0][1], end))
+        self._put(CARRIER, block)
+        for sequence, start, end in parts:
+            self.share(CARRIER, sequence, start, end)
+        self.remove(CARRIER, 0)
         return True
 
     def clear(self) -> None:
@@ -149,13 +155,20 @@ class Checked:
         n_branches: int = 0,
         *,
         can_copy: bool = True,
-        max_garbage: float = 1.0,
-        evicts: bool = False,
+        stored: int = 1 << 20,
+        keeps_finished: bool = False,
     ) -> None:
         self.size, self.garbage = size, n_sequences
-        self.cells = SimulatedCells(size, can_copy=can_copy)
+        self.cells = SimulatedCells(size, 16 if can_copy else 0)
+        self.store = PrefixStore(stored)
         self.cache = KVCache(
-            self.cells, size, n_sequences, n_branches, max_garbage, min_garbage=0, evicts=evicts
+            self.cells,
+            size,
+            n_sequences,
+            n_branches,
+            store=self.store,
+            keeps_finished=keeps_finished,
+            min_garbage=20,
         )
 
     def held(self, row: int) -> CachedSequence:

@@ -191,7 +191,7 @@ def test_texts_among_others_are_the_texts_alone(store: ModelStore, kind: str) ->
         if kind in ("llama", "gemma3"):
             assert outcome.most_sequences > 2
             assert outcome.n_chunked > 5
-            assert kv_cache(pair.target).n_defragmentations > 2
+            assert kv_cache(pair.target).n_compactions > 2
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
@@ -209,7 +209,7 @@ def test_texts_among_others_with_prediction_heads(store: ModelStore, kind: str) 
         if kind != "qwen35":
             assert outcome.most_sequences > 2
             assert outcome.n_chunked > 5
-            assert kv_cache(pair.target).n_defragmentations > 0
+            assert kv_cache(pair.target).n_compactions > 0
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
@@ -288,8 +288,8 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
         outcome = interleaved(pair, texts, rng, n_sequences=6)
         assert_same_texts(outcome, expected, n_short=3)
         assert recorder.n_compared > (100 if threads == 1 else 30)
-        assert outcome.most_sequences > 1
+        assert (outcome.most_sequences > 1) == (kind not in ("lfm2", "jamba"))  # evaluated one by one
         if kind == "llama" and threads == 1:
-            assert kv_cache(pair.target).n_defragmentations > 0
+            assert kv_cache(pair.target).n_compactions > 0
             assert outcome.n_chunked > 5
         assert recorder.differing == []

@@ -3,9 +3,9 @@ clock.
 
 A step is one evaluation: of a draft model for all sequences that draft, in lock-step; of the target for all
 whose drafts are done; or of a part of a prompt, between rounds or beside them. Sequences join and leave
-between steps. Where the target's KV cache has no room for all, those that came last are swapped out and
-evaluated again later (preemption by recomputation, as in vLLM, arXiv 2309.06180). One thread calls this, see
-`engine/thread.py`. tests/engine/test_scheduler.py and tests/test_several_sequences.py.
+between steps. Where the target's KV cache has no room for all, those that came last are swapped out: their
+cells are copied to main memory and back later (preemption by swapping, as in vLLM, arXiv 2309.06180). One
+thread calls this, see `engine/thread.py`. tests/engine/test_scheduler.py and tests/test_several_sequences.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from llamaspec.engine.sequence import Clock, RunningSequence
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, Forward, ForwardRequest, Logits
+from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, Forward, ForwardRequest, Logits, n_common
 
 SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
 
@@ -113,6 +113,8 @@ class Batching:
         """
         if request.model != TARGET or not request.n_scored:
             return 0
+        if not self._models[TARGET].can_share(sequence.number):
+            return 0
         n = (sequence.padded(request.n_scored) or request.n_scored) - request.n_scored
         n = max(n, SPARE) if n_sequences > 1 else n
         return min(n, self._models[TARGET].context_size - request.n_tokens)
@@ -138,6 +140,8 @@ class Batching:
         part = sequence.part
         if part is None or part.model != TARGET or part.n_scored:
             return group
+        if not all(self._models[TARGET].can_share(each.number) for each in (*group.sequences, sequence)):
+            return group
         n_new = sum(each.n_new for each in group.sequences)
         n_part, room = part.n_tokens - sequence.n_cached, self._models[TARGET].max_chunked_prefill - n_new
         if 2 * room < min(sequence.n_new, self._models[TARGET].batch_size):  # two evaluations cost no more
@@ -155,6 +159,9 @@ class Batching:
     def _together(self, name: str, sequences: list[RunningSequence[Any]]) -> Group:
         """As many sequences as fit one evaluation; those that came first, first."""
         model = self._models[name]
+        if not model.can_share(sequences[0].number):
+            return Group(name, sequences[:1], sequences[0].n_new)
+        sequences = [each for each in sequences if model.can_share(each.number)]
         for n in range(len(sequences), 1, -1):  # a narrower batch may be refused where a wider one is not
             together = sequences[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)
@@ -236,7 +243,7 @@ class Scheduler:
         return True
 
     def end(self, sequence: RunningSequence[Any], error: BaseException | None = None) -> None:
-        """A sequence is over; what is cached of it may serve others. More than once is allowed."""
+        """A sequence is over; what is known of it may serve others. More than once is allowed."""
         if sequence.is_done:
             return
         if sequence in self._sequences:
@@ -282,15 +289,14 @@ class Scheduler:
     def _swap(self) -> None:
         """Swap sequences out for which the target's KV cache has no room, and in where there is room again.
 
-        First come, first served, but interactive ones before, and after all others who does not read what is
-        there. One alone always runs.
+        First come, first served, but interactive texts come first, and those whose reader is behind come
+        last. One text alone always runs.
         """
-        n_cells = self._models[TARGET].n_cells
         taken, is_full = 0, False
-        for sequence in sorted(self._sequences, key=lambda each: (each.is_unread, each.rank)):
-            needed = sequence.n_cells
+        n_cells = self._models[TARGET].n_cells
+        order = sorted(self._sequences, key=lambda each: (each.is_unread, each.rank))
+        for sequence, needed in zip(order, _needed(order, n_cells), strict=True):
             if n_cells is not None:
-                needed += min(MARGIN, n_cells // 16)
                 is_full |= taken > 0 and taken + needed + self._headroom(sequence) > n_cells
             if is_full and not sequence.is_swapped_out:
                 self._release(sequence)
@@ -399,6 +405,17 @@ class Scheduler:
                     each,
                     Forward(scores, each.seconds, group.width, n_rounds, n_cached, serial, group.n_prefill),
                 )
+
+
+def _needed(order: Sequence[RunningSequence[Any]], n_cells: int | None) -> list[int]:
+    """KV cells that each sequence needs besides those that it shares with the sequences before it."""
+    margin = 0 if n_cells is None else min(MARGIN, n_cells // 16)
+    needed = [each.n_cells + margin for each in order]
+    if n_cells is None or sum(needed) + HEADROOM * len(needed) <= n_cells:
+        return needed
+    for i, each in enumerate(order):
+        needed[i] -= max([n_common(each.tokens, other.tokens) for other in order[:i]], default=0)
+    return needed
 
 
 def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | Exception]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round
+from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Round, TokenArray
 
 Event = TypeVar("Event")
 Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
@@ -48,6 +48,7 @@ class RunningSequence(Generic[Event]):
     is_cancelled: bool = False
     is_swapped_out: bool = True  # nothing of it is evaluated, or kept in the KV cache
     request: ForwardRequest | None = None  # what it waits for
+    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of its last request to the target
     part: ForwardRequest | None = None  # of it, what is evaluated next
     n_cached: int = 0  # tokens of the request that are cached
     n_cached_before: int | None = None  # the same, before a part of a long request was evaluated
@@ -123,6 +124,8 @@ class RunningSequence(Generic[Event]):
                         begin, drafts = clock(), False
                     wanted = self.text.send(None)
             self.request = wanted
+            if wanted.model == TARGET:
+                self.tokens = wanted.tokens
         finally:
             self._count_own(clock() - begin, drafts)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.cells import Rows
+from llamaspec.llama.sequences import Rows
 from llamaspec.llama.tree_cells import Tree
 from llamaspec.values import ForwardRequest, TokenArray
 

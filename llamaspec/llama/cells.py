@@ -1,38 +1,43 @@
 """The cells of a KV cache: what llama.cpp does with them, and which sequences hold each.
 
-Cells below the top are full, those from there on are empty. A cell that no sequence holds any more becomes
-empty if it is the last full one, and garbage otherwise, which a llama.cpp sequence of its own holds. So new
-cells are only appended, and the cells of a sequence ascend with its positions: attention adds up in the same
-order as for that text alone.
+Cells below the top are full, the others are empty. A cell that no sequence holds any more becomes empty if it
+is the last full one. Otherwise it becomes garbage, which a llama.cpp sequence of its own holds. So new cells
+are only appended, and the cells of a sequence ascend with its positions: attention adds up in the same order
+as for that text alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama import runtime
-from llamaspec.values import NO_TOKENS, TokenArray
+from llamaspec.llama.sequences import Bytes, CachedSequence
+from llamaspec.values import TokenArray, n_common
 
-Bytes = npt.NDArray[np.uint8]
-Rows = npt.NDArray[np.float32]  # [n, E] hidden rows
-
-LARGE = 64 << 20  # bytes of copies from which on free memory is checked
-KEPT_ROWS = 512  # hidden rows kept of a running text, if there were so many: one part of a prompt
-TAIL_ROWS = 65  # hidden rows kept of a text that ended: what a round may have left unread
+BLOCK = 256  # cells; llama.cpp's attention goes over whole blocks
 
 
 class Cells:
-    """llama.cpp's cells of one context; they can be copied unless a layer has a sliding window."""
+    """llama.cpp's cells of one context.
 
-    def __init__(self, context: Any, *, can_copy: bool) -> None:
-        self._context, self._can_copy = context, can_copy
+    Parameters
+    ----------
+    context : llama_context
+    carrier : int
+        A seq_id that holds nothing but what is being copied.
+    block : int
+        The most positions that are copied at once; 0 = the cells cannot be copied. In a layer with a sliding
+        window llama.cpp copies only the positions that the last one sees, so a block is not longer than that.
+    """
+
+    def __init__(self, context: Any, carrier: int, block: int = BLOCK) -> None:
+        self._context, self._carrier, self.block = context, carrier, block
         self._memory = lib.llama_get_memory(context)
 
     def remove(self, sequence: int, start: int) -> None:
@@ -43,27 +48,30 @@ class Cells:
         """Let `sequence` hold the cells of some positions of `source`, too."""
         lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
-    def can_copy(self, sequences: Sequence[int]) -> bool:
-        """Whether some sequences can be copied out, and the machine has room for all their contents."""
-        if not self._can_copy:
-            return False
-        n_bytes: int = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in sequences)
-        return n_bytes < LARGE or runtime.available_bytes() >= 2 * n_bytes
-
-    def copy_out(self, sequence: int, start: int) -> Bytes | None:
-        """The content of a sequence's cells from a position on, if it can be copied; it gives up the rest."""
-        if not self._can_copy:
+    def copy_out(self, sequence: int, start: int, end: int) -> Bytes | None:
+        """The content of a block of positions; None if it cannot be copied."""
+        if not self.block:
             return None
-        lib.llama_memory_seq_rm(self._memory, sequence, 0, start)
-        if not self.can_copy([sequence]):
+        self.share(sequence, self._carrier, start, end)
+        try:
+            content = np.empty(lib.llama_state_seq_get_size(self._context, self._carrier), dtype=np.uint8)
+            n = lib.llama_state_seq_get_data(self._context, as_pointer(content), len(content), self._carrier)
+        except MemoryError:
             return None
-        content = np.empty(lib.llama_state_seq_get_size(self._context, sequence), dtype=np.uint8)
-        n = lib.llama_state_seq_get_data(self._context, as_pointer(content), len(content), sequence)
+        finally:
+            self.remove(self._carrier, 0)
         return content if n == len(content) else None
 
-    def copy_in(self, sequence: int, content: Bytes) -> bool:
-        """Put the content into the first empty cells; False if that failed."""
-        n = lib.llama_state_seq_set_data(self._context, as_pointer(content), len(content), sequence)
+    def copy_in(self, content: Bytes, parts: Sequence[tuple[int, int, int]]) -> bool:
+        """Put a block into the first empty cells, for the sequences of its parts; False if that failed.
+
+        A part is a sequence, and the positions that it gets: start and end.
+        """
+        n = lib.llama_state_seq_set_data(self._context, as_pointer(content), len(content), self._carrier)
+        if n == len(content):
+            for sequence, start, end in parts:
+                self.share(self._carrier, sequence, start, end)
+        self.remove(self._carrier, 0)
         return bool(n == len(content))
 
     def clear(self) -> None:
@@ -71,84 +79,15 @@ class Cells:
         lib.llama_memory_clear(self._memory, False)
 
 
-class HiddenRows:
-    """The target's hidden rows of the last positions of a sequence, which its prediction heads read."""
-
-    def __init__(self) -> None:
-        self.first = 0  # position of the first row
-        self.end = 0  # position behind the last row
-        self._rows: Rows = np.empty((0, 0), dtype=np.float32)  # [capacity, E]; the first `end - first` count
-
-    def rows(self, start: int, end: int) -> Rows:
-        """The rows of some positions, all of them known: a view."""
-        return self._rows[start - self.first : end - self.first]
-
-    def add(self, start: int, rows: Rows) -> None:
-        """Note the rows of positions from `start` on, in place of what was known from there on."""
-        self.cut(start)
-        if start != self.end:
-            self.first = self.end = start
-        n, n_new = self.end - self.first, len(rows)
-        if n + n_new > len(self._rows):
-            kept = self.rows(max(self.first, self.end - KEPT_ROWS), self.end)
-            grown = np.empty((2 * (len(kept) + n_new), rows.shape[1]), dtype=np.float32)
-            grown[: len(kept)] = kept.reshape(len(kept), rows.shape[1])
-            self._rows, self.first, n = grown, self.end - len(kept), len(kept)
-        self._rows[n : n + n_new] = rows
-        self.end = start + n_new  # last, so that an exception leaves what was known before
-
-    def cut(self, n: int) -> None:
-        """Forget the rows of positions from `n` on."""
-        self.end = min(self.end, n)
-        self.first = min(self.first, self.end)
-
-    def tail(self, n: int) -> HiddenRows:
-        """A copy of the last rows before position `n`."""
-        tail, end = HiddenRows(), max(self.first, min(self.end, n))
-        tail.first, tail.end = max(self.first, end - TAIL_ROWS), end
-        tail._rows = self.rows(tail.first, tail.end).copy()
-        return tail
-
-
-@dataclass(slots=True, eq=False)
-class CachedSequence:
-    """Tokens whose keys and values are cached, and for whom."""
-
-    number: int  # llama.cpp's seq_id
-    row: int | None = None  # the row that uses it; None = an unused prefix
-    last_used: int = 0
-    n_reserved: int = 0  # cells that its row will fill next
-    n_padding: int = 0  # of these, cells for padding
-    n: int = 0
-    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity]; the first n count
-    cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
-    hidden: HiddenRows = field(default_factory=HiddenRows)
-
-    def append(self, tokens: TokenArray, cells: TokenArray) -> None:
-        """Hold more tokens. The length is set last, so an exception leaves what was held before."""
-        end = self.n + len(tokens)
-        self.hidden.cut(self.n)
-        if end > len(self.tokens):
-            grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
-            grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]
-            self.tokens, self.cells = grown
-        self.tokens[self.n : end], self.cells[self.n : end] = tokens, cells
-        self.n = end
-
-    def shared(self, tokens: TokenArray) -> int:
-        """Length of the common beginning with other tokens."""
-        return shared(self.tokens[: self.n], tokens)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class CopiedSequence:
-    """A sequence whose cells were copied out, to be moved within the cache or to a file."""
+class Moved:
+    """The cells of a sequence that were copied out to be moved."""
 
     sequence: CachedSequence
-    n: int
-    trunk: CachedSequence | None  # copied before; the first `n_shared` cells are the same
+    n: int  # tokens that it had
+    trunk: CachedSequence | None  # moved before; the first `n_shared` cells are the same
     n_shared: int
-    content: Bytes | None  # of the other cells; None if copying failed
+    blocks: Sequence[Bytes]  # of the other cells
 
 
 class CellTable:
@@ -173,7 +112,7 @@ class CellTable:
         self.top = self.n_garbage = 0
 
     def take(self, n: int) -> TokenArray:
-        """The next empty cells, which an evaluation has just filled, in order: [n] int32."""
+        """The next empty cells, which have just been filled, in order: [n] int32."""
         taken = np.arange(self.top, self.top + n, dtype=np.int32)
         self._n_owners[taken] = 1
         self.top += n
@@ -196,14 +135,14 @@ class CellTable:
         if cells[-1] == self.top - 1:
             is_top = (cells == np.arange(self.top - len(cells), self.top)) & (owners == 1)
             n_top = len(cells) if is_top.all() else int(is_top[::-1].argmin())
-        n_garbage = int(np.count_nonzero(owners[: len(cells) - n_top] == 1))
-        if n_garbage:
-            self.cells.share(sequence.number, self.garbage, n, n_held - n_top)
+        is_garbage = owners[: len(cells) - n_top] == 1
+        for start, end in _runs(is_garbage):
+            self.cells.share(sequence.number, self.garbage, n + start, n + end)
         sequence.n = n
         self.cells.remove(sequence.number, n)
         self._n_owners[cells] = owners - 1
         self.top -= n_top
-        self.n_garbage += n_garbage
+        self.n_garbage += int(np.count_nonzero(is_garbage))
 
     def take_over(self, sequence: CachedSequence, other: CachedSequence, n: int) -> None:
         """Let a sequence hold the first `n` tokens of another too, of which it has the beginning."""
@@ -217,42 +156,70 @@ class CellTable:
         sequence.append(other.tokens[start:n], cells)
         sequence.hidden = other.hidden.tail(n)
 
-    def copy_out(self, sequences: Sequence[CachedSequence]) -> Iterator[CopiedSequence]:
-        """Copy sequences out, in this order; what one shares with an earlier one is copied once.
+    def put_in(self, sequence: CachedSequence, tokens: TokenArray, start: int, content: Bytes) -> bool:
+        """Let a sequence go on with tokens of a block that begins at position `start`; False if that failed.
 
-        llama.cpp's sequences hold less and less meanwhile: `clear` afterwards.
+        The cells of what it has of the block already become garbage.
         """
-        for i, sequence in enumerate(sequences):
-            own = sequence.cells[: sequence.n]
-            n_shared = [shared(other.cells[: other.n], own) for other in sequences[:i]]
-            n = max(n_shared, default=0)
-            trunk = sequences[n_shared.index(n)] if n else None
-            yield CopiedSequence(sequence, sequence.n, trunk, n, self.cells.copy_out(sequence.number, n))
+        n = sequence.n
+        parts = (self.garbage, start, n), (sequence.number, n, n + len(tokens))
+        if not self.cells.copy_in(content, parts):
+            return False
+        self.drop(self.take(n - start), 0)
+        sequence.append(tokens, self.take(len(tokens)))
+        return True
 
-    def copy_in(self, copied: CopiedSequence) -> None:
-        """Put what was copied out into the next empty cells; the sequence stays empty if that fails."""
-        sequence, trunk, n_shared = copied.sequence, copied.trunk, copied.n_shared
-        if copied.content is None or (trunk is not None and trunk.n < n_shared):
-            return
-        n_new = copied.n - n_shared
-        if n_new and not self.cells.copy_in(sequence.number, copied.content):
-            self.cells.remove(sequence.number, 0)
-            return
-        if trunk is not None:
-            self.cells.share(trunk.number, sequence.number, 0, n_shared)
-            sequence.cells[:n_shared] = trunk.cells[:n_shared]
-        sequence.cells[n_shared : copied.n] = np.arange(self.top, self.top + n_new)
-        self._n_owners[sequence.cells[: copied.n]] += 1
-        self.top += n_new
-        sequence.n = copied.n
+    def compact(self, sequences: Sequence[CachedSequence]) -> None:
+        """Move cells down so that there is no garbage; a sequence is cut where that fails."""
+        first = int((self._n_owners[: self.top] == 0).argmax())  # cells below stay where they are
+        moved: list[Moved] = []
+        for sequence in sequences:
+            moved.append(self._copy_out(sequence, first, [each.sequence for each in moved]))
+        for each in moved:
+            sequence = each.sequence
+            sequence.n = int(np.searchsorted(sequence.cells[: sequence.n], first))
+            self.cells.remove(sequence.number, sequence.n)
+        self.cells.remove(self.garbage, 0)
+        self._n_owners[first:] = 0
+        self.top, self.n_garbage = first, 0
+        for each in moved:
+            self._copy_in(each)
+
+    def _copy_out(self, sequence: CachedSequence, first: int, earlier: Sequence[CachedSequence]) -> Moved:
+        """Copy the cells of a sequence from cell `first` on, but for those that an earlier one has, too."""
+        n, cells = sequence.n, sequence.cells[: sequence.n]
+        n_shared = [n_common(other.cells[: other.n], cells) for other in earlier]
+        n_most = max(n_shared, default=0)
+        n_before, blocks = max(n_most, int(np.searchsorted(cells, first))), list[Bytes]()
+        for start in range(n_before, n, self.cells.block or n):
+            content = self.cells.copy_out(sequence.number, start, min(start + self.cells.block, n))
+            if content is None:
+                break
+            blocks.append(content)
+        return Moved(sequence, n, earlier[n_shared.index(n_most)] if n_most else None, n_most, blocks)
+
+    def _copy_in(self, moved: Moved) -> None:
+        sequence, trunk, n_shared = moved.sequence, moved.trunk, moved.n_shared
+        if n_shared > sequence.n and trunk is not None:
+            if trunk.n < n_shared:
+                return
+            self.cells.share(trunk.number, sequence.number, sequence.n, n_shared)
+            cells = trunk.cells[sequence.n : n_shared]
+            self._n_owners[cells] += 1
+            sequence.cells[sequence.n : n_shared] = cells
+            sequence.n = n_shared
+        for content in moved.blocks:
+            start, end = sequence.n, min(sequence.n + self.cells.block, moved.n)
+            if not self.cells.copy_in(content, [(sequence.number, start, end)]):
+                return
+            sequence.cells[start:end] = self.take(end - start)
+            sequence.n = end
 
 
-def shared(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning of two sequences."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+def _runs(is_in: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The stretches of True: (start, end) each."""
+    edges = np.flatnonzero(np.diff(is_in, prepend=False, append=False))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def as_pointer(content: Bytes) -> Any:

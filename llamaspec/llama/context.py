@@ -7,7 +7,7 @@ context alive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
-from llamaspec.llama.cells import Cells, Rows
-from llamaspec.llama.kv_cache import BLOCK, GARBAGE, KVCache, Prepared
+from llamaspec.llama.cells import BLOCK, Cells
+from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import (
     BATCH,
     CACHE_BYTES,
@@ -39,8 +39,10 @@ from llamaspec.llama.options import (
     device_of,
     find_devices,
 )
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag, Handle
+from llamaspec.llama.sequences import Rows
 from llamaspec.llama.threads import ThreadGovernor, governors
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
@@ -53,7 +55,7 @@ class Context:
     """A context for a model, or for its prediction head `head`, counted from 0; `close` it.
 
     A head without a KV cache of its own reads that of `other`. Contexts of which one evaluates at a time may
-    share `abort`.
+    share `abort`. Contexts whose finished texts serve each other share `store` and `owner`.
 
     Raises
     ------
@@ -70,12 +72,16 @@ class Context:
         head: int | None = None,
         other: Context | None = None,
         abort: AbortFlag | None = None,
+        store: PrefixStore | None = None,
+        owner: Hashable = None,
     ) -> None:
         self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self.context_size = options.n_ctx or _free_context_size(weights, options)
-        n_cells = -(-max(self.context_size, options.n_cells or 0) // BLOCK) * BLOCK
+        keeps_states = weights.keeps_states and head is None  # heads keep keys and values
+        n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
+        n_cells = -(-n_wanted // BLOCK) * BLOCK
         self.max_scored = options.max_scored
         pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
         self._abort = abort or AbortFlag()
@@ -96,17 +102,24 @@ class Context:
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
         self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | RecurrentCache
-        if weights.keeps_states and head is None:  # heads keep keys and values
+        store, owner = store or PrefixStore(0), self if owner is None else owner
+        if keeps_states:
             can_restore = _can_restore_states(weights)
-            self.cache = RecurrentCache(pointer, self.context_size, can_restore=can_restore)
+            self.cache = RecurrentCache(
+                pointer, self.context_size, can_restore=can_restore, store=store, owner=owner
+            )
         else:
-            cells = Cells(pointer, can_copy=weights.window is None)
-            n_branches = 0 if head is not None else N_BRANCHES
-            # A GPU passes over garbage fast, and moving cells goes through main memory.
-            max_garbage = 1.0 if leaves_main_memory(weights, options) else GARBAGE
-            evicts = options.flash_attention == "off"
-            n_sequences = _n_sequences(options)
-            self.cache = KVCache(cells, n_cells, n_sequences, n_branches, max_garbage, evicts=evicts)
+            n_sequences, n_branches = _n_sequences(options), 0 if head is not None else N_BRANCHES
+            block = BLOCK if weights.window is None else min(BLOCK, weights.window)
+            self.cache = KVCache(
+                Cells(pointer, n_sequences + 1 + n_branches, block),
+                n_cells,
+                n_sequences,
+                n_branches,
+                store=store,
+                owner=owner,
+                keeps_finished=leaves_main_memory(weights, options),
+            )
 
     @property
     def pointer(self) -> Any:
@@ -195,10 +208,10 @@ class Context:
         """The same for hidden rows, of all positions or the scored ones: [n, E]."""
         return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
 
-    def forget(self) -> None:
-        """Empty the KV cache, as if nothing had been evaluated."""
+    def clear(self) -> None:
+        """Forget everything, what is in the store included."""
         _ = self.pointer
-        self.cache.forget()
+        self.cache.clear()
 
     def abort(self) -> None:
         """End a running evaluation, or else the next one, soon; from any thread."""
@@ -255,7 +268,8 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     if other is not None:
         parameters.ctx_other = other
     n_branches = 0 if is_head else N_BRANCHES
-    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + 1 + n_branches  # one: garbage
+    # Two more sequences: for garbage, and for what is copied.
+    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + n_branches + 2
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
     parameters.swa_full = True

@@ -20,11 +20,11 @@ import numpy as np
 
 from llamaspec.errors import ContextFullError, PairError
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.cells import HiddenRows, Rows, shared
 from llamaspec.llama.context import Context
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.sequences import HiddenRows, Rows
 from llamaspec.llama.weights import Weights
-from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, TokenArray, n_common
 
 _OWN = -(1 << 30)  # keys from here down belong to one row: no other text may share what follows
 
@@ -127,7 +127,7 @@ class Head:
     def forget(self) -> None:
         """Empty the KV cache."""
         self._gaps.clear()
-        self.context.forget()
+        self.context.clear()
 
     def _start(self, reading: Reading, prepared: int | ContextFullError) -> int | ContextFullError | None:
         """Where reading goes on; None where it must be asked again, because a gap has been opened."""
@@ -147,7 +147,7 @@ class Head:
 
     def _gap(self, reading: Reading) -> _Gap:
         gap = self._gaps.get(reading.row, _NO_GAP)
-        fits = shared(gap.text, reading.tokens[: reading.n_text]) == len(gap.text)
+        fits = n_common(gap.text, reading.tokens[: reading.n_text]) == len(gap.text)
         return gap if fits and len(gap.text) else _NO_GAP
 
     def _keys(self, reading: Reading) -> TokenArray:

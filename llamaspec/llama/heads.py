@@ -17,7 +17,6 @@ from types import TracebackType
 import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
-from llamaspec.llama.cells import HiddenRows, Rows
 from llamaspec.llama.context import Context
 from llamaspec.llama.head import Head, Reading, SharedHead
 from llamaspec.llama.kv_cache import Prepared
@@ -25,6 +24,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import SCORED_ROWS_ONLY, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.runtime import AbortFlag
+from llamaspec.llama.sequences import HiddenRows, Rows
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
@@ -105,7 +105,7 @@ class PredictionHeads:
             # A context for each: its KV cache holds what this head has read.
             abort = AbortFlag()
             for i in range(n_heads if path is None else 0):
-                context = Context(target.weights, self.options, head=i, abort=abort)
+                context = Context(target.weights, self.options, head=i, abort=abort, store=target.store)
                 self._heads.append(Head(context, scored_only=scored_only))
         except BaseException:
             self.close()
@@ -155,6 +155,10 @@ class PredictionHeads:
                 if len(rows):
                     self._keep(readings[n], rows[-1].copy())
         return logits
+
+    def can_share(self, row: int) -> bool:
+        """Rows are evaluated together."""
+        return True
 
     def release(self, row: int) -> None:
         """The row has ended. What the heads have read of it may serve others."""

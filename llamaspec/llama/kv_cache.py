@@ -1,38 +1,45 @@
-"""The KV cache of a context as a cache of token sequences: prefixes are found again, nobody says "go back".
+"""The KV cache of a context: which texts it holds, and where their tokens are found again.
 
-Before an evaluation a row's sequence is cut to what it shares with the request, and takes over what another
-sequence knows more of; sharing costs no memory. If room is needed, the least recently used prefixes that
-nobody uses are evicted. If that is not enough, or rejected tokens have left much garbage between the rows'
-cells, the cache is defragmented.
+Cells hold what running texts need. Before an evaluation a row's sequence is cut to what it shares with the
+request; what another row or a finished text knows more is shared, at no cost, or copied back from the store.
+A text that ends moves to the store: at once if others are running, because their attention passes over its
+cells, and else when the next text begins. tests/llama/test_kv_cache.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Bytes, CachedSequence, Cells, CellTable, CopiedSequence
+from llamaspec.llama.cells import BLOCK, Cells, CellTable
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.sequences import Bytes, CachedSequence
 from llamaspec.llama.tree_cells import Tree, TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
-TAKE_OVER = 32  # tokens that another sequence must know more for a running row to look for it
-SLACK = 0.875  # part of the cells that may be live when unused prefixes are evicted
-BLOCK = 256  # cells: llama.cpp's attention goes over whole blocks
+TAKE_OVER = 32  # tokens that must be missing for a running row to look for them elsewhere
+WORTH_COPYING = 8  # tokens to or from the store; reading fewer again is as fast
 GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others then pays within 50 steps
-SPARE = 1024  # cells of unused prefixes that may always stay, beside as many as running rows use
-RECENT = 512  # requests within which a prefix was used that stays in any case
 
 
 class KVCache:
     """Which sequences the `size` cells of a context hold, and for whom.
 
-    Of llama.cpp's sequences the first `n_sequences` are for rows and prefixes, the next one holds garbage,
-    and `n_branches` behind that are for trees. The cache is defragmented if more than `min_garbage` cells and
-    more than `max_garbage` of the full ones are garbage; 1 = only if it is full. With `evicts`, many unused
-    prefixes are given up before their room is needed: without flash attention they slow every evaluation.
+    Of llama.cpp's sequences the first `n_sequences` are for texts, the next one holds garbage, and
+    `n_branches` behind that are for trees.
+
+    Parameters
+    ----------
+    store, owner : PrefixStore, hashable
+        Where finished texts go, and whose they are.
+    keeps_finished : bool
+        Finished texts keep their cells until the room is needed: where attention passes over them fast, and
+        moving them is slow, as on a GPU.
+    min_garbage : int
+        Cells of garbage that may always stay while several texts are running.
     """
 
     def __init__(
@@ -41,13 +48,15 @@ class KVCache:
         size: int,
         n_sequences: int,
         n_branches: int = 0,
-        max_garbage: float = GARBAGE,
-        min_garbage: int = BLOCK,
         *,
-        evicts: bool = False,
+        store: PrefixStore | None = None,
+        owner: Hashable = None,
+        keeps_finished: bool = False,
+        min_garbage: int = BLOCK,
     ) -> None:
-        self._cells, self.size, self._evicts = cells, size, evicts
-        self._max_garbage, self._min_garbage = max_garbage, min_garbage
+        self._cells, self.size = cells, size
+        self._store, self._owner = store or PrefixStore(0), owner
+        self._keeps_finished, self._min_garbage = keeps_finished, min_garbage
         self._table = CellTable(cells, size, garbage=n_sequences)
         self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
         self._sequences = [CachedSequence(i) for i in range(n_sequences)]
@@ -55,22 +64,27 @@ class KVCache:
         self._clock = itertools.count(1)
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
-        self.n_defragmentations = 0
+        self._has_left = False  # a text has left cells between those of others
+        self.n_compactions = 0
 
     @property
     def n_used(self) -> int:
         """Cells that hold something."""
         return self._table.top
 
+    @property
+    def n_rows(self) -> int:
+        """Texts that are running."""
+        return len(self._of_row)
+
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several rows; for each the number of cached tokens, or why it has no room."""
         while True:  # again if cells had to be moved: what could not be moved is cached no more
-            n_before = self.n_defragmentations
+            n_before = self.n_compactions
             answers = [self._answer(*entry) for entry in batch]
-            least = max(self._min_garbage, self._max_garbage * self._table.top)
-            if self._table.n_garbage > least and self._cells.can_copy([x.number for x in self._prefixes()]):
-                self.defragment()
-            if self.n_defragmentations == n_before:
+            if self._has_much_garbage():
+                self.compact()
+            if self.n_compactions == n_before:
                 return answers
 
     def _answer(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
@@ -86,37 +100,52 @@ class KVCache:
         return n_cached
 
     def _prepare(self, row: int, request: ForwardRequest, n_padding: int) -> int:
-        """Cut the row's sequence to the request, add what others know of it, reserve cells for the rest."""
-        sequence = self._of_row.get(row) or self._assign(row)
-        n_read = self._trees.go_on(sequence, request)
+        """Cut the row's sequence to the request, add what is known elsewhere, reserve cells for the rest."""
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
+        sequence = self._of_row.get(row) or self._assign(row, request.tokens[:n_before])
+        n_read = self._trees.go_on(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
         if n < request.n_tokens:  # else keep what follows: it may be wanted next
             self._table.cut(sequence, n)
             # A row that begins takes what it gets, for each part of its prompt.
-            least = TAKE_OVER if n and request.n_logits else 1
-            if n_before >= n + least:
-                self._take_over(sequence, request.tokens[:n_before], n + least)
+            least = n + (TAKE_OVER if n and request.n_logits else 1)
+            if n_before >= least:
+                self._take_over(sequence, request.tokens[:n_before], least)
+            sequence.n_reserved = request.n_tokens - n_read - sequence.n + n_padding
+            sequence.n_padding = n_padding
+            self._make_room(sequence)
+            if n_before >= max(least, sequence.n + WORTH_COPYING):
+                self._restore(sequence, request.tokens[:n_before])
             n = sequence.n + n_read
-            sequence.n_reserved, sequence.n_padding = request.n_tokens - n + n_padding, n_padding
         sequence.last_used = next(self._clock)
-        self._make_room(sequence)
         return n
 
-    def _assign(self, row: int) -> CachedSequence:
-        """A sequence for a new row: an empty one, or the prefix that was used least recently."""
-        unused = [sequence for sequence in self._sequences if sequence.row is None]
-        if not unused:
+    def _assign(self, row: int, tokens: TokenArray) -> CachedSequence:
+        """A sequence for a new row, with what a finished text knows of it."""
+        free = [sequence for sequence in self._sequences if sequence.row is None]
+        if not free:
             raise ContextFullError(f"{len(self._sequences)} texts are running already; wait for one to end")
-        sequence = min(unused, key=lambda sequence: (sequence.n > 0, sequence.last_used))
+        finished = [sequence for sequence in free if sequence.n]
+        if len(finished) == len(free):
+            oldest = min(finished, key=lambda each: each.last_used)
+            self._move_to_store(oldest)
+            finished.remove(oldest)
+        sequence = next(each for each in free if not each.n)
         sequence.row = row
         self._of_row[row] = sequence
-        self._table.cut(sequence, 0)
+        if finished and not self._keeps_finished:
+            n_stored = self._store.find(self._owner, tokens).n
+            best = max(finished, key=lambda each: each.shared(tokens))
+            n = best.shared(tokens)
+            if n > 0 and n >= n_stored:
+                self._table.take_over(sequence, best, n)
+            for each in finished:
+                self._move_to_store(each, n if each is best else 0)
         return sequence
 
     def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
-        """Let a sequence hold what another knows more of some tokens, if that is so much."""
+        """Let a sequence hold what another knows more of some tokens, if it is so long."""
         others = [other for other in self._sequences if other is not sequence]
         n_shared = [other.shared(tokens) for other in others]
         n = max(n_shared, default=0)
@@ -125,9 +154,29 @@ class KVCache:
             self._table.take_over(sequence, other, n)
             other.last_used = next(self._clock)
 
-    def n_shared(self, tokens: TokenArray) -> int:
-        """How many of the first of some tokens are held."""
-        return max([sequence.shared(tokens) for sequence in self._sequences], default=0)
+    def _restore(self, sequence: CachedSequence, tokens: TokenArray) -> None:
+        """Copy back what the store knows more of some tokens."""
+        found = self._store.find(self._owner, tokens)
+        if found.n < sequence.n + WORTH_COPYING:
+            return
+        self._store.touch(found)
+        start, last = 0, found.nodes[-1]
+        for node in found.nodes:
+            end, n = min(start + len(node.tokens), found.n), sequence.n
+            if end > n:
+                # A block goes in as a whole, and nowhere else than behind the last full cell.
+                fits = self._n_free() >= len(node.tokens) - (end - n)
+                if not fits or not self._table.put_in(sequence, tokens[n:end], start, node.content):
+                    return
+                sequence.n_reserved -= end - n
+            start = end
+        if last.hidden is not None:
+            sequence.hidden = last.hidden.tail(sequence.n)
+
+    def n_known(self, tokens: TokenArray) -> int:
+        """How many of the first of some tokens need not be evaluated again."""
+        n_stored = self._store.find(self._owner, tokens).n
+        return max([n_stored, *(sequence.shared(tokens) for sequence in self._sequences)])
 
     def find(self, row: int) -> CachedSequence | None:
         """What is held of a row; None before its first request."""
@@ -169,7 +218,7 @@ class KVCache:
         self._is_evaluating = self._is_changing = False
 
     def release(self, row: int) -> None:
-        """The row has ended; its sequence stays as a prefix that others may use."""
+        """The row has ended; what is known of its text stays, here or in the store."""
         was_changing, self._is_changing = self._is_changing, True
         sequence = self._of_row.pop(row, None)
         if sequence is not None:
@@ -177,10 +226,26 @@ class KVCache:
                 self._trees.drop(sequence)
             sequence.row, sequence.n_reserved = None, 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
+            if self._of_row and not was_changing and not self._keeps_finished:
+                self._move_to_store(sequence)
+                self._has_left = True
         self._is_changing = was_changing
 
+    def store_row(self, row: int) -> None:
+        """Copy to the store what is cached of a running row."""
+        self._put(self._of_row[row])
+
+    def store_finished(self) -> None:
+        """Move all finished texts to the store."""
+        self._settle()
+        self._is_changing = True
+        for sequence in self._sequences:
+            if sequence.row is None:
+                self._move_to_store(sequence)
+        self._is_changing = False
+
     def forget(self) -> None:
-        """Empty everything; rows that are running read their texts again."""
+        """Empty all cells; rows that are running read their texts again, or get them from the store."""
         self._is_changing = True
         self._table.clear()
         for sequence in self._sequences:
@@ -188,48 +253,44 @@ class KVCache:
         self._trees.clear()
         self._is_evaluating = self._is_changing = False
 
-    def defragment(self) -> None:
-        """Move what is held to the beginning, without garbage; what cannot be moved is given up."""
+    def clear(self) -> None:
+        """Forget everything, what is in the store included."""
+        self.forget()
+        self._store.clear(self._owner)
+
+    def compact(self) -> None:
+        """Move what is held down over the garbage; what cannot be moved is given up."""
         for sequence in self._of_row.values():
             self._trees.drop(sequence)
-        copied = [*self._table.copy_out(self._prefixes())]
-        self.forget()
-        self._is_changing = True
-        self.n_defragmentations += 1
-        for each in copied:
-            self._table.copy_in(each)
-        self._is_changing = False
+        was_changing, self._is_changing = self._is_changing, True
+        self.n_compactions += 1
+        held = [sequence for sequence in self._sequences if sequence.n]
+        self._table.compact(sorted(held, key=lambda each: each.last_used))
+        self._is_changing = was_changing
 
-    def take_out(self) -> Iterator[CopiedSequence]:
-        """What is held, the last used first, for `put_in` of another cache; this one is empty afterwards."""
-        self._settle()
-        self._is_changing = True
-        try:
-            yield from self._table.copy_out(self._prefixes()[::-1])
-        finally:
-            self.forget()
+    def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
+        """Empty a finished sequence. Its text is stored, unless hardly more than `n_known` tokens are lost."""
+        if sequence.n >= n_known + WORTH_COPYING:
+            self._put(sequence)
+        self._table.cut(sequence, 0)
 
-    def put_in(
-        self, tokens: TokenArray, content: Bytes, trunk: CachedSequence | None, n_shared: int
-    ) -> CachedSequence | None:
-        """Hold a prefix that was taken out, older than all others; None if that failed or has no room.
+    def _put(self, sequence: CachedSequence) -> None:
+        def copy(start: int, end: int) -> Bytes | None:
+            return self._cells.copy_out(sequence.number, start, end)
 
-        `content` is that of the cells behind the first `n_shared`, which `trunk` holds.
-        """
-        free = [sequence for sequence in self._sequences if sequence.row is None and not sequence.n]
-        if not free or self._table.top + len(tokens) - n_shared > SLACK * self.size:
-            return None
-        self._is_changing = True
-        sequence = free[0]
-        sequence.append(tokens, tokens)  # its cells are known below
-        sequence.n, sequence.last_used = 0, -next(self._clock)
-        self._table.copy_in(CopiedSequence(sequence, len(tokens), trunk, n_shared, content))
-        self._is_changing = False
-        return sequence if sequence.n else None
+        tokens, block = sequence.tokens[: sequence.n], self._cells.block
+        if block:
+            self._store.put(self._owner, tokens, block, copy, sequence.hidden.tail(sequence.n))
 
-    def _prefixes(self) -> list[CachedSequence]:
-        """The sequences that hold something, the last used last."""
-        return sorted([each for each in self._sequences if each.n], key=lambda each: each.last_used)
+    def _has_much_garbage(self) -> bool:
+        """Whether moving cells pays. A text that stays alone is rid of what others have left."""
+        if self._keeps_finished or not self._cells.block:
+            return False
+        has_left, self._has_left = self._has_left, False
+        least = max(self._min_garbage, GARBAGE * self._table.top)
+        if has_left:
+            least = 0 if len(self._of_row) == 1 else self._min_garbage
+        return self._table.n_garbage > least
 
     def _settle(self) -> None:
         """Take out what an interrupted evaluation left behind."""
@@ -245,37 +306,28 @@ class KVCache:
                 self._cells.remove(sequence.number, sequence.n)
             self._is_evaluating = self._is_changing = False
 
+    def _n_free(self) -> int:
+        """Empty cells that no row has reserved."""
+        return self.size - self._table.top - sum([each.n_reserved for each in self._of_row.values()])
+
     def _make_room(self, asking: CachedSequence) -> None:
         """See to it that the cells that rows have reserved are empty, or raise ContextFullError."""
         table, size = self._table, self.size
-        if self._evicts:
-            self._evict_old(asking.last_used - RECENT)
-        n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
-        if table.top + n_reserved <= size:
+        if self._n_free() >= 0:
             return
+        n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
         for sequence in self._of_row.values():
             if not sequence.n_reserved:
                 self._trees.drop(sequence)
-        for sequence in self._prefixes():
-            if table.n_live + n_reserved <= SLACK * size:
+        finished = [sequence for sequence in self._sequences if sequence.n and sequence.row is None]
+        for sequence in sorted(finished, key=lambda each: each.last_used):
+            if table.n_live + n_reserved <= size:
                 break
-            if sequence.row is None:
-                table.cut(sequence, 0)
+            self._move_to_store(sequence)
         n_wanted = table.n_live + n_reserved
         if n_wanted > size:
             n_own = asking.n + asking.n_reserved
             others = f", other texts hold {n_wanted - n_own}" if n_wanted > n_own else ""
             raise ContextFullError(f"the context of {size} tokens is full: this text needs {n_own}{others}")
         if table.top + n_reserved > size:
-            self.defragment()
-
-    def _evict_old(self, before: int) -> None:
-        """Evict unused prefixes of more cells than may stay, if they were not used since a request."""
-        most = SPARE + 2 * sum([sequence.n + sequence.n_reserved for sequence in self._of_row.values()])
-        if self._table.n_live <= most:
-            return
-        for sequence in self._prefixes():
-            if self._table.n_live <= most or sequence.last_used >= before:
-                return
-            if sequence.row is None:
-                self._table.cut(sequence, 0)
+            self.compact()

@@ -1,12 +1,14 @@
 """A GGUF model that evaluates rows of tokens, computed by llama.cpp: the engine's `Model`.
 
-Where the KV cache is made of keys and values, all rows share one context. Where layers keep recurrent states,
-every row has a context of its own, because such memories cannot be rolled back side by side.
+Where the KV cache is made of keys and values, all rows share one context; long prompts may be read in another
+one. Where layers keep recurrent states, every row has a context of its own, because such memories cannot be
+rolled back side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,19 +16,22 @@ from types import TracebackType
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ContextFullError, ModelFileError
-from llamaspec.llama.cells import CachedSequence
+from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
+from llamaspec.llama import runtime
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.prompt_reader import MIN_GAIN, PromptReader
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag
+from llamaspec.llama.sequences import CachedSequence
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
-CPU_CHUNK = 128  # positions of a prompt: on CPUs more at once are no cheaper, and others wait for them
+NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
@@ -62,6 +67,8 @@ class LlamaModel:
         Told the fraction that is loaded.
     weights : Weights, optional
         Of the same file, if they are loaded already; whoever loaded them closes them.
+    store : PrefixStore, optional
+        Where finished texts go; default: one of its own.
 
     Raises
     ------
@@ -77,6 +84,7 @@ class LlamaModel:
         options: ModelOptions | None = None,
         on_load: LoadProgress | None = None,
         weights: Weights | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.path = path
         self.options = options or ModelOptions()
@@ -87,13 +95,14 @@ class LlamaModel:
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         self._abort = AbortFlag()
+        self.store, self._owner = store or PrefixStore(default_store_bytes()), object()
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = Context(self.weights, self._chosen, abort=self._abort)
+            context = self._open_context(self.weights, self._chosen)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -102,8 +111,7 @@ class LlamaModel:
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
-        in_main_memory = not leaves_main_memory(self.weights, self._chosen)
-        self.prompt_chunk = min(CPU_CHUNK, self.batch_size) if in_main_memory else self.batch_size
+        self._reader = self._make_reader(context)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
             0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self._chosen, context)
@@ -120,9 +128,28 @@ class LlamaModel:
         return None if self.weights.keeps_states else self._contexts[0].cache.size
 
     def n_cached(self, tokens: TokenArray) -> int:
-        """How many of the first of some tokens need not be evaluated again; 0 where states are kept."""
-        cache = self._contexts[0].cache
-        return cache.n_shared(tokens) if isinstance(cache, KVCache) else 0
+        """How many of the first of some tokens need not be evaluated again."""
+        return max(context.cache.n_known(tokens) for context in self._contexts)
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Positions of a prompt that are read at once while nobody else waits."""
+        return (self._reader and self._reader.chunk) or self.batch_size
+
+    @property
+    def reading_gain(self) -> float | None:
+        """How many times as fast long prompts are read apart; None = not known, or not possible."""
+        return None if self._reader is None else self._reader.gain
+
+    @reading_gain.setter
+    def reading_gain(self, gain: float | None) -> None:
+        if self._reader is not None:
+            self._reader.gain = gain
+
+    def can_share(self, row: int) -> bool:
+        """Whether other rows may take part in the next evaluation of a row, and padding."""
+        is_apart = self._reader is not None and self._reader.is_reading(row)
+        return not (self.weights.keeps_states or is_apart)
 
     @property
     def can_branch(self) -> bool:
@@ -152,9 +179,14 @@ class LlamaModel:
         """
         for _, request, _ in batch:
             self.check(request)
-        if not self.weights.keeps_states:
-            return self._contexts[0].prepare(batch)
-        return [self._prepare_alone(entry) for entry in batch]
+        if self.weights.keeps_states:
+            return [self._prepare_alone(entry) for entry in batch]
+        answers = self._contexts[0].prepare(batch)
+        if self._reader is not None:
+            for i, (entry, n_cached) in enumerate(zip(batch, answers, strict=True)):
+                if isinstance(n_cached, int):
+                    answers[i] = self._reader.prepare(entry, n_cached)
+        return answers
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits + K, V] float32, valid until the next call.
@@ -166,9 +198,11 @@ class LlamaModel:
         EvaluationError, MemoryFullError, ScoresError
             llama.cpp failed, or the scores are not numbers. The KV cache is empty.
         """
-        if not self.weights.keeps_states:
+        if self.weights.keeps_states:
+            return [self._evaluate_alone(row, request) for row, request in batch]
+        if self._reader is None or len(batch) > 1 or batch[0][1].n_scored:
             return self._contexts[0].evaluate(batch, n_padding)
-        return [self._evaluate_alone(row, request) for row, request in batch]
+        return self._read(*batch[0])
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Prepare and evaluate one request, beside no other row; raises ContextFullError, too."""
@@ -184,13 +218,28 @@ class LlamaModel:
     def release(self, row: int) -> None:
         """The row has ended. What is cached of it may serve others, until its room is needed."""
         context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
+        if self._reader is not None:
+            self._reader.release(row)
         if context is not None:
             context.cache.release(row)
 
     def forget(self) -> None:
-        """Empty the KV cache, as if nothing had been evaluated."""
+        """Empty the KV cache and the store, as if nothing had been evaluated."""
         for context in self._contexts:
-            context.forget()
+            context.clear()
+        if self._reader is not None:
+            self._reader.forget()
+
+    def store_finished(self) -> None:
+        """Have the texts that have ended in the store."""
+        for context in self._contexts:
+            if context not in self._of_row.values():
+                context.cache.store_finished()
+
+    @property
+    def stored(self) -> tuple[PrefixStore, Hashable]:
+        """The store, and under what the texts of this model are in it."""
+        return self.store, self._owner
 
     def abort(self) -> None:
         """End a running evaluation, or else the next one, soon; from any thread."""
@@ -206,16 +255,15 @@ class LlamaModel:
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
 
-    @property
-    def prefix_cache(self) -> KVCache | None:
-        """The KV cache of all rows, if prefixes can be copied out of it and back."""
-        cache = self._contexts[0].cache
-        return cache if isinstance(cache, KVCache) and self.weights.window is None else None
-
     def context_beside(self, weights: Weights) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
         options = replace(self._chosen, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
+
+    def open_reader(self) -> None:
+        """Have what reads long prompts ready, if that is known to be faster."""
+        if self._reader is not None and (self._reader.gain or 0.0) >= MIN_GAIN:
+            self._reader.open()
 
     def try_memory(self) -> MemoryFacts:
         """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
@@ -254,6 +302,8 @@ class LlamaModel:
         """Free everything; more than once is allowed."""
         for context in self._contexts:
             context.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._owns_weights:
             self.weights.close()
 
@@ -265,6 +315,46 @@ class LlamaModel:
     ) -> None:
         self.close()
 
+    def _open_context(self, weights: Weights, options: ModelOptions) -> Context:
+        return Context(weights, options, abort=self._abort, store=self.store, owner=self._owner)
+
+    def _make_reader(self, context: Context) -> PromptReader | None:
+        """What reads long prompts, if weights are repacked and everything is computed here."""
+        options, weights = self._chosen, self.weights
+        if (
+            not (options.reads_apart and options.repack and runtime.repacking_is_safe() and self.store.limit)
+            or options.heads
+            or not isinstance(context.cache, KVCache)
+            or leaves_main_memory(weights, options)
+            or weights.metadata("general.file_type") in NEVER_REPACKED
+        ):
+            return None
+        options = replace(options, repack=False, n_ctx=context.context_size, n_cells=None, max_scored=2)
+
+        def open_context() -> tuple[Weights, Context]:
+            n_bytes = weights.facts().weights_bytes
+            if runtime.available_bytes() < n_bytes:  # the file would not stay in memory
+                raise MemoryFullError("no room to read prompts apart")
+            as_in_file = Weights(self.path, options)
+            try:
+                return as_in_file, self._open_context(as_in_file, options)
+            except BaseException:
+                as_in_file.close()
+                raise
+
+        return PromptReader(context.cache, open_context)
+
+    def _read(self, row: int, request: ForwardRequest) -> list[Logits]:
+        """Evaluate a part of a prompt, apart if that was prepared."""
+        reader, context = self._reader, self._contexts[0]
+        assert reader is not None
+        if reader.is_reading(row):
+            context = reader.context
+        n_new, begin = request.n_tokens - context.cache.sequence(row).n, time.perf_counter()
+        logits = context.evaluate([(row, request)])
+        reader.note(row, request.n_tokens, n_new, time.perf_counter() - begin)
+        return logits
+
     def _prepare_alone(self, entry: Prepared) -> int | ContextFullError:
         """In the row's own context: the free one that has cached most of the text, or a new one."""
         row, request, _ = entry
@@ -275,7 +365,7 @@ class LlamaModel:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
                 options = replace(self._chosen, n_ctx=self.context_size)
-                free = [Context(self.weights, options, abort=self._abort)]
+                free = [self._open_context(self.weights, options)]
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
         return self._of_row[row].prepare([entry])[0]
@@ -286,6 +376,14 @@ class LlamaModel:
             n_before = len(request.tokens) - request.n_logits
             context.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
         return context.evaluate([(row, request)])[0]
+
+
+STORE_SHARE, MOST_STORED = 4, 8 << 30
+
+
+def default_store_bytes() -> int:
+    """Bytes of the store if nobody says: a quarter of the free memory, at most 8 GiB."""
+    return min(runtime.available_bytes() // STORE_SHARE, MOST_STORED)
 
 
 def _recurrent(context: Context) -> RecurrentCache:

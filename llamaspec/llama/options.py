@@ -66,6 +66,7 @@ class ModelOptions:
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
     max_scored: int = BATCH  # positions of one evaluation whose logits are wanted
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
+    reads_apart: bool = True  # read long prompts without that, where it was measured to be faster
     devices: tuple[str, ...] | None = (
         None  # by llama.cpp's names; None = the workers' and all GPUs, () = none
     )

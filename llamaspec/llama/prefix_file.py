@@ -1,8 +1,9 @@
-"""Prefixes that outlive a process: what the KV caches hold, in a private folder of bounded size.
+"""Saves the prefix store in a private folder of bounded size, and loads it again.
 
-One file for each model and way to compute its keys and values: for each prefix its tokens, and the content
-of its cells. llama.cpp checks little of what it is given, so a hash runs on from the key of the file over all
-entries: nothing else than what was written for the same model reaches it.
+One file for each model and way to compute its keys and values, with the nodes of the store, each behind its
+parent. llama.cpp checks little of what it is given. So a hash runs on from the key of the file over all
+nodes, and nothing reaches llama.cpp but what was written for the same model.
+tests/llama/test_prefix_file.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,13 @@ import numpy as np
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import replacing
 from llamaspec.llama import runtime
-from llamaspec.llama.cells import CachedSequence, CopiedSequence
-from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.prefix_store import Node, PrefixStore
 from llamaspec.llama.trial import file_identity
 
 SUFFIX = ".prefixes"
-_MAGIC = b"llamaspec prefixes 2\n"
-_HEAD = struct.Struct("<iiiq")  # trunk or -1, tokens shared with it, tokens, bytes of content
+_MAGIC = b"llamaspec prefixes 3\n"
+_HEAD = struct.Struct("<iiiq")  # parent or -1, whether it is whole, tokens, bytes of content
 
 Tell = Callable[[str], None]  # receives a remark for the person
 
@@ -58,16 +58,12 @@ class PrefixFolder:
             )
 
     def load(self, models: Sequence[LlamaModel], tell: Tell) -> None:
-        """Put what is saved of some models into their KV caches, which are empty."""
+        """Put what is saved of some models into their store, which is empty."""
         n_tokens = 0
         for model in models:
-            cache, path = model.prefix_cache, self.file_of(model)
-            if cache is None:
-                tell(f"prefixes of {model.path.name} are not saved: its memory cannot be copied")
-                continue
+            path = self.file_of(model)
             try:
-                _read_prefixes(path, path.stem, cache)
-                n_tokens += cache.n_used
+                n_tokens += _read_nodes(path, path.stem, *model.stored)
             except FileNotFoundError:
                 pass
             except (OSError, DamagedError) as error:
@@ -78,12 +74,12 @@ class PrefixFolder:
             tell(f"{n_tokens} tokens of prefixes were loaded")
 
     def save(self, models: Sequence[LlamaModel], tell: Tell) -> None:
-        """Save what the KV caches of some models hold, which are empty afterwards; oldest files go first."""
+        """Save what is known of finished texts; the oldest files go first."""
         room, paths = self.limit, [self.file_of(model) for model in models]
         try:
             for model, path in zip(models, paths, strict=True):
-                if (cache := model.prefix_cache) is not None:
-                    room -= _write_prefixes(path, path.stem, cache.take_out(), room)
+                model.store_finished()
+                room -= _write_nodes(path, path.stem, *model.stored, room)
             others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in paths]
             for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
                 room -= path.lstat().st_size
@@ -103,35 +99,33 @@ class PrefixFolder:
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
 
 
-def _write_prefixes(path: Path, key: str, copied: Iterator[CopiedSequence], limit: int) -> int:
-    """Write prefixes as long as the file has at most `limit` bytes; how many it has. May raise OSError."""
-    places: dict[int, int] = {}  # of sequences, by their numbers
+def _write_nodes(path: Path, key: str, store: PrefixStore, owner: Hashable, limit: int) -> int:
+    """Write nodes as long as the file has at most `limit` bytes; how many it has. May raise OSError."""
+    places = {store.root(owner): -1}
     if path.is_symlink():
         path.unlink()  # not ours, and a link would stay one
     with replacing(path, private=True) as file:
         file.write(_MAGIC)
         digest = _digest(b"", key.encode())
-        for each in copied:
-            trunk = -1 if each.trunk is None else places.get(each.trunk.number)
-            if each.content is None or trunk is None:
-                continue
-            tokens = each.sequence.tokens[: each.n].tobytes()
-            head = _HEAD.pack(trunk, each.n_shared, each.n, len(each.content))
-            if file.tell() + len(head) + len(tokens) + len(each.content) + len(digest) > limit:
+        for node in store.nodes(owner):
+            assert node.parent is not None
+            tokens, content = node.tokens.tobytes(), node.content.data
+            head = _HEAD.pack(places[node.parent], node.is_whole, len(node.tokens), len(content))
+            if file.tell() + len(head) + len(tokens) + len(content) + len(digest) > limit:
                 break
-            digest = _digest(digest, head, tokens, each.content.data)
-            for part in (head, tokens, each.content.data, digest):
+            digest = _digest(digest, head, tokens, content)
+            for part in (head, tokens, content, digest):
                 file.write(part)
-            places[each.sequence.number] = len(places)
+            places[node] = len(places) - 1
         return file.tell()
 
 
-def _read_prefixes(path: Path, key: str, cache: KVCache) -> None:
-    """Put the prefixes of a file into an empty cache, each once it is known to be what was written for `key`.
+def _read_nodes(path: Path, key: str, store: PrefixStore, owner: Hashable) -> int:
+    """Put the nodes of a file into a store, each once it is known to be what was written for `key`.
 
-    A prefix whose trunk found no room has none. Raises OSError or DamagedError.
+    Stops where the store is full. Returns the number of tokens. Raises OSError or DamagedError.
     """
-    held: list[CachedSequence | None] = []
+    nodes, n_tokens = [store.root(owner)], 0
     with open(path, "rb", opener=_open_private) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise DamagedError
@@ -141,17 +135,21 @@ def _read_prefixes(path: Path, key: str, cache: KVCache) -> None:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
                 raise DamagedError
-            trunk, n_shared, n, n_bytes = _HEAD.unpack(head)
+            parent, is_whole, n, n_bytes = _HEAD.unpack(head)
             n_left -= _HEAD.size + 4 * n + n_bytes + len(digest)
-            if min(n, n_bytes, n_left) < 0:
+            if min(n - 1, n_bytes, n_left) < 0:
                 raise DamagedError
             tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
             digest = _digest(digest, head, tokens.data, content.data)
-            if file.read(len(digest)) != digest or not -1 <= trunk < len(held):
+            if file.read(len(digest)) != digest or not -1 <= parent < len(nodes) - 1:
                 raise DamagedError
-            base = held[trunk] if trunk >= 0 else None
-            fits = trunk < 0 or base is not None
-            held.append(cache.put_in(tokens.view(np.int32), content, base, n_shared) if fits else None)
+            node = Node(nodes[parent + 1], tokens.view(np.int32), content, is_whole=bool(is_whole))
+            if store.n_bytes + node.n_bytes > store.limit:
+                break
+            store.add(node)
+            nodes.append(node)
+            n_tokens += n
+    return n_tokens
 
 
 def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:

@@ -3,20 +3,23 @@
 Every token overwrites a state, so llama.cpp cannot forget a part of it. It goes back to an earlier state that
 llama.cpp kept itself (`n_rs_seq`; right only within the last evaluation, though llama.cpp allows more), or to
 a checkpoint copied before an evaluation; the tokens since then are read again. Keys and values of a hybrid
-are cut as always. Rows cannot share such a memory, so every row has a context of its own.
+are cut as always. Rows cannot share such a memory, so every row has a context of its own. When another text
+takes the context, the state of the text before it goes to the store, with its checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Bytes, CachedSequence, as_pointer
-from llamaspec.llama.kv_cache import Prepared
+from llamaspec.llama.cells import as_pointer
+from llamaspec.llama.kv_cache import WORTH_COPYING, Prepared
+from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
+from llamaspec.llama.sequences import CachedSequence
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # checkpoints
@@ -25,22 +28,19 @@ SEQUENCE = 0  # llama.cpp's seq_id
 _FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
-class Checkpoint(NamedTuple):
-    """The state after the first `n` tokens."""
-
-    n: int
-    state: Bytes
-
-
 class RecurrentCache:
     """What a context with recurrent states holds, for one row at a time; the methods are the KV cache's.
 
-    `size` is the longest text, in tokens; `can_restore` says whether llama.cpp can put a checkpoint back.
+    `size` is the longest text, in tokens; `can_restore` says whether llama.cpp can put a state back.
     """
 
-    def __init__(self, context: Any, size: int, *, can_restore: bool) -> None:
+    def __init__(
+        self, context: Any, size: int, *, can_restore: bool, store: PrefixStore, owner: Hashable
+    ) -> None:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
+        self._store, self._owner = store, owner
+        self._row: int | None = None
         self._can_restore = can_restore
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
@@ -55,10 +55,14 @@ class RecurrentCache:
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the row; answers how many of its tokens are cached."""
-        ((_, request, _),) = batch
+        ((row, request, _),) = batch
         if request.n_tokens > self.size:
             return [ContextFullError(f"the context of {self.size} tokens is full")]
-        n_shared, n_before = self._held.shared(request.tokens), len(request.tokens) - request.n_logits
+        n_before = len(request.tokens) - request.n_logits
+        if row != self._row:
+            self._begin(request.tokens[:n_before])
+            self._row = row
+        n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
             return [n_shared]  # and keep what follows: it may be wanted next
         return [self._cut(min(n_shared, n_before))]
@@ -86,6 +90,10 @@ class RecurrentCache:
         n = self._held.shared(tokens)
         return n if self._can_cut(self._held.n, n) else self._nearest(n)
 
+    def n_known(self, tokens: TokenArray) -> int:
+        """How many of the first of some tokens need not be evaluated again."""
+        return max(self.shared(tokens), self._store.find(self._owner, tokens).n)
+
     def begin(self, n_scored: int) -> None:
         """An evaluation starts that scores so many positions: copy the state if it may be wanted again."""
         n, verifies = self._held.n, n_scored - 1 > self._n_states_back
@@ -101,7 +109,8 @@ class RecurrentCache:
         self._is_settled = True
 
     def release(self, row: int) -> None:
-        """The row has ended; its text stays, for a row that begins alike."""
+        """The row has ended; its text stays until another begins."""
+        self._row = None
         self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:
@@ -109,6 +118,44 @@ class RecurrentCache:
         self._held.n, self._n_last, self._is_settled = 0, 0, False  # first, as in `_cut`
         self._checkpoints = []
         lib.llama_memory_clear(self._memory, True)
+        self._is_settled = True
+
+    def clear(self) -> None:
+        """Forget everything, what is in the store included."""
+        self.forget()
+        self._store.clear(self._owner)
+
+    def store_finished(self) -> None:
+        """Copy to the store what is held."""
+        held = self._held
+        if not (self._can_restore and self._is_settled and held.n >= WORTH_COPYING and self._store.limit):
+            return
+        state = np.empty(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, 0), dtype=np.uint8)
+        n = lib.llama_state_seq_get_data_ext(self._context, as_pointer(state), len(state), SEQUENCE, 0)
+        if n == len(state):
+            self._store.put_whole(self._owner, held.tokens[: held.n], state, tuple(self._checkpoints))
+
+    def _begin(self, tokens: TokenArray) -> None:
+        """Another text takes this context: store what it would lose, and copy back what is known of it."""
+        n, found = self.shared(tokens), self._store.find(self._owner, tokens)
+        is_better = found.n >= n + WORTH_COPYING
+        if is_better or self._held.n >= n + WORTH_COPYING:
+            self.store_finished()
+        if is_better:
+            self._store.touch(found)
+            self._put_back(found.nodes[-1])
+
+    def _put_back(self, node: Node) -> None:
+        """Hold a stored text."""
+        self.forget()
+        self._is_settled = False
+        pointer = as_pointer(node.content)
+        size = len(node.content)
+        if lib.llama_state_seq_set_data_ext(self._context, pointer, size, SEQUENCE, 0) != size:
+            self.forget()
+            return
+        self._held.append(node.tokens, np.zeros(len(node.tokens), dtype=np.int32))
+        self._checkpoints = list(node.checkpoints)
         self._is_settled = True
 
     def _cut(self, n: int) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.llama.cells import CachedSequence, CellTable
+from llamaspec.llama.cells import CellTable
+from llamaspec.llama.sequences import CachedSequence
 from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray
 
 

@@ -11,9 +11,8 @@ from collections import deque
 
 import numpy as np
 
-from llamaspec.llama.cells import shared
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import TokenArray
+from llamaspec.values import TokenArray, n_common
 
 N_PROMPTS = 16  # that are remembered
 N_LOST = 128  # tokens that must be read again to be worth a line
@@ -31,7 +30,7 @@ class PrefixWatch:
 
     def compare(self, prompt: TokenArray) -> str | None:
         """Remember a prompt; where it goes on from an earlier one but begins otherwise, say what differs."""
-        n_shared = [shared(each, prompt) for each in self._prompts]
+        n_shared = [n_common(each, prompt) for each in self._prompts]
         n = max(n_shared, default=len(prompt))
         before = self._prompts[n_shared.index(n)] if n_shared else prompt
         self._prompts.appendleft(prompt)

@@ -1,0 +1,121 @@
+"""The store of finished texts: what is found again, what a text adds, and what is dropped at the limit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forward_requests import text
+from llamaspec.llama.prefix_store import Checkpoint, Found, PrefixStore
+from llamaspec.llama.sequences import Bytes
+from llamaspec.values import TokenArray, n_common
+
+OWNER, LARGE, BLOCK = "target", 1 << 20, 16
+
+
+class Copied:
+    """Stands for the cells: remembers which positions were copied."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+
+    def __call__(self, start: int, end: int) -> Bytes | None:
+        self.spans.append((start, end))
+        return np.zeros(10 * (end - start), dtype=np.uint8)
+
+
+def put(store: PrefixStore, tokens: TokenArray, owner: str = OWNER) -> list[tuple[int, int]]:
+    copied = Copied()
+    store.put(owner, tokens, BLOCK, copied)
+    return copied.spans
+
+
+def found_tokens(found: Found) -> TokenArray:
+    return np.concatenate([np.empty(0, dtype=np.int32), *(node.tokens for node in found.nodes)])[: found.n]
+
+
+def test_a_growing_conversation_adds_only_what_is_new() -> None:
+    store = PrefixStore(LARGE)
+    assert put(store, text(40)) == [(0, 16), (16, 32), (32, 40)]
+    assert put(store, text(60)) == [(40, 56), (56, 60)]
+    assert put(store, text(50)) == []
+    assert store.n_bytes == 14 * 60
+
+
+def test_a_common_beginning_is_stored_once() -> None:
+    store = PrefixStore(LARGE)
+    put(store, text(40))
+    other = np.append(text(34), text(10, 1))
+    assert put(store, other) == [(32, 44)]  # the block in which they part
+    assert store.find(OWNER, text(41)).n == 40
+    assert store.find(OWNER, other).n == 44
+
+
+def test_another_owner_finds_nothing() -> None:
+    store = PrefixStore(LARGE)
+    put(store, text(40))
+    assert store.find("draft", text(40)) == Found()
+    store.clear("draft")
+    assert store.find(OWNER, text(40)).n == 40
+    store.clear(OWNER)
+    assert (store.find(OWNER, text(40)).n, store.n_bytes) == (0, 0)
+
+
+def test_the_longest_beginning_is_found_behind_a_shorter_node() -> None:
+    """A turn ended at 10 tokens and went on from there; another text has 16 of its own first block."""
+    store, tokens = PrefixStore(LARGE), text(60)
+    put(store, tokens[:10])
+    put(store, tokens)
+    put(store, np.append(tokens[:14], text(20, 1)))
+    assert store.find(OWNER, tokens).n == 60
+
+
+def test_at_the_limit_the_least_recently_used_leaves_go() -> None:
+    store = PrefixStore(14 * 100)
+    for seed in (1, 2, 3):
+        put(store, text(32, seed))
+    store.touch(store.find(OWNER, text(32, 1)))
+    put(store, text(16, 4))
+    assert [store.find(OWNER, text(32, seed)).n for seed in (1, 2, 3, 4)] == [32, 16, 32, 16]
+    assert store.n_bytes <= store.limit
+
+
+def test_a_text_larger_than_the_store_leaves_its_beginning() -> None:
+    store = PrefixStore(14 * 40)
+    put(store, text(100))
+    assert store.find(OWNER, text(100)).n == 32
+    assert put(PrefixStore(0), text(100)) == []
+
+
+def test_a_copy_that_fails_ends_the_text_there() -> None:
+    store = PrefixStore(LARGE)
+    store.put(OWNER, text(40), BLOCK, lambda start, end: None if start else np.zeros(1, dtype=np.uint8))
+    assert store.find(OWNER, text(40)).n == 16
+
+
+def test_a_whole_text_serves_at_its_end_and_at_its_checkpoints() -> None:
+    """Where layers keep states, they cannot be cut anywhere else."""
+    store, state = PrefixStore(LARGE), np.zeros(8, dtype=np.uint8)
+    store.put_whole(OWNER, text(40), state, (Checkpoint(24, state), Checkpoint(12, state)))
+    assert [store.find(OWNER, text(n)).n for n in (11, 12, 30, 40, 50)] == [0, 12, 24, 40, 40]
+    store.put_whole(OWNER, text(50), state)  # in place of what it goes on from
+    assert [store.find(OWNER, text(n)).n for n in (40, 50)] == [0, 50]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_texts_against_a_list(seed: int) -> None:
+    rng, store, known = np.random.default_rng(seed), PrefixStore(LARGE), list[TokenArray]()
+    for _ in range(200):
+        base = known[int(rng.integers(len(known)))] if known and rng.random() < 0.8 else text(0)
+        cut = base[: int(rng.integers(len(base) + 1))]
+        tokens = np.append(cut, rng.integers(0, 2, int(rng.integers(1, 40)), dtype=np.int32)).astype(np.int32)
+        found = store.find(OWNER, tokens)
+        assert found.n == max([n_common(tokens, each) for each in known], default=0)
+        assert np.array_equal(found_tokens(found), tokens[: found.n])
+        if rng.random() < 0.7:
+            put(store, tokens)
+            known.append(tokens)
+    order = store.nodes(OWNER)
+    places = {node: i for i, node in enumerate(order)}
+    assert all(node.parent not in places or places[node.parent] < places[node] for node in order)
+    assert store.n_bytes == sum(node.n_bytes for node in order)
