@@ -10,6 +10,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -165,27 +166,31 @@ class Pair:
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
-        if drafter is None:
-            drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
-            expected = NO_TOKENS
-            if prediction is not None and len(prediction):
-                expected = self._tokens(prediction, add_special=False)
-            drafter = self._drafters.make(drawing, length, expected)
-        speculation = Speculation(
-            drafter=drafter,
-            length=length,
-            rule=RULES[rule],
-            sampling=sampling,
-            streams=streams,
-            context_size=self.target.context_size,
-            max_scored=self.target.max_scored,
-            constraint=row_constraint,
-            n_logprobs=logprobs,
-        )
-        request = GenerationRequest(
-            tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
-        )
+        with ExitStack() as begun:  # what has begun for a text that is refused ends
+            length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
+            begun.callback(length.close)
+            if drafter is None:
+                drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
+                expected = NO_TOKENS
+                if prediction is not None and len(prediction):
+                    expected = self._tokens(prediction, add_special=False)
+                drafter = self._drafters.make(drawing, length, expected)
+            speculation = Speculation(
+                drafter=drafter,
+                length=length,
+                rule=RULES[rule],
+                sampling=sampling,
+                streams=streams,
+                context_size=self.target.context_size,
+                max_scored=self.target.max_scored,
+                constraint=row_constraint,
+                n_logprobs=logprobs,
+            )
+            begun.callback(speculation.close)
+            request = GenerationRequest(
+                tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
+            )
+            begun.pop_all()
         return TextStream(request, self._thread, on_prefill, is_interactive=is_interactive)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:

@@ -6,18 +6,29 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
 
 from forward_requests import request, text
-from llamaspec import FixedLength, LlamaModel, ModelFileError, ModelOptions, Pair, open_pair
+from llamaspec import (
+    AutoLength,
+    FixedLength,
+    LlamaModel,
+    ModelFileError,
+    ModelOptions,
+    Pair,
+    PromptError,
+    open_pair,
+)
 from llamaspec.engine.stream import TextStream
 from model_store import ModelStore, OpenModel
-from tiny_models import write_bert
+from tiny_models import Recipe, write_bert
 
 CPU = ModelOptions(threads=1)
+CONTEXT = 64  # tokens
 
 
 @pytest.fixture
@@ -148,3 +159,27 @@ def test_logits_taken_before_closing_stay_readable(opened: OpenModel, freed: lis
     del part
     gc.collect()
     assert freed == ALL
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"prompt": np.ones(CONTEXT, dtype=np.int32)},
+        {"max_tokens": 0},
+        {"stops": ("x", "")},
+        {"prediction": "\ud800"},
+    ],
+)
+def test_a_refused_text_leaves_nothing_in_a_policy(refused: dict[str, Any], store: ModelStore) -> None:
+    """It stayed a text of its length policy for ever, so later ones were believed to have company: their
+    copies were kept short.
+    """
+    files = [store.path("llama", Recipe().draft(noise)) for noise in (0.1, 0.2)]
+    options = ModelOptions(n_ctx=CONTEXT, threads=1)
+    with open_pair(store.path("llama"), files, target_options=options, draft_options=options) as pair:
+        lengths = [AutoLength(), *(level.length for level in pair.cascade)]
+        with pytest.raises((PromptError, ValueError)):
+            pair.stream(**{"prompt": "the end", "policy": lengths[0], **refused})
+        for length in lengths:
+            assert isinstance(length, AutoLength)
+            assert length.sequences == []

@@ -74,6 +74,7 @@ def stream(
     vocabulary: Letters | None = None,
     stops: Sequence[str] = (),
     spelled: Mapping[int, bytes] | None = None,
+    n_logprobs: int | None = None,
     **settings: object,
 ) -> TextStream:
     """A text; by default the draft model drafts, if there is one."""
@@ -82,7 +83,7 @@ def stream(
         drafter = model_drafter(models[DRAFT], seed) if DRAFT in models else CountingUp(model.vocabulary_size)
     speculation = Speculation(
         drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
-        model.context_size, model.max_scored,
+        model.context_size, model.max_scored, n_logprobs=n_logprobs,
     )  # fmt: skip
     plan = GenerationRequest(
         tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {}

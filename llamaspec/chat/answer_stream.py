@@ -29,6 +29,7 @@ class AnswerPart:
 
     deltas: tuple[Delta, ...]
     piece: Piece | None  # None where it was no token: thinking was ended, or the answer
+    cut: str = ""  # what ended thinking
 
 
 class AnswerStream:
@@ -129,6 +130,8 @@ class AnswerStream:
             self._is_over = True
             is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
             return AnswerPart(tuple(self._parser.finish(is_cut=is_cut)), None)
+        if self._before is not None:
+            piece = piece._replace(begin=len(self._before.text) + piece.begin)
         self.n_thought += self._parser.is_thinking
         return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
 
@@ -141,7 +144,7 @@ class AnswerStream:
         self._budget = None
         if not self._end_thinking(reasoning.cut):
             return None
-        return AnswerPart(tuple(self._parser.feed(reasoning.cut)), None)
+        return AnswerPart(tuple(self._parser.feed(reasoning.cut)), None, reasoning.cut)
 
     def _end_thinking(self, cut: str) -> bool:
         """Go on behind the closing mark; whether there is room."""

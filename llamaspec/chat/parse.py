@@ -13,7 +13,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from llamaspec.chat.escaping import Json
@@ -38,6 +38,7 @@ class ContentDelta:
     """More of the answer's text."""
 
     text: str
+    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters fed, up to its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ReasoningDelta:
     """More of what the model thinks."""
 
     text: str
+    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # as of content
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class _Incoming:
 
     def __init__(self) -> None:
         self.text = ""
+        self.n_fed = 0  # characters of the answer up to now
         self.is_complete = False  # nothing follows
         self.is_cut = False  # nothing follows, but something should
 
@@ -196,13 +199,14 @@ class AnswerParser:
         self._incoming = _Incoming()
         self._n_calls = 0  # that have begun
         self._deltas: list[Delta] = []
-        self._space = ""  # at the end of the text so far
+        self._space, self._space_end = "", 0  # at the end of the text so far
         self._is_at_start = False  # of a text whose empty lines are not part of it
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Delta]:
         """What a piece of text makes certain."""
         self._incoming.text += text
+        self._incoming.n_fed += len(text)
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
@@ -213,7 +217,7 @@ class AnswerParser:
         self._incoming.is_complete, self._incoming.is_cut = True, is_cut
         deltas = self._advance()
         if self._space and not self._n_calls:
-            deltas.append(ContentDelta(self._space))
+            deltas.append(ContentDelta(self._space, end=self._space_end))
         self._space = ""
         return deltas
 
@@ -236,15 +240,20 @@ class AnswerParser:
         if not text:
             return
         self._is_at_start = False
+        text_end = self._incoming.n_fed - len(self._incoming.text)
+        if self._space and text_end - len(text) != self._space_end:  # a mark lies between
+            self._deltas.append(kind(self._space, end=self._space_end))
+            self._space = ""
         text = self._space + text
         may_be_dropped = kind is ReasoningDelta or (self.answer_format.calls is not None and self._schemas)
         end = max(len(text.rstrip()), len(text) - _MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
+        self._space_end, text_end = text_end, text_end - len(self._space)
         last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, kind):
-            self._deltas[-1] = kind(last.text + text)
+        if isinstance(last, kind) and last.end + len(text) == text_end:
+            self._deltas[-1] = kind(last.text + text, end=text_end)
         elif text:
-            self._deltas.append(kind(text))
+            self._deltas.append(kind(text, end=text_end))
 
     def _begin_text(self) -> None:
         """What came before is complete; empty lines around it are part of no text."""

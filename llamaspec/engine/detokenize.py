@@ -38,16 +38,19 @@ class TextAssembler:
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held: deque[Span] = deque()  # text that may be the beginning of a stop string
+        self.n_characters = 0  # that are complete; with those held back
         self.stopped = False  # a stop string came
 
     def add(self, piece: bytes, drafted: bool) -> list[Span]:
         """The text that has become certain through one more token."""
-        return self._release(self._decoder.decode(piece), drafted)
+        text = self._decoder.decode(piece)
+        self.n_characters += len(text)
+        return self._release(text, drafted)
 
     def finish(self) -> list[Span]:
         """What was held back, when no token follows; an incomplete character becomes U+FFFD."""
         spans = self._release(self._decoder.decode(b"", final=True), drafted=False)
-        return spans if self.stopped else spans + self._take(sum(len(span.text) for span in self._held))
+        return spans if self.stopped else [*spans, *self._held]
 
     def _release(self, text: str, drafted: bool) -> list[Span]:
         if self.stopped or not text:
@@ -59,8 +62,8 @@ class TextAssembler:
         found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.stopped = True
-            return self._take(min(found))
-        return self._take(len(held) - self._possible_beginning(held))
+            return take_characters(self._held, min(found))
+        return take_characters(self._held, len(held) - self._possible_beginning(held))
 
     def _possible_beginning(self, held: str) -> int:
         """Length of the longest end of `held` that begins a stop string."""
@@ -70,14 +73,15 @@ class TextAssembler:
                 return n
         return 0
 
-    def _take(self, n_characters: int) -> list[Span]:
-        """Move the first characters out of what is held back."""
-        taken: list[Span] = []
-        while n_characters > 0:
-            span = self._held.popleft()
-            if len(span.text) > n_characters:
-                self._held.appendleft(Span(span.text[n_characters:], span.drafted))
-                span = Span(span.text[:n_characters], span.drafted)
-            taken.append(span)
-            n_characters -= len(span.text)
-        return taken
+
+def take_characters(spans: deque[Span], n: int) -> list[Span]:
+    """Remove the first `n` characters, or all if there are fewer."""
+    taken: list[Span] = []
+    while n > 0 and spans:
+        span = spans.popleft()
+        if len(span.text) > n:
+            spans.appendleft(Span(span.text[n:], span.drafted))
+            span = Span(span.text[:n], span.drafted)
+        taken.append(span)
+        n -= len(span.text)
+    return taken

@@ -43,6 +43,7 @@ class Piece(NamedTuple):
     token: int
     spans: tuple[Span, ...]  # the same text, split by where it came from
     logprobs: Logprobs | None = None  # of the token, where they are wanted
+    begin: int = 0  # where the token's own text begins, which may come later: characters before it
 
     @property
     def drafted(self) -> bool:
@@ -232,7 +233,7 @@ class _Writer:
         self._spelled = request.spelled
         self._constraint = request.speculation.constraint
         self._generated: list[int] = []
-        self._last_token = int(request.prompt[-1])
+        self._last = Piece("", int(request.prompt[-1]), ())
         self.reason: StopReason | None = None  # the text has ended
 
     def keep(self, round_: Round) -> Written:
@@ -240,19 +241,20 @@ class _Writer:
         pieces: list[Piece] = []
         logprobs = round_.logprobs or itertools.repeat(None)
         for i, (token, of_token) in enumerate(zip(round_.tokens.tolist(), logprobs, strict=False)):
-            self._last_token = token
+            begin = self._text.n_characters
             if self._vocabulary.is_end(token):
                 self.reason = StopReason.END if self._is_complete() else StopReason.CONSTRAINT
-                pieces.append(Piece("", token, (), of_token))
+                pieces.append(Piece("", token, (), of_token, begin))
                 break
             if self._constraint is not None:
                 self._generated.append(token)
             piece = self._spelled.get(token) or self._vocabulary.piece(token)
             spans = self._text.add(piece, drafted=i < round_.n_accepted)
-            pieces.append(_piece(spans, token, of_token))
+            pieces.append(Piece(_text_of(spans), token, tuple(spans), of_token, begin))
             if self._text.stopped:
                 self.reason = StopReason.STOP
                 break
+        self._last = pieces[-1]
         return Written(round_, tuple(pieces))
 
     def _is_complete(self) -> bool:
@@ -262,8 +264,9 @@ class _Writer:
     def rest(self) -> tuple[Piece, ...]:
         """What was held back."""
         spans = self._text.finish()
-        return (_piece(spans, self._last_token),) if spans else ()
+        rest = self._last._replace(text=_text_of(spans), spans=tuple(spans), logprobs=None)
+        return (rest,) if spans else ()
 
 
-def _piece(spans: Sequence[Span], token: int, logprobs: Logprobs | None = None) -> Piece:
-    return Piece("".join([span.text for span in spans]), token, tuple(spans), logprobs)
+def _text_of(spans: Sequence[Span]) -> str:
+    return "".join([span.text for span in spans])

@@ -117,6 +117,11 @@ class Costs:
         )
 
     @property
+    def widest_allowed(self) -> int:
+        """The widest evaluation that is allowed."""
+        return WIDEST if self._allowed is None else max(self._allowed)
+
+    @property
     def knows_step(self) -> bool:
         """Whether a draft step was timed, or probed."""
         return self._step.n > 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -254,9 +253,10 @@ class AutoSequence:
 
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all texts together."""
-        if self._checks and n_positions <= len(self._policy.running()):
+        policy = self._policy
+        if self._checks and n_positions <= len(policy.running()) and policy.costs.allows(n_positions):
             return n_positions  # not padded, to be timed
-        return self._policy.costs.padded_width(n_positions)
+        return policy.costs.padded_width(n_positions)
 
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs."""
@@ -327,7 +327,8 @@ class AutoSequence:
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
         reading.n_to_read = 0
         others = [sequence for sequence in policy.running() if sequence is not self]
-        n_sequences, n_drafting = 1 + len(others), 1 + sum(sequence.is_drafting for sequence in others)
+        n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
+        n_drafting = min(1 + sum(sequence.is_drafting for sequence in others), n_sequences)
         # Texts that draft take as many each: where the curve has steps, one position never pays for all.
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
@@ -340,7 +341,7 @@ class AutoSequence:
             seconds = seconds[: max(n_short, CHUNK) + 1]
         self._prices, self._copy_prices = np.zeros(1), np.zeros(1)
         self._step, self._plain = costs.step_seconds / n_drafting, float(seconds[0]) / n_sequences
-        if sum(average.n for average in costs.averages.values()) < TIMED or self._plain == inf:
+        if sum(average.n for average in costs.averages.values()) < TIMED:
             return
         self._copy_prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
         self._prices = self._copy_prices[: n + 1]

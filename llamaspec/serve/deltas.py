@@ -1,11 +1,13 @@
 """What a sequence writes, as deltas that every API puts into its own form; and the figures of an answer.
 
 A delta is content, reasoning, or a tool call; content carries the log-probabilities of its tokens and which
-of it was drafted. tests/serve/test_figures.py.
+of it was drafted. A token comes with the first content that has text of it; where none has, it is not told.
+tests/serve/test_deltas.py.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, message_of
 from llamaspec.chat.template import Message
-from llamaspec.engine.detokenize import Span
+from llamaspec.engine.detokenize import Span, take_characters
 from llamaspec.engine.statistics import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
@@ -29,6 +31,7 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprobs: Logprobs
+    begin: int = 0  # characters of the answer before its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +75,23 @@ class DeltaBuilder:
     """Turns the parts of one answer into deltas."""
 
     def __init__(self) -> None:
-        self._tokens: list[TokenLogprobs] = []  # whose text is not out yet
-        self._spans: list[Span] = []  # text that is not out yet
+        self._tokens: deque[TokenLogprobs] = deque()  # whose text has not come
+        self._spans: deque[Span] = deque()  # text that is in no delta yet
+        self._begin = 0  # characters of the answer before that
 
     def add(self, parts: Iterable[AnswerPart]) -> list[TextDelta]:
         """The deltas of some parts; content that follows content is joined."""
         deltas: list[TextDelta] = []
         for part in parts:
-            if part.piece is not None:
-                self._spans += part.piece.spans
-                if part.piece.logprobs is not None:
-                    self._tokens.append(TokenLogprobs(part.piece.token, part.piece.logprobs))
+            piece = part.piece
+            self._spans += [Span(part.cut, False)] if piece is None else piece.spans
+            if piece is not None and piece.logprobs is not None:
+                self._tokens.append(TokenLogprobs(piece.token, piece.logprobs, piece.begin))
             for delta in part.deltas:
                 if not isinstance(delta, ContentDelta):
-                    self._tokens, self._spans = [], []  # they belong to this delta
                     deltas.append(delta)
                     continue
-                content, last = self._content(delta.text), deltas[-1] if deltas else None
+                content, last = self._content(delta), deltas[-1] if deltas else None
                 if isinstance(last, Content):
                     spans = _merged((*last.spans, *content.spans))
                     deltas[-1] = Content(last.text + content.text, spans, last.logprobs + content.logprobs)
@@ -96,20 +99,24 @@ class DeltaBuilder:
                     deltas.append(content)
         return deltas
 
-    def _content(self, text: str) -> Content:
-        """Content with the spans that make up its text; the parser may have held it back, or stripped it."""
-        tokens, self._tokens = tuple(self._tokens), []
-        begin = "".join(span.text for span in self._spans).rfind(text)
-        if begin < 0:  # not as the model wrote it
-            return Content(text, (Span(text, False),), tokens)
-        spans, rest, at = list[Span](), list[Span](), 0
-        for span in self._spans:
-            first, last = max(0, begin - at), max(0, begin + len(text) - at)
-            spans.append(Span(span.text[first:last], span.drafted))
-            rest.append(Span(span.text[last:], span.drafted))
-            at += len(span.text)
-        self._spans = [span for span in rest if span.text]
-        return Content(text, _merged(spans), tokens)
+    def _content(self, delta: ContentDelta) -> Content:
+        """Content with its spans and tokens; passes over the marks, thoughts and calls before it."""
+        begin = delta.end - len(delta.text)
+        take_characters(self._spans, begin - self._begin)
+        spans = take_characters(self._spans, len(delta.text))
+        self._begin = delta.end
+        return Content(delta.text, _merged(spans), self._tokens_of(begin, delta.end))
+
+    def _tokens_of(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Remove the tokens that begin before `end`: those with text behind `begin`."""
+        found: list[TokenLogprobs] = []
+        while self._tokens and self._tokens[0].begin < end:
+            token = self._tokens.popleft()
+            # A part of a character counts as the character.
+            token_end = max(self._tokens[0].begin, token.begin + 1) if self._tokens else end
+            if token_end > begin:
+                found.append(token)
+        return tuple(found)
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -153,7 +160,7 @@ async def answers_of(deltas: Deltas, n: int) -> Sequence[Answer]:
 def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -> list[dict[str, Any]]:
     """In the form of OpenAI's chat and responses APIs; control tokens are left out."""
     told: list[dict[str, Any]] = []
-    for token, (logprob, top) in tokens:
+    for token, (logprob, top), _ in tokens:
         if vocabulary.piece(token):
             tops = [_token(*each, vocabulary) for each in top]
             told.append({**_token(token, logprob, vocabulary), "top_logprobs": tops})

@@ -184,7 +184,6 @@ class ChatForm(Form):
         self._head = {"id": head_id, "created": created, "model": model, "seed": seed}
         self._ends: dict[int, Finished] = {}
         self._n_calls: Counter[int] = Counter()  # of each choice
-        self._n_characters: Counter[int] = Counter()
 
     def whole(self, answers: Sequence[deltas.Answer]) -> dict[str, Any]:
         """The response object."""
@@ -287,7 +286,6 @@ class CompletionForm(ChatForm):
     def _part(self, i: int, delta: deltas.TextDelta) -> dict[str, Any]:
         assert isinstance(delta, deltas.Content)  # a text has neither reasoning nor calls
         logprobs = self._logprobs(i, delta.logprobs)
-        self._n_characters[i] += len(delta.text)
         return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
 
     def _nothing(self, i: int) -> dict[str, Any]:
@@ -300,8 +298,8 @@ class CompletionForm(ChatForm):
         """By columns; offsets count the characters of the choice."""
         if not self._with_logprobs:
             return None
-        told, offset = deltas.logprob_list(tokens, self._vocabulary), self._n_characters[i]
-        offsets = [offset + sum(len(before["token"]) for before in told[:n]) for n in range(len(told))]
+        told = deltas.logprob_list(tokens, self._vocabulary)
+        offsets = [each.begin for each in tokens if self._vocabulary.piece(each.token)]
         tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
         names, logprobs = [each["token"] for each in told], [each["logprob"] for each in told]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

@@ -21,6 +21,7 @@ from llamaspec.chat.parse import (
     CallDelta,
     ContentDelta,
     Delta,
+    ReasoningDelta,
     message_of,
 )
 from llamaspec.chat.template import Message, ToolCall
@@ -259,6 +260,17 @@ def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataO
     thinks = any(mark in text for mark in ("think>", "THINK]", "<|"))
     if not thinks and not any(isinstance(delta, CallDelta) for delta in whole):
         assert message_of(whole).text == text
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.booleans())
+def test_text_is_where_it_says_it_was_written(name: str, fragments: list[str], is_cut: bool) -> None:
+    parser, text, end = AnswerParser(FORMATS[name], TOOLS), "".join(fragments), 0
+    for delta in [*(d for piece in fragments for d in parser.feed(piece)), *parser.finish(is_cut=is_cut)]:
+        if isinstance(delta, ContentDelta | ReasoningDelta):
+            assert end + len(delta.text) <= delta.end
+            end = delta.end
+            assert text[:end].endswith(delta.text)
 
 
 @pytest.mark.parametrize(

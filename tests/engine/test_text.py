@@ -72,6 +72,13 @@ def test_spans_keep_where_the_text_came_from() -> None:
     assert text.add(b"-", drafted=True) == [Span("x", True), Span("y", False), Span("-", True)]
 
 
+@pytest.mark.parametrize(("part", "n"), [(b"ax", 2), (EURO[:1], 0), (EURO, 1), (b"\xff", 1)])
+def test_characters_count_once_they_are_complete(part: bytes, n: int) -> None:
+    text = TextAssembler(["xyz"])  # whether they are held back or not
+    text.add(part, drafted=True)
+    assert text.n_characters == n
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         TextAssembler([""])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp, log
+from math import exp, isfinite, log
 
 import numpy as np
 import pytest
@@ -269,6 +269,46 @@ def test_only_allowed_widths_are_evaluated() -> None:
     assert set(policy.costs.n_timed) == {1, 4}
     assert max(ran.lengths) == 3
     assert ran.to_plain < 0.5
+
+
+@pytest.mark.parametrize("widths", [{1}, {1, 3}, {1, 2, 4, 8}])
+def test_more_texts_than_may_be_evaluated_together(widths: set[int]) -> None:
+    """No width for all was infinitely dear, and infinite seconds were subtracted from each other."""
+    on = machine("flat", jitter=0.0, spikes=0.0)
+    policy, groups = AutoLength(on.curve(), widths), set[tuple[int, int]]()
+    rows = [policy.start_sequence(drops=True) for _ in range(6)]
+    for row in rows:
+        row.reads_prompt(400)
+    made = dict.fromkeys(rows, Draft())
+    for evaluation in range(60):
+        for row in rows:
+            while row.wants_more(made[row]):
+                n = len(made[row]) + 1
+                made[row] = Draft(np.zeros(n, np.int32), (), (0.9,) * n)
+        needed = np.cumsum([len(made[row]) + 1 for row in rows]).tolist()
+        fits = [(n + 1, width) for n in range(6) if (width := rows[0].width(needed[n])) is not None]
+        n, width = fits[-1]  # as the scheduler does: as many as there is a width for
+        groups.add((n, width))
+        for row in rows[:n]:
+            seconds = float(on.verify_seconds[width - 1])
+            row.observe(Round(made[row], (), 0, width, n, evaluation, verify_seconds=seconds))
+            assert row.unused is None or isfinite(row.unused.saved_seconds)
+            made[row] = Draft()
+        rows = [*rows[n:], *rows[:n]]
+    assert {width for _, width in groups} <= widths
+    assert (min(6, max(widths)), max(widths)) in groups
+
+
+def test_plain_decoding_is_timed_at_allowed_widths_only() -> None:
+    """Two of three texts were evaluated together, which --exact does not allow, to time them unpadded."""
+    policy, on = AutoLength(machine("flat").curve(), {1, 3, 6}), machine("flat")
+    rows = [policy.start_sequence() for _ in range(3)]
+    for evaluation in range(3):
+        for row in rows:
+            row.observe(Round(Draft(), (), 0, 3, 3, evaluation, verify_seconds=float(on.verify_seconds[2])))
+    policy.plain.n_since = 1000
+    assert not any(row.wants_more(Draft()) for row in rows)
+    assert [rows[0].width(n) for n in (1, 2, 3)] == [1, 3, 3]
 
 
 def test_a_run_begins_with_what_the_last_one_has_learnt() -> None:

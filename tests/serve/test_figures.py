@@ -7,12 +7,8 @@ from dataclasses import replace
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair
-from llamaspec.chat.answer_stream import AnswerPart
-from llamaspec.chat.parse import ContentDelta, ReasoningDelta
-from llamaspec.engine.detokenize import Span
-from llamaspec.engine.generation import Piece
 from llamaspec.serve.bodies import SpeculativeFields
-from llamaspec.serve.deltas import Content, DeltaBuilder, figures, openai_usage
+from llamaspec.serve.deltas import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished, speedup
 from llamaspec.values import Source
@@ -67,38 +63,6 @@ def test_rows_and_draft_tokens_by_rows(demo: Pair, monkeypatch: pytest.MonkeyPat
             until(lambda: server.client.get("/props").json()["rows"]["running"] == 2)
             gate.open()
         until(lambda: not queue.sequences()[0])
-
-
-def part(raw: str, *deltas: ContentDelta | ReasoningDelta, drafted: bool = True) -> AnswerPart:
-    return AnswerPart(deltas, Piece(raw, 1, (Span(raw, drafted),) if raw else ()))
-
-
-def test_spans_of_what_a_parser_held_back() -> None:
-    """Marks and thoughts are not among them."""
-    builder = DeltaBuilder()
-    parts = [
-        part("Hm"),
-        part("m</think>", ReasoningDelta("Hmm")),
-        part("\n\nSo ", drafted=False),
-        part("it", ContentDelta("So it")),
-        part(" is", ContentDelta(" is"), drafted=False),
-    ]
-    told = builder.add(parts)
-    assert isinstance(told[-1], Content)
-    assert told[-1].text == "So it is"
-    assert told[-1].spans == (Span("So ", False), Span("it", True), Span(" is", False))
-
-
-def test_text_that_also_stands_in_a_mark() -> None:
-    (said,) = DeltaBuilder().add([part("</think>", drafted=False), part("t", ContentDelta("t"))])
-    assert isinstance(said, Content)
-    assert said.spans == (Span("t", True),)
-
-
-def test_text_that_the_model_did_not_write_so() -> None:
-    (said,) = DeltaBuilder().add([part("a", ContentDelta("b"))])
-    assert isinstance(said, Content)
-    assert said.spans == (Span("b", False),)
 
 
 ALONE = a_round((1, 2, 3), accepted=2, next_token=4, seconds=(0.25, 1.0, 0.125))

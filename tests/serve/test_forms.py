@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -26,10 +26,11 @@ from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
-from llamaspec.serve.deltas import Content, Delta, Deltas, answers_of
+from llamaspec.serve.deltas import Content, Delta, Deltas, TokenLogprobs, answers_of
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
 from llamaspec.serve.scheduling import Finished, PromptProgress
+from llamaspec.values import Logprobs
 from serving import parse_events
 
 USUAL = StopReason.END
@@ -68,9 +69,9 @@ SAID: dict[str, list[Delta]] = {
 CUT = ("cut", "stuck", "cut call")
 
 
-def of(name: str) -> Deltas:
+def of(said: str | Sequence[Delta]) -> Deltas:
     async def made() -> AsyncIterator[tuple[int, Delta]]:
-        for delta in SAID[name]:
+        for delta in SAID[said] if isinstance(said, str) else said:
             yield 0, delta
 
     return made()
@@ -100,14 +101,16 @@ def always_answering(stream: bytes) -> Iterator[str]:
             thread.join()
 
 
-def forms(make: Callable[[], Any], name: str) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
+def forms(
+    make: Callable[[], Any], said: str | Sequence[Delta]
+) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
     """The object and the events."""
 
     async def events() -> str:
-        return b"".join([part async for part in make().events(of(name))]).decode()
+        return b"".join([part async for part in make().events(of(said))]).decode()
 
     async def whole() -> dict[str, Any]:
-        return json.loads(json.dumps(make().whole(await answers_of(of(name), 1))))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(make().whole(await answers_of(of(said), 1))))  # type: ignore[no-any-return]
 
     return asyncio.run(whole()), parse_events(asyncio.run(events()))
 
@@ -158,6 +161,19 @@ def test_completions(name: str) -> None:
         "prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 2},
     }  # fmt: skip
+
+
+def test_offsets_of_tokens_that_are_parts_of_characters() -> None:
+    """Each part counted as a character: every offset behind a split one was too large."""
+    pieces = {1: b"\xe2\x82", 2: b"\xac", 3: b"b"}
+    vocabulary: Any = SimpleNamespace(piece=pieces.__getitem__)
+    told = [TokenLogprobs(token, Logprobs(-1.0, ()), begin) for token, begin in ((1, 0), (2, 0), (3, 1))]
+    said: list[Delta] = [Content("€", (), tuple(told[:2])), Content("b", (), tuple(told[2:])), end()]
+    body = CompletionBody(prompt="a", logprobs=0)
+    whole, events = forms(lambda: CompletionForm("m", 1, body, vocabulary), said)
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+    offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for _, chunk in events[:-1]]
+    assert offsets == [[0, 0], [1], []]
 
 
 @pytest.mark.parametrize("name", SAID)

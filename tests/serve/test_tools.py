@@ -223,14 +223,13 @@ def test_log_probabilities_beside_tools(talker: Served) -> None:
     """Those of the text; a call has none."""
     asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
     for body in (FORCED, {**FORCED, "tool_choice": "auto", "max_tokens": 12}):
-        chunks = [data["choices"][0] for _, data in talker.events(CHAT, {**body, **asked})[:-1]]
-        for chunk in chunks:
-            tokens = chunk["logprobs"]["content"] if chunk["logprobs"] else []
-            said = "".join(token["token"] for token in tokens).lstrip("\n")
-            assert said == chunk["delta"].get("content", "")
         (whole,) = talker.post(CHAT, {**body, **asked}).json()["choices"]
-        told = b"".join(bytes(token["bytes"]) for token in whole["logprobs"]["content"])
-        assert told.decode().strip() == (whole["message"]["content"] or "").strip()
+        tokens = whole["logprobs"]["content"]
+        said = "".join(token["token"] for token in tokens)
+        assert said.strip() == (whole["message"]["content"] or "").strip()
+        chunks = [data["choices"][0] for _, data in talker.events(CHAT, {**body, **asked})[:-1]]
+        assert [token for c in chunks if c["logprobs"] for token in c["logprobs"]["content"]] == tokens
+        assert all("content" in chunk["delta"] for chunk in chunks if chunk["logprobs"])
 
 
 def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
