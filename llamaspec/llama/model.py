@@ -82,8 +82,6 @@ class LlamaModel:
         self.options = options or ModelOptions()
         self.weights = weights or Weights(path, self.options, on_load)
         self._owns_weights = weights is None
-        self.flash_attention = self.weights.flash_attention(self.options)  # on, off or auto
-        self._chosen = replace(self.options, flash_attention=self.flash_attention)
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         self._abort = AbortFlag()
@@ -93,7 +91,7 @@ class LlamaModel:
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = Context(self.weights, self._chosen, abort=self._abort)
+            context = Context(self.weights, self.options, abort=self._abort)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -102,11 +100,11 @@ class LlamaModel:
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
-        in_main_memory = not leaves_main_memory(self.weights, self._chosen)
+        in_main_memory = not leaves_main_memory(self.weights, self.options)
         self.prompt_chunk = min(CPU_CHUNK, self.batch_size) if in_main_memory else self.batch_size
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
-            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self._chosen, context)
+            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
 
     @property
@@ -214,7 +212,7 @@ class LlamaModel:
 
     def context_beside(self, weights: Weights) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        options = replace(self._chosen, n_ctx=self.context_size)
+        options = replace(self.options, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
 
     def try_memory(self) -> MemoryFacts:
@@ -274,7 +272,7 @@ class LlamaModel:
                 if len(self._contexts) >= N_SEQUENCES:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
-                options = replace(self._chosen, n_ctx=self.context_size)
+                options = replace(self.options, n_ctx=self.context_size)
                 free = [Context(self.weights, options, abort=self._abort)]
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))

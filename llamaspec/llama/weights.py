@@ -21,7 +21,6 @@ from llamaspec.llama.options import (
     ModelOptions,
     device_handles,
     find_devices,
-    flash_attention_for,
     gpus_among,
 )
 from llamaspec.llama.rpc import connect
@@ -151,18 +150,6 @@ class Weights:
             window=self.window,
             keeps_states=self.keeps_states,
             keeps_positions=not self.is_recurrent,
-        )
-
-    def flash_attention(self, options: ModelOptions) -> str:
-        """How a context over these weights computes attention: on, off, or auto."""
-        is_latent = self.metadata(f"{self.architecture}.attention.kv_lora_rank") is not None
-        return flash_attention_for(
-            options,
-            file_type=self.metadata("general.file_type"),
-            n_heads=lib.llama_model_n_head(self.pointer),
-            n_trained=self.trained_context_size,
-            is_ordinary=not (self.keeps_states or self.window or is_latent),
-            on_cpu=not (self.devices or (runtime.can_offload() and options.offloads)),
         )
 
     def kv_bytes_per_token(self, bytes_per_key: float, bytes_per_value: float) -> float:

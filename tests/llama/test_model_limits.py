@@ -254,6 +254,21 @@ def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
     assert opened(kind, n_ctx=600, **options).max_chunked_prefill == expected
 
 
+def test_k_quants_have_the_attention_that_llama_cpp_chooses(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule once turned flash attention off for K-quants on CPUs.
+
+    Its figures came from a server with stale cells in its cache; on a clean one the difference is small.
+    """
+    metadata = Weights.metadata
+    monkeypatch.setattr(
+        Weights, "metadata", lambda self, key: "15" if key == "general.file_type" else metadata(self, key)
+    )
+    assert opened(n_ctx=600).max_chunked_prefill == 63  # as with flash attention
+    assert runtime.flash_attention()
+
+
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_a_context_of_ten_tokens(store: ModelStore, kind: str) -> None:
     """It became 256, silently: llama.cpp rounds the number of cells."""
