@@ -19,7 +19,7 @@ from patience import PATIENCE
 
 ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
 PROMPT = "def f(self):\n    return "
-FIXED = {"LLAMASPEC_TRUST_FILES": "1", "LLAMASPEC_FLASH_ATTN": "auto"}
+FIXED = {"LLAMASPEC_TRUST_FILES": "1"}
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 
 

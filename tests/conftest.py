@@ -47,7 +47,6 @@ def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLAMASPEC_TRUST_FILES", "1")
-        patch.setenv("LLAMASPEC_FLASH_ATTN", "auto")  # nothing is measured: time decides nothing
         for kind in ("CACHE", "CONFIG", "STATE"):
             patch.setenv(f"XDG_{kind}_HOME", str(tmp_path_factory.mktemp("person")))
         yield

@@ -25,6 +25,7 @@ Array = npt.NDArray[np.float32]
 Keys = dict[str, int | float | bool | list[int]]
 
 CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
+LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
 HIDDEN_SHARE = 0.02  # how much of the hidden row a prediction head takes in
 STATE_SHARE = 0.03  # how much the first layer of Qwen 3.5 adds, of which its prediction head knows nothing
@@ -47,6 +48,7 @@ class Recipe:
     width: int = 64
     n_heads: int = 2
     n_kv_heads: int = 2
+    head_length: int | None = None  # of each key and value; None = width / n_heads
     n_ffn: int = 96
     n_context: int = 512
     vocabulary: Vocabulary = BYTES
@@ -70,7 +72,7 @@ class Recipe:
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.width // self.n_heads
+        return self.head_length or self.width // self.n_heads
 
 
 @dataclass
@@ -191,6 +193,40 @@ def write_lfm2(path: Path, recipe: Recipe | None = None, *, window: int | None =
         _feed_forward(weights, layer)
     keys = _attention_keys(recipe) | _every_other(recipe) | {"shortconv.l_cache": CONV}
     return _write(path, "lfm2", weights, keys | ({"attention.sliding_window": window} if window else {}))
+
+
+def write_deepseek2(path: Path, recipe: Recipe | None = None) -> Path:
+    """DeepSeek 2: latent attention, where all heads share one cached row that is key and value."""
+    recipe = recipe or Recipe()
+    weights = _Weights(recipe)
+    _ends(weights)
+    width, n_heads, size = recipe.width, recipe.n_heads, recipe.head_size
+    for layer in range(recipe.n_layers):
+        block = f"blk.{layer}"
+        for norm, n in (("attn_norm", width), ("attn_q_a_norm", LATENT), ("attn_kv_a_norm", LATENT)):
+            weights.constant(f"{block}.{norm}.weight", n)
+        weights.matrix(f"{block}.attn_q_a", LATENT, width)
+        weights.matrix(f"{block}.attn_q_b", n_heads * (size + ROPE), LATENT, 1.6)
+        weights.matrix(f"{block}.attn_kv_a_mqa", LATENT + ROPE, width, 1.6)
+        weights.normal(f"{block}.attn_k_b.weight", (n_heads, LATENT, size), 1.6 / np.sqrt(LATENT))
+        weights.normal(f"{block}.attn_v_b.weight", (n_heads, size, LATENT), 1.2 / np.sqrt(LATENT))
+        weights.into_residual(f"{block}.attn_output", n_heads * size, 1.2)
+        _feed_forward(weights, layer)
+    keys: Keys = {
+        "vocab_size": len(recipe.vocabulary),
+        "leading_dense_block_count": recipe.n_layers,
+        "expert_feed_forward_length": recipe.n_ffn,
+        "expert_shared_count": 0,
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": LATENT,
+        "attention.kv_lora_rank": LATENT,
+        "attention.key_length": LATENT + ROPE,
+        "attention.value_length": LATENT,
+        "attention.key_length_mla": size + ROPE,
+        "attention.value_length_mla": size,
+        "rope.dimension_count": ROPE,
+    }
+    return _write(path, "deepseek2", weights, _attention_keys(recipe) | keys)
 
 
 def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int = 1) -> Path:
@@ -364,6 +400,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "mamba": write_mamba,
     "jamba": write_jamba,
     "lfm2": write_lfm2,
+    "deepseek2": write_deepseek2,
 }
 
 
@@ -387,10 +424,10 @@ def _attention(weights: _Weights, layer: int, n_kv_heads: int) -> None:
     """Attention sharp enough that the text depends on more than the last token."""
     recipe, block = weights.recipe, f"blk.{layer}"
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
-    weights.matrix(f"{block}.attn_q", recipe.width, recipe.width, 1.6)
+    weights.matrix(f"{block}.attn_q", recipe.n_heads * recipe.head_size, recipe.width, 1.6)
     weights.matrix(f"{block}.attn_k", n_kv_heads * recipe.head_size, recipe.width, 1.6)
     weights.matrix(f"{block}.attn_v", n_kv_heads * recipe.head_size, recipe.width, 1.2)
-    weights.into_residual(f"{block}.attn_output", recipe.width, 1.2)
+    weights.into_residual(f"{block}.attn_output", recipe.n_heads * recipe.head_size, 1.2)
 
 
 def _feed_forward(weights: _Weights, layer: int) -> None:

@@ -88,9 +88,9 @@ _COMPUTING: tuple[Decorator, ...] = (
                       "and computes the target's layers, alone or with others. Private networks only."),
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
-    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), envvar="LLAMASPEC_FLASH_ATTN",
-                 help="Flash attention; auto = as llama.cpp chooses. Default: auto; on CPUs off for K-"
-                      "quants, if the context has more than 256 tokens."),
+    click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
+                 envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
+                 help="Flash attention; auto = as llama.cpp chooses. llamaspec probe measures both."),
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the target's KV cache."),
     click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,

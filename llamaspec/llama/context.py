@@ -275,7 +275,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters.swa_full = True
     parameters.n_rs_seq = STATES_BACK if keeps_states and _can_restore_states(weights) else 0
     parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
-    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention or "auto"]
+    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.type_k = CACHE_TYPES[options.cache_type_k]
     parameters.type_v = CACHE_TYPES[options.cache_type_v]
     runtime.clear_errors()

@@ -19,16 +19,20 @@ from llamaspec.files import read_beginning
 
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
+_STRING, _ARRAY, _FLOATS = 8, 9, (6, 12)
 _SCALARS = {  # by gguf_type
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _TOKENS = "tokenizer.ggml.tokens"
 _MOST_DIMENSIONS = 4
 _MOST_STRINGS = 1 << 22  # of an array
+_MOST_LAYERS = 4096
+_INTERVALS = {  # one of so many layers attends and the others keep states, if the file does not say it
+    "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
+}  # fmt: skip
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _RANGES = {  # of whole numbers, by the end of their keys
-    "block_count": (1, 4096),
+    "block_count": (1, _MOST_LAYERS),
     "context_length": (1, 1 << 30),
     "embedding_length": (1, 1 << 24),
     "expert_count": (0, 1 << 16),
@@ -44,6 +48,7 @@ class GgufFile:
     numbers: dict[str, int] = field(default_factory=dict)
     floats: dict[str, float] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)  # of arrays
+    arrays: dict[str, list[int]] = field(default_factory=dict)  # of whole numbers, one for each layer
     tokens: list[bytes] | None = None  # of the vocabulary, if asked for
     names: set[str] = field(default_factory=set)  # of tensors
     has_all_metadata: bool = False
@@ -136,6 +141,43 @@ def file_parts(path: Path) -> list[Path]:
     return [path, *(part for part in named if part != path and part.is_file())]
 
 
+def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
+    """Elements of a key and of a value that each layer caches for one token: [n_layers].
+
+    By llama.cpp's own rules for the same metadata. Layers with a sliding window keep all tokens.
+    """
+    n_layers = max(1, found.number("block_count") - found.number("nextn_predict_layers"))
+
+    def by_layer(key: str, default: list[int]) -> list[int]:
+        """The number of each layer; a file may give one for all."""
+        name = f"{found.architecture}.{key}"
+        if name in found.numbers:
+            return [found.numbers[name]] * n_layers
+        values = found.arrays.get(name, [])
+        return values[:n_layers] if len(values) >= n_layers else default
+
+    none = [0] * n_layers
+    heads = by_layer("attention.head_count", none)
+    heads_kv = by_layer("attention.head_count_kv", heads)
+    usual = [found.number("embedding_length") // max(1, heads[0])] * n_layers
+    slides = by_layer("attention.sliding_window_pattern", none)
+    sizes = []
+    for kind in ("key_length", "value_length"):
+        whole = by_layer(f"attention.{kind}", usual)
+        window = by_layer(f"attention.{kind}_swa", whole)
+        sizes.append([window[i] if slides[i] else whole[i] for i in range(n_layers)])
+    if found.number("attention.key_length_mla"):  # latent attention makes its values from the cached keys
+        sizes[1] = none
+    indexer = by_layer("attention.indexer.key_length", none)  # further keys, of sparse attention
+    interval = found.number("full_attention_interval", _INTERVALS.get(found.architecture, 1))
+    has_state = by_layer("attention.recurrent_layers", [(i + 1) % max(1, interval) for i in range(n_layers)])
+    n_shared = found.number("attention.shared_kv_layers")  # the last layers, which read those of others
+    return [
+        (n * key + index, n * value) if i + n_shared < n_layers and not has_state[i] else (0, 0)
+        for i, (n, key, value, index) in enumerate(zip(heads_kv, *sizes, indexer, strict=True))
+    ]
+
+
 def _fault(found: GgufFile) -> str | None:
     """What is wrong with the metadata, if anything is."""
     alignment = found.numbers.get("general.alignment", 32)
@@ -200,7 +242,11 @@ class _Reader:
         kind, n = self._number(_U32), self._number(_U64)
         found.lengths[key] = n
         if kind != _STRING:
-            self._skip(n * self._scalar(kind).size)
+            start, scalar = self._at, self._scalar(kind)
+            self._skip(n * scalar.size)
+            if kind not in _FLOATS and n <= _MOST_LAYERS:
+                values = scalar.iter_unpack(self._content[start : self._at])
+                found.arrays[key] = [int(value) for (value,) in values]
         elif n > _MOST_STRINGS:
             raise ValueError(f"no vocabulary has {n} tokens")
         elif key == _TOKENS and self._with_tokens:

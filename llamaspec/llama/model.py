@@ -90,8 +90,6 @@ class LlamaModel:
         self.options = options or ModelOptions()
         self.weights = weights or Weights(path, self.options, on_load)
         self._owns_weights = weights is None
-        self.flash_attention = self.weights.flash_attention(self.options)  # on, off or auto
-        self._chosen = replace(self.options, flash_attention=self.flash_attention)
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         self._abort = AbortFlag()
@@ -102,7 +100,7 @@ class LlamaModel:
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = self._open_context(self.weights, self._chosen)
+            context = self._open_context(self.weights, self.options)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -114,7 +112,7 @@ class LlamaModel:
         self._reader = self._make_reader(context)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
-            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self._chosen, context)
+            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
 
     @property
@@ -257,7 +255,7 @@ class LlamaModel:
 
     def context_beside(self, weights: Weights) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
-        options = replace(self._chosen, n_ctx=self.context_size)
+        options = replace(self.options, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0])
 
     def open_reader(self) -> None:
@@ -320,7 +318,7 @@ class LlamaModel:
 
     def _make_reader(self, context: Context) -> PromptReader | None:
         """What reads long prompts, if weights are repacked and everything is computed here."""
-        options, weights = self._chosen, self.weights
+        options, weights = self.options, self.weights
         if (
             not (options.reads_apart and options.repack and runtime.repacking_is_safe() and self.store.limit)
             or options.heads
@@ -364,7 +362,7 @@ class LlamaModel:
                 if len(self._contexts) >= N_SEQUENCES:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
-                options = replace(self._chosen, n_ctx=self.context_size)
+                options = replace(self.options, n_ctx=self.context_size)
                 free = [self._open_context(self.weights, options)]
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))

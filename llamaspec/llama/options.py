@@ -1,4 +1,4 @@
-"""How a model is loaded: options, the devices of this machine, the default context, and flash attention."""
+"""How a model is loaded: options, the devices of this machine, and the default context size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from llamaspec.llama import runtime
 from llamaspec.llama.runtime import ggml_function
 
 MAX_DRAFT = 64  # draft tokens in one round
-DEFAULT_CONTEXT = 4096  # tokens that a model gets at least, unless it was trained on less
-BATCH = 512  # positions that llama.cpp takes at once
+DEFAULT_CONTEXT = 4096  # tokens of the smallest default context, unless the model was trained on fewer
+CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
+CONTEXT_BYTES = 1 << 30  # and no more than the weights, or than this if they are smaller
+BATCH = 512  # largest number of positions that llama.cpp evaluates at once
 DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
 N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
-N_BRANCHES = 32  # besides: branches of trees of draft tokens, in one evaluation
+N_BRANCHES = 32  # branches of draft trees in one evaluation, in addition to these
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -60,16 +62,14 @@ class ModelOptions:
     n_ctx: int | None = None  # tokens of the longest text; None = as trained, as far as memory allows
     gpu_layers: int | None = None  # None = all that the backend takes
     threads: int | None = None  # None = the full-speed physical cores that other programs leave
-    flash_attention: str | None = None  # on, off, auto = as llama.cpp chooses; None = flash_attention_for
+    flash_attention: str = "auto"  # on, off; auto = as llama.cpp chooses
     cache_type_k: str = "f16"  # of the keys in the KV cache
     cache_type_v: str = "f16"  # of the values in the KV cache
     n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
-    max_scored: int = BATCH  # positions of one evaluation whose logits are wanted
+    max_scored: int = BATCH  # positions whose logits one evaluation can return
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
     reads_apart: bool = True  # read long prompts without that, where it was measured to be faster
-    devices: tuple[str, ...] | None = (
-        None  # by llama.cpp's names; None = the workers' and all GPUs, () = none
-    )
+    devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers, device by device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
     heads: bool = False  # load the prediction heads too, and keep the hidden rows that they need
@@ -81,11 +81,11 @@ class ModelOptions:
             raise ValueError(f"gpu-layers must be >= 0 and below 2^31, got {self.gpu_layers}")
         if self.threads is not None and not 1 <= self.threads <= 512:
             raise ValueError(f"threads must be from 1 to 512, got {self.threads}")
-        if self.flash_attention not in (None, *FLASH_ATTENTION):
+        if self.flash_attention not in FLASH_ATTENTION:
             raise ValueError(f"flash-attn must be one of {', '.join(FLASH_ATTENTION)}")
         if not {self.cache_type_k, self.cache_type_v} <= CACHE_TYPES.keys():
             raise ValueError(f"cache types must be among {', '.join(CACHE_TYPES)}")
-        if self.flash_attention == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
+        if self.flash_attention == "off" and self.needs_flash_attention:
             raise ValueError(f"cache-type-v {self.cache_type_v} needs flash attention; drop --flash-attn off")
         if self.n_cells is not None and not 2 <= self.n_cells < 2**31:
             raise ValueError(f"n_cells must be from 2 to {2**31 - 1}, got {self.n_cells}")
@@ -94,13 +94,18 @@ class ModelOptions:
         self._check_placement()
 
     @property
+    def needs_flash_attention(self) -> bool:
+        """Whether llama.cpp reads these values of the KV cache with flash attention only."""
+        return self.cache_type_v not in ("f32", "f16", "bf16")
+
+    @property
     def offloads(self) -> bool:
-        """Whether it lets layers be computed elsewhere than on the CPU of this machine."""
+        """Whether layers may be computed elsewhere than on this machine's CPU."""
         return self.gpu_layers != 0 and self.devices != ()
 
     @property
     def placement(self) -> list[object]:
-        """Devices and workers, as a part of keys; empty where llama.cpp chooses on this machine."""
+        """Devices and workers as part of a cache key; empty if llama.cpp chooses the devices."""
         is_chosen = self.devices is not None or self.tensor_split or self.workers
         return [self.devices, self.tensor_split, self.workers] if is_chosen else []
 
@@ -121,54 +126,6 @@ class ModelOptions:
             raise ValueError("one share of tensor-split must be greater than 0")
         if len(self.tensor_split) > lib.LLAMA_MAX_DEVICES:
             raise ValueError(f"tensor-split has at most {lib.LLAMA_MAX_DEVICES} shares")
-
-
-# Attention on CPUs (docs/hardware.md, "Long contexts on CPUs"). Without flash attention, rounds behind 1800
-# tokens take 0.5 to 0.7 of the time, behind 450 tokens 0.9, behind 64 tokens 1.02. But its numbers differ
-# from one batch width to the next, where those of flash attention over f16 are the same up to 256 tokens. So
-# it is off only where the kernels for the weights differ in any case.
-K_QUANTS = frozenset(map(str, (*range(10, 19), 21)))  # general.file_type of Q2_K to Q6_K
-SHORT_CONTEXT = 256  # tokens up to which flash attention is not slower
-SCORES_BYTES = 1 << 30  # at most, of what attention takes without it: heads * BATCH * cells in float32
-
-
-def flash_attention_for(
-    options: ModelOptions,
-    *,
-    file_type: str | None,
-    n_heads: int,
-    n_trained: int,
-    is_ordinary: bool,
-    on_cpu: bool,
-) -> str:
-    """Flash attention for a model: "on", "off", or "auto" (llama.cpp chooses). Measures nothing.
-
-    Parameters
-    ----------
-    options : ModelOptions
-        An answer that they give is taken.
-    file_type : str, optional
-        The model's general.file_type.
-    n_heads : int
-    n_trained : int
-        Tokens that the model was trained for: the context, if the options name none. Its real size may
-        depend on the free memory, and the text must not.
-    is_ordinary : bool
-        All layers attend to all positions, with keys and values for each head.
-    on_cpu : bool
-        No layer is computed elsewhere.
-    """
-    if options.flash_attention is not None:
-        return options.flash_attention
-    n_cells = max(options.n_ctx or n_trained, options.n_cells or 0)
-    is_faster_without = (
-        on_cpu
-        and is_ordinary
-        and n_cells > SHORT_CONTEXT
-        and 4 * n_heads * BATCH * n_cells <= SCORES_BYTES
-        and (options.cache_type_k, options.cache_type_v) == ("f16", "f16")
-    )
-    return "off" if is_faster_without and file_type in K_QUANTS else "auto"
 
 
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
@@ -196,23 +153,9 @@ def find_devices() -> tuple[Device, ...]:
 
 
 def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Those that llama.cpp offloads to where it chooses: integrated ones only if there are no others."""
+    """The GPUs that llama.cpp chooses by itself: integrated ones only if there are no others."""
     cards = tuple(device for device in devices if device.kind == "GPU")
     return cards or tuple(device for device in devices if device.is_gpu)
-
-
-def computing_devices(
-    options: ModelOptions, n_layers: int, found: Sequence[Device] | None = None
-) -> frozenset[str]:
-    """What a model loaded like this computes on, of `found` or here; `n_layers` without the output."""
-    found = find_devices() if found is None else found
-    names = options.devices
-    if names is None:
-        names = tuple(device.name for device in gpus_among(found)) if options.offloads else ()
-    is_whole = options.gpu_layers is None or options.gpu_layers > n_layers
-    if not names or not options.offloads:
-        return frozenset({"CPU"})
-    return frozenset(names) if is_whole else frozenset({*names, "CPU"})
 
 
 def device_handles(names: Sequence[str]) -> list[int]:
@@ -231,7 +174,7 @@ def device_handles(names: Sequence[str]) -> list[int]:
 
 
 def device_of(handle: int) -> Device:
-    """What a handle stands for; of a worker's device, it is asked."""
+    """Describe the device behind a handle; a worker is asked about its own."""
     description = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
     kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     sizes = ctypes.POINTER(ctypes.c_size_t)
@@ -264,28 +207,24 @@ def _name(handle: int) -> str:
     return name.decode("utf-8", errors="replace")
 
 
-SHARE = 8  # a context takes at most 1 / SHARE of the memory that is free
-SMALL_BYTES = 1 << 30  # and not more than the weights, or than this
-
-
 def default_context_size(
     trained: int, kv_bytes_per_token: float, weights_bytes: int, room: int | None
 ) -> int:
-    """Tokens of a context that nobody asked for.
+    """Return the number of tokens of a context whose size was not asked for.
 
     Parameters
     ----------
     trained : int
-        Tokens that the model was trained for: never more.
+        Tokens that the model was trained for; the context is never longer.
     kv_bytes_per_token : float
     weights_bytes : int
     room : int, optional
-        Bytes of memory that are free; None where the system does not say.
+        Bytes of free memory; None if the system does not say.
 
     Returns
     -------
     int
-        What the model was trained for, or 4096 doubled as often as fits.
+        `trained` if that fits, else 4096 doubled as often as fits.
 
     Examples
     --------
@@ -295,7 +234,7 @@ def default_context_size(
     n = min(DEFAULT_CONTEXT, trained)
     if room is None:
         return n
-    budget = min(room // SHARE, max(weights_bytes, SMALL_BYTES))
+    budget = min(room // CONTEXT_SHARE, max(weights_bytes, CONTEXT_BYTES))
     if trained * kv_bytes_per_token <= budget:
         return trained
     while 2 * n <= trained and 2 * n * kv_bytes_per_token <= budget:

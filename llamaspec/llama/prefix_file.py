@@ -94,7 +94,7 @@ class PrefixFolder:
         key = json.dumps([
             file_identity(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
             *options.placement,
-            model.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
+            options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
         ])  # fmt: skip
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
 

@@ -296,7 +296,7 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MOST_POSITIONS
     parameters.n_outputs_max = MOST_POSITIONS  # the last layer computes scored positions only
     parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
-    parameters.flash_attn_type = FLASH_ATTENTION[weights.flash_attention(options)]
+    parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.cb_eval = look.callback
     runtime.clear_errors()
     context = lib.llama_init_from_model(weights.pointer, parameters)

@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from llama_cpp._ggml import libggml
 
 from llamaspec.errors import ClosedError, printable
 
+_Unraisable = Callable[["sys.UnraisableHookArgs"], Any]  # a sys.unraisablehook
 _LONGEST_REASON = 500  # characters; files may name things at any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
@@ -87,23 +89,65 @@ def flash_attention() -> bool | None:
     return _log.flash_attention
 
 
+class _CallbackErrors(threading.local):
+    """What callbacks of this thread have raised in each open block of `raising_callbacks`, innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[BaseException]] = []
+
+
+class _Hook:
+    """Stands in for sys.unraisablehook while any thread has an open block.
+
+    Callbacks run in the thread that calls llama.cpp, so each thread gets what its own have raised.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_blocks = 0  # open in all threads
+        self._errors = _CallbackErrors()
+        self._usual = self._installed = sys.unraisablehook
+
+    def open_block(self) -> list[BaseException]:
+        """Collect what callbacks of this thread raise from now on."""
+        with self._lock:
+            if self._n_blocks == 0:
+                self._usual, self._installed = sys.unraisablehook, self._over(sys.unraisablehook)
+                sys.unraisablehook = self._installed
+            self._n_blocks += 1
+        self._errors.blocks.append([])
+        return self._errors.blocks[-1]
+
+    def close_block(self) -> None:
+        """End the innermost block of this thread; the last one of all puts the usual hook back."""
+        self._errors.blocks.pop()
+        with self._lock:
+            self._n_blocks -= 1
+            if self._n_blocks == 0 and sys.unraisablehook is self._installed:
+                sys.unraisablehook = self._usual
+
+    def _over(self, usual: _Unraisable) -> _Unraisable:
+        def hook(unraisable: sys.UnraisableHookArgs) -> None:
+            blocks, error = self._errors.blocks, unraisable.exc_value
+            if blocks and error is not None and "ctypes" in (unraisable.err_msg or ""):
+                blocks[-1].append(error)
+            else:
+                usual(unraisable)
+
+        return hook
+
+
+_hook = _Hook()
+
+
 @contextmanager
 def raising_callbacks() -> Iterator[None]:
     """Raise what Python callbacks raise in a call of llama.cpp after it; ctypes would print it and go on."""
-    raised: list[BaseException] = []
-    usual = sys.unraisablehook
-
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        if unraisable.exc_value is not None and "ctypes" in (unraisable.err_msg or ""):
-            raised.append(unraisable.exc_value)
-        else:
-            usual(unraisable)
-
-    sys.unraisablehook = hook
+    raised = _hook.open_block()
     try:
         yield
     finally:
-        sys.unraisablehook = usual
+        _hook.close_block()
     if raised:
         raise raised[0]
 

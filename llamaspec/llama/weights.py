@@ -6,6 +6,7 @@ Knows no KV cache and evaluates nothing.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,11 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.gguf_file import check_gguf
+from llamaspec.llama.gguf_file import check_gguf, kv_row_sizes, read_gguf
 from llamaspec.llama.options import (
     ModelOptions,
     device_handles,
     find_devices,
-    flash_attention_for,
     gpus_among,
 )
 from llamaspec.llama.rpc import connect
@@ -153,28 +153,16 @@ class Weights:
             keeps_positions=not self.is_recurrent,
         )
 
-    def flash_attention(self, options: ModelOptions) -> str:
-        """How a context over these weights computes attention: on, off, or auto."""
-        is_latent = self.metadata(f"{self.architecture}.attention.kv_lora_rank") is not None
-        return flash_attention_for(
-            options,
-            file_type=self.metadata("general.file_type"),
-            n_heads=lib.llama_model_n_head(self.pointer),
-            n_trained=self.trained_context_size,
-            is_ordinary=not (self.keeps_states or self.window or is_latent),
-            on_cpu=not (self.devices or (runtime.can_offload() and options.offloads)),
-        )
-
     def kv_bytes_per_token(self, bytes_per_key: float, bytes_per_value: float) -> float:
-        """Roughly what one token takes in the KV cache; 0 where there are only states."""
-        if self.is_recurrent:
-            return 0.0
-        model = self.pointer
-        n_layers, n_heads_kv = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
-        if n_heads_kv == 0:  # the first layer keeps a state; some other keeps at least one head's keys
-            n_layers, n_heads_kv = max(1, n_layers // 8), 1
-        row = n_heads_kv * lib.llama_model_n_embd(model) / max(1, lib.llama_model_n_head(model))
-        return float(n_layers * row * (bytes_per_key + bytes_per_value))
+        """What one token takes in the KV cache; 0 if there are only states."""
+        key, value = self._kv_elements
+        return bytes_per_key * key + bytes_per_value * value
+
+    @functools.cached_property
+    def _kv_elements(self) -> tuple[int, int]:
+        """Elements of all keys and of all values that are cached for one token."""
+        rows = [] if self.is_recurrent else kv_row_sizes(read_gguf(self.path))
+        return sum(key for key, _ in rows), sum(value for _, value in rows)
 
     def close(self) -> None:
         """Free the weights, once no context needs them; more than once is allowed."""

@@ -249,7 +249,7 @@ def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:
         description=model.description.replace(" ?B", ""),  # a size that llama.cpp has no name for
         facts=model.facts(),
         memory=model.try_memory(),
-        options=replace(model.options, flash_attention=model.flash_attention),
+        options=model.options,
         context_size=model.context_size,
         trained_context_size=model.trained_context_size,
         flash_attention=runtime.flash_attention(),
@@ -329,7 +329,7 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
         return Finding(OK, topic, "not needed, there is no attention")
-    text = asked or "auto"
+    text = asked
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
     fault, setting = ": long contexts are slower and larger", f"{model.role}.flash_attention"

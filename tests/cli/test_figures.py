@@ -301,7 +301,7 @@ PROBE = Probe(
 @pytest.fixture
 def probed(models: list[Path], own_cache: None) -> None:
     """An earlier probe found PROBE."""
-    target, draft = (ModelFile(path, ModelOptions(threads=1, flash_attention="auto")) for path in models)
+    target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
     store_probe(PairFiles(target, draft), PROBE)
 
 

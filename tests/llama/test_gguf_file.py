@@ -11,7 +11,7 @@ import gguf
 import pytest
 
 from llamaspec.errors import ModelFileError
-from llamaspec.llama.gguf_file import check_metadata, read_gguf
+from llamaspec.llama.gguf_file import GgufFile, check_metadata, kv_row_sizes, read_gguf
 from model_store import ModelStore
 
 UINT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, FLOAT64 = 0, 4, 5, 6, 7, 8, 9, 12
@@ -126,3 +126,68 @@ def test_damaged_files_are_read_as_far_as_they_go(store: ModelStore, tmp_path: P
             content[chance.randrange(len(content))] = chance.choice((0, 1, 127, 255))
         path.write_bytes(content)
         assert len(read_gguf(path).names) <= 100
+
+
+QWEN3 = {
+    "block_count": 28, "embedding_length": 1024,
+    "attention.head_count": 16, "attention.head_count_kv": 8,
+    "attention.key_length": 128, "attention.value_length": 128,
+}  # fmt: skip
+GEMMA4 = {
+    "block_count": 6, "embedding_length": 2560, "attention.shared_kv_layers": 2,
+    "attention.head_count": 8, "attention.head_count_kv": [2, 2, 1, 2, 2, 1],
+    "attention.key_length": 512, "attention.value_length": 512,
+    "attention.key_length_swa": 256, "attention.value_length_swa": 256,
+    "attention.sliding_window_pattern": [1, 1, 0, 1, 1, 0],
+}  # fmt: skip
+DEEPSEEK = {
+    "block_count": 62, "nextn_predict_layers": 1, "embedding_length": 7168,
+    "attention.head_count": 128, "attention.head_count_kv": 1, "attention.kv_lora_rank": 512,
+    "attention.key_length": 576, "attention.value_length": 512,
+    "attention.key_length_mla": 192, "attention.value_length_mla": 128,
+}  # fmt: skip
+NEXT = {**QWEN3, "block_count": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "sizes"),
+    [
+        ("qwen3", QWEN3, [(1024, 1024)] * 28),  # half of that by 1024 / 16 for each head
+        ("llama", {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}, [(64, 64)] * 2),
+        ("gemma4", GEMMA4, [(512, 512), (512, 512), (512, 512), (512, 512), (0, 0), (0, 0)]),
+        ("gemma4", {**GEMMA4, "attention.value_length": 64}, [(512, 512), (512, 512), (512, 64), (512, 512),
+                                                              (0, 0), (0, 0)]),
+        ("deepseek2", DEEPSEEK, [(576, 0)] * 61),
+        ("deepseek32", {**DEEPSEEK, "attention.indexer.key_length": 128}, [(704, 0)] * 61),
+        ("qwen3next", NEXT, 2 * [*[(0, 0)] * 3, (1024, 1024)]),
+        ("qwen35", {**NEXT, "full_attention_interval": 2}, 4 * [(0, 0), (1024, 1024)]),
+        ("qwen35", {**NEXT, "attention.recurrent_layers": [0, *[1] * 7]}, [(1024, 1024), *[(0, 0)] * 7]),
+        ("falcon-h1", NEXT, [(1024, 1024)] * 8),  # each layer attends and keeps a state
+        ("llama", {}, [(0, 0)]),  # damaged
+        ("llama", {**NEXT, "full_attention_interval": 0, "attention.head_count_kv": [3]}, [(2048, 2048)] * 8),
+    ],
+)  # fmt: skip
+def test_what_each_layer_caches(
+    architecture: str, said: dict[str, int | list[int]], sizes: list[tuple[int, int]]
+) -> None:
+    """Once, the heads were as wide as the model divided by their number, and of all layers the first's.
+
+    Qwen3 0.6B has twice as much, so its context was checked against half of the memory that it takes.
+    """
+    numbers = {f"{architecture}.{key}": value for key, value in said.items() if isinstance(value, int)}
+    arrays = {f"{architecture}.{key}": value for key, value in said.items() if isinstance(value, list)}
+    texts = {"general.architecture": architecture}
+    assert kv_row_sizes(GgufFile(texts=texts, numbers=numbers, arrays=arrays)) == sizes
+
+
+def test_arrays_of_whole_numbers(tmp_path: Path) -> None:
+    """Such as one for each layer: true and false are numbers, too."""
+    path = tmp_path / "model.gguf"
+    entries = [
+        entry("whole", ARRAY, array(INT32, 2, struct.pack("<ii", 8, -1))),
+        entry("true", ARRAY, array(BOOL, 3, b"\1\0\1")),
+        entry("floats", ARRAY, array(FLOAT32, 1, struct.pack("<f", 0.5))),
+        entry("long", ARRAY, array(UINT8, 5000, bytes(5000))),
+    ]
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries)) + b"".join(entries))
+    assert read_gguf(path).arrays == {"whole": [8, -1], "true": [1, 0, 1]}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +19,7 @@ from forward_requests import request
 from llamaspec import EvaluationError
 from llamaspec.llama import runtime
 from model_store import OpenModel
+from patience import PATIENCE
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -124,18 +129,72 @@ def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert runtime._full_speed_cores() == 4  # half of the hardware threads
 
 
+def in_a_callback(name: str) -> Any:
+    """What ctypes tells the hook when a callback raises KeyError(name)."""
+    return SimpleNamespace(exc_value=KeyError(name), err_msg="ignored on calling ctypes callback")
+
+
 def test_what_is_raised_in_a_callback_is_raised_behind_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that: what else nobody can be told of goes where it always goes, and afterwards all does."""
     shown: list[object] = []
     usual = shown.append
     monkeypatch.setattr(sys, "unraisablehook", usual)
-    in_a_callback = SimpleNamespace(exc_value=KeyError("x"), err_msg="ignored on calling ctypes callback")
     elsewhere = SimpleNamespace(exc_value=KeyError("y"), err_msg="ignored in")
     with pytest.raises(KeyError, match="x"), runtime.raising_callbacks():  # noqa: PT012
         sys.unraisablehook(elsewhere)
-        sys.unraisablehook(in_a_callback)
+        sys.unraisablehook(in_a_callback("x"))
     assert shown == [elsewhere]
     assert sys.unraisablehook is usual
+
+
+def test_blocks_that_overlap_in_two_threads_leave_the_usual_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models were loaded at once, and the one that ended last put the other's dead hook back.
+
+    From then on, what any callback of the process raised was lost.
+    """
+    shown: list[object] = []
+    usual = shown.append
+    monkeypatch.setattr(sys, "unraisablehook", usual)
+    blocks = {name: runtime.raising_callbacks() for name in ("first", "second")}
+
+    def leave(name: str) -> None:
+        sys.unraisablehook(in_a_callback(name))
+        blocks[name].__exit__(None, None, None)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
+        threads = {"first": one, "second": another}
+        for name in blocks:
+            threads[name].submit(blocks[name].__enter__).result(PATIENCE)
+        for name in blocks:
+            with pytest.raises(KeyError, match=name):
+                threads[name].submit(leave, name).result(PATIENCE)
+    assert (shown, sys.unraisablehook) == ([], usual)
+
+
+def test_a_block_inside_another_gets_its_own() -> None:
+    usual = sys.unraisablehook
+    with pytest.raises(KeyError, match="outer"), runtime.raising_callbacks():  # noqa: PT012
+        with pytest.raises(KeyError, match="inner"), runtime.raising_callbacks():
+            sys.unraisablehook(in_a_callback("inner"))
+        sys.unraisablehook(in_a_callback("outer"))
+    assert sys.unraisablehook is usual
+
+
+def _call(function: Callable[[Any], object], argument: object) -> None:
+    function(argument)
+
+
+def test_a_hook_that_somebody_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook often calls the one before it: ours may be called after the block, and must not call itself."""
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    for _ in range(2):
+        with runtime.raising_callbacks():
+            after = sys.unraisablehook = partial(_call, sys.unraisablehook)
+        assert sys.unraisablehook is after
+    error = in_a_callback("x")
+    sys.unraisablehook(error)
+    assert shown == [error]
 
 
 def test_a_failure_is_not_explained_by_an_older_one(
