@@ -17,6 +17,7 @@ from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.vocabulary import check_pair, difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
@@ -43,6 +44,7 @@ def open_pair(
     past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
+    cache_ram: int | None = None,
     on_load: LoadProgress | None = None,
 ) -> Pair:
     """Load a target and, if given, its draft.
@@ -59,6 +61,10 @@ def open_pair(
         number of tokens, which nobody weighs against copies.
     past : PastTexts, optional
         Earlier texts of this target that may be copied from, too.
+
+    cache_ram : int, optional
+        Bytes of main memory for finished texts, so that a text that begins like one of them need not be read
+        again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
 
     Raises
     ------
@@ -95,7 +101,9 @@ def open_pair(
     options = target_options or ModelOptions()
     heads, common, drafts = None, None, list[LlamaModel]()
     with ExitStack() as opened:  # closes what is open where something goes wrong
-        target_model = LlamaModel(path, replace(options, heads=True) if has_heads else options, on_load)
+        options = replace(options, heads=True) if has_heads else options
+        store = None if cache_ram is None else PrefixStore(cache_ram)
+        target_model = LlamaModel(path, options, on_load, store=store)
         opened.callback(target_model.close)
         if has_heads:
             heads = PredictionHeads(target_model, draft_options, head_path, on_load)
@@ -103,7 +111,7 @@ def open_pair(
             opts = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
             if len(drafts) < len(others):  # it verifies a draft of its own
                 opts = replace(opts, max_scored=MAX_DRAFT + 1)
-            drafts.append(LlamaModel(place, opts, on_load))
+            drafts.append(LlamaModel(place, opts, on_load, store=target_model.store))
             opened.callback(drafts[-1].close)
             if others:
                 check_pair(target_model.vocabulary, drafts[-1].vocabulary)

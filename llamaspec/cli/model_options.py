@@ -27,7 +27,13 @@ from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
-from llamaspec.measure.store import ModelFile, PairFiles, keep_prior
+from llamaspec.measure.store import (
+    ModelFile,
+    PairFiles,
+    keep_prior,
+    keep_reading_gain,
+    restore_reading_gain,
+)
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself, open_pair
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -248,7 +254,7 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
     )
 
 
-def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
+def open_files(files: PairFiles, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
     """Load the models with a progress bar, and warn on stderr of what will surprise."""
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
@@ -271,6 +277,7 @@ def open_files(files: PairFiles, choice: ModelChoice) -> Pair:
             past=past,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
+            cache_ram=cache_ram,
             on_load=progress,
         )
     _warn(pair)
@@ -283,15 +290,20 @@ def _has_known_draft(target: str) -> bool:
 
 @contextmanager
 def learning(
-    files: PairFiles, choice: ModelChoice, decoding: DecodingOptions
+    files: PairFiles, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end keep what was learnt, and texts if asked for."""
-    with open_files(files, choice) as pair:
+    if decoding.exact:  # other kernels round differently
+        options = replace(files.target.options, reads_apart=False)
+        files = replace(files, target=replace(files.target, options=options))
+    with open_files(files, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
+        restore_reading_gain(pair)
         try:
             yield pair, policy
         finally:
             keep_prior(pair, policy)
+            keep_reading_gain(pair)
             if pair.past is not None:
                 with suppress(OSError):  # the text is what people came for
                     SuffixStore.of(pair.target.path).add(pair.past.added)

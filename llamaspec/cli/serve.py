@@ -56,9 +56,11 @@ _OPTIONS: tuple[shared.Decorator, ...] = (
     click.option("--chat-template", metavar="FILE",
                  help="A Jinja template instead of the one in the target's file."),
     *shared.DRAFTING,
+    click.option("--cache-ram", "cache_ram_mib", type=click.IntRange(min=0), metavar="MIB",
+                 help="Main memory for finished texts: what begins like one of them is not read again. "
+                      "Default: a quarter of the free memory, at most 8192; 0 = none."),
     click.option("--cache-dir", metavar="DIR",
-                 help="Save what the KV caches hold there when the server stops, and begin with it the next "
-                      "time: prompts are not read again."),
+                 help="Save finished texts there when the server stops, and load them when it starts."),
     click.option("--cache-dir-gib", type=click.FloatRange(min=0.0), default=8.0, show_default=True,
                  help="The most that may lie there."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
@@ -86,6 +88,7 @@ def serve(
     draft_length: int | None,
     exact: bool,
     trees: bool,
+    cache_ram_mib: int | None,
     cache_dir: str | None,
     cache_dir_gib: float,
     request_timeout: float,
@@ -103,8 +106,10 @@ def serve(
         files = _with_room(find_files(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
+    cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
-    with opened, learning(files, models, decoding) as (pair, policy), _prefixes(folder, pair):
+    with opened, learning(files, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
+        pair.target.open_reader()
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             told = f"{service.model_name} is served at {url_of(opened)}"

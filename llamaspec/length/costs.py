@@ -82,9 +82,17 @@ class Costs:
         From a probe or an earlier run.
     allowed : collection of int, optional
         The only widths that may be evaluated.
+    pads : bool
+        An evaluation may have positions that nobody wants.
     """
 
-    def __init__(self, prior: CostCurve | None = None, allowed: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        prior: CostCurve | None = None,
+        allowed: Collection[int] | None = None,
+        *,
+        pads: bool = True,
+    ) -> None:
         prior = prior or CostCurve((1,), (PLAIN_SECONDS,), 0.0)
         n, step = PROBED * (len(prior.widths) > 1), prior.draft_step_seconds
         self.averages = {
@@ -96,7 +104,7 @@ class Costs:
         self._reading = Average(log(reading), PROBED) if reading else None
         self._parts: dict[int, float] = {}  # width -> seconds of parts of a prompt that was read first
         self._scale = 0.0  # logarithm
-        self._allowed = allowed
+        self._allowed, self._pads = allowed, pads
         self._latest: list[Average] = []  # that were timed
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
         self.n_timed: dict[int, int] = {}  # width -> evaluations
@@ -157,6 +165,8 @@ class Costs:
 
     def padded_width(self, n: int) -> int | None:
         """The cheapest allowed width of at least `n` positions; None where there is none."""
+        if not self._pads:
+            return n if self.allows(n) else None
         self._fill(n)
         wider = self._usable[n:]
         best = int(wider.argmin())
@@ -272,7 +282,7 @@ class Costs:
         self._usable = self._seconds.copy()
         if self._allowed is not None:
             self._usable[np.isin(every, list(self._allowed), invert=True)] = inf
-        self._padded = np.minimum.accumulate(self._usable[::-1])[::-1]
+        self._padded = np.minimum.accumulate(self._usable[::-1])[::-1] if self._pads else self._usable
 
 
 def _knot(width: int) -> int:

@@ -103,6 +103,8 @@ class AutoLength:
         Who drafts.
     trees : bool
         Draft tokens may branch where that pays.
+    pads : bool
+        An evaluation may have positions that nobody wants.
 
     Raises
     ------
@@ -118,6 +120,7 @@ class AutoLength:
         sources: Collection[Source] = frozenset({Source.MODEL}),
         *,
         trees: bool = False,
+        pads: bool = True,
     ) -> None:
         if longest < 1:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
@@ -125,7 +128,8 @@ class AutoLength:
             raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior(prior)
-        self.costs, self.longest, self.sources = Costs(prior.curve, widths), longest, frozenset(sources)
+        self.costs = Costs(prior.curve, widths, pads=pads)
+        self.longest, self.sources = longest, frozenset(sources)
         self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)

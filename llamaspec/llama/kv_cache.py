@@ -269,7 +269,7 @@ class KVCache:
         self._is_changing = was_changing
 
     def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
-        """Empty a finished sequence. Its text is stored, unless hardly more than `n_known` tokens are lost."""
+        """Empty a finished sequence; its text is stored if it has many tokens more than `n_known`."""
         if sequence.n >= n_known + WORTH_COPYING:
             self._put(sequence)
         self._table.cut(sequence, 0)

@@ -31,6 +31,7 @@ from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
+STORE_SHARE, MOST_STORED = 4, 8 << 30  # of the free memory, and bytes
 NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
@@ -93,7 +94,8 @@ class LlamaModel:
         self.vocabulary = self.weights.vocabulary
         self.trained_context_size = self.weights.trained_context_size
         self._abort = AbortFlag()
-        self.store, self._owner = store or PrefixStore(default_store_bytes()), object()
+        self.store = store or PrefixStore(default_store_bytes(self.weights.facts().weights_bytes))
+        self._owner = object()
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
@@ -143,6 +145,11 @@ class LlamaModel:
     def reading_gain(self, gain: float | None) -> None:
         if self._reader is not None:
             self._reader.gain = gain
+
+    @property
+    def can_pad(self) -> bool:
+        """Whether an evaluation may have positions that nobody wants: not where layers keep states."""
+        return not self.weights.keeps_states
 
     def can_share(self, row: int) -> bool:
         """Whether other rows may take part in the next evaluation of a row, and padding."""
@@ -324,7 +331,7 @@ class LlamaModel:
             or options.heads
             or not isinstance(context.cache, KVCache)
             or leaves_main_memory(weights, options)
-            or weights.metadata("general.file_type") in NEVER_REPACKED
+            or (weights.metadata("general.file_type") or "0") in NEVER_REPACKED
         ):
             return None
         options = replace(options, repack=False, n_ctx=context.context_size, n_cells=None, max_scored=2)
@@ -376,12 +383,9 @@ class LlamaModel:
         return context.evaluate([(row, request)])[0]
 
 
-STORE_SHARE, MOST_STORED = 4, 8 << 30
-
-
-def default_store_bytes() -> int:
-    """Bytes of the store if nobody says: a quarter of the free memory, at most 8 GiB."""
-    return min(runtime.available_bytes() // STORE_SHARE, MOST_STORED)
+def default_store_bytes(weights_bytes: int) -> int:
+    """Bytes of the store if nobody says: a quarter of the memory that the weights leave, at most 8 GiB."""
+    return min(max(0, runtime.available_bytes() - weights_bytes) // STORE_SHARE, MOST_STORED)
 
 
 def _recurrent(context: Context) -> RecurrentCache:

@@ -65,7 +65,16 @@ class PairFiles:
         return self.draft is not None or self.ngram is not False or self.heads
 
 
+@dataclass(frozen=True, slots=True)
+class ReadingGain:
+    """How many times as fast long prompts are read with the weights as they lie in the file."""
+
+    gain: float
+
+
 PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair
+Measured: TypeAlias = Probe | LearnedPrior | ReadingGain
+_SUFFIXES: dict[type[Measured], str] = {Probe: "", LearnedPrior: ".runs", ReadingGain: ".reading"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,7 @@ def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
 
 def forget(pair: PairOnDisk) -> bool:
     """Drop what is kept; answers whether there was anything."""
-    paths = [path for kind in (Probe, LearnedPrior) if os.path.lexists(path := _path(pair, kind))]
+    paths = [path for kind in _SUFFIXES if os.path.lexists(path := _path(pair, kind))]
     for path in paths:
         path.unlink()
     return bool(paths)
@@ -135,8 +144,9 @@ def auto_length(
         kept = stored_prior(level)
         if kept.fault is not None:
             tell(kept.fault)
-        return AutoLength(kept.value, widths, sources=level.sources, trees=trees)
+        return AutoLength(kept.value, widths, sources=level.sources, trees=trees, pads=pads)
 
+    pads = pair.target.can_pad
     for level in pair.cascade:
         level.length = begun(level, None, trees=False)
     return begun(pair, widths, trees)
@@ -146,6 +156,20 @@ def known_exact_widths(pair: Pair) -> frozenset[int]:
     """Batch widths that are bit-identical with width 1: as a probe has found, or found now."""
     known = stored_probe(pair).value
     return known.identical_widths if known is not None else exact_widths(pair)
+
+
+def restore_reading_gain(pair: Pair) -> None:
+    """Let a pair know what was measured of reading its prompts on this machine."""
+    kept = _read(_path(pair, ReadingGain), ReadingGain).value
+    if kept is not None:
+        pair.target.reading_gain = kept.gain
+
+
+def keep_reading_gain(pair: Pair) -> None:
+    """Keep what was measured of reading prompts."""
+    if pair.target.reading_gain is not None:
+        with suppress(OSError):
+            _write(_path(pair, ReadingGain), ReadingGain(pair.target.reading_gain))
 
 
 def learned_costs(policy: AutoLength) -> CostCurve | None:
@@ -174,21 +198,21 @@ def _read(path: Path, kind: type[T]) -> Kept[T]:
     return Kept(fault=f"{path} counts as empty, it cannot be used: {reason}")
 
 
-def _write(path: Path, content: Probe | LearnedPrior) -> None:
+def _write(path: Path, content: Measured) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(asdict(content)))
 
 
-def _path(pair: PairOnDisk, kind: type[Probe | LearnedPrior]) -> Path:
-    """Of what belongs to a pair; a probe also to how attention is computed, on which bits depend."""
-    models = [pair.target, *pair.draft_models]
+def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
+    """Of what belongs to a pair, or a target; a probe also to how attention is computed, as bits do."""
+    models = [pair.target, *([] if kind is ReadingGain else pair.draft_models)]
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), bool(pair.heads)]
     if kind is Probe:
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
     key += [runtime.backend_description(), platform.node()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    return cache_folder() / "curves" / f"{name}{'' if kind is Probe else '.runs'}.json"
+    return cache_folder() / "curves" / f"{name}{_SUFFIXES[kind]}.json"
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:

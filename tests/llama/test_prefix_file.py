@@ -101,9 +101,9 @@ def test_a_damaged_file_is_none_and_written_anew(
         written.add(b"" if content is None else content.tobytes())
         return content
 
-    def copied_in(self: Cells, sequence: int, content: Any, start: int, end: int) -> bool:
+    def copied_in(self: Cells, content: Any, parts: Any) -> bool:
         given.append(content.tobytes())
-        return copy_in(self, sequence, content, start, end)
+        return copy_in(self, content, parts)
 
     filled(before)
     monkeypatch.setattr(Cells, "copy_out", copied_out)

@@ -1,0 +1,180 @@
+"""Prompts read with the weights as they lie in the file: the same answers, and nothing is read twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forward_requests import (
+    EXACT,
+    Batch,
+    Count,
+    RandomRows,
+    assert_same,
+    evaluate,
+    fresh,
+    kv_cache,
+    request,
+    text,
+)
+from llamaspec import LlamaModel
+from llamaspec.errors import MemoryFullError
+from llamaspec.llama import prompt_reader
+from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, Trial
+from llamaspec.values import TARGET, ForwardRequest
+from model_store import OpenModel
+from tiny_models import Recipe
+
+LONG = Recipe(n_context=2048)
+
+
+@pytest.fixture(autouse=True)
+def f32_counts_as_repacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that answers of both ways can be compared: kernels for quantized weights round differently."""
+    monkeypatch.setattr("llamaspec.llama.model.NEVER_REPACKED", frozenset())
+
+
+@pytest.fixture
+def model(opened: OpenModel) -> LlamaModel:
+    made = opened("llama", LONG, **EXACT)
+    made.reading_gain = 2.0
+    return made
+
+
+@pytest.fixture
+def other(opened: OpenModel) -> LlamaModel:
+    return opened("llama", LONG, reads_apart=False, **EXACT)
+
+
+def n_apart(model: LlamaModel, batch: Batch) -> int:
+    """Tokens of the first row of a batch that are read apart; the batch is evaluated."""
+    reader = model._reader
+    assert reader is not None
+    cache = None if reader._opened is None else reader._cache
+    before = 0 if cache is None else cache.n_used
+    evaluate(model, batch)
+    return 0 if reader._opened is None else reader._cache.n_used - before
+
+
+def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, evaluated: Count) -> None:
+    wanted = request(300)
+    answer = evaluate(model, [(0, wanted)])[0]
+    assert evaluated.taken() == 300
+    assert_same(answer, fresh(other, wanted))
+    assert kv_cache(model).n_used == 300
+    assert model._reader is not None
+    assert model._reader._cache.n_used == 299
+    evaluated.taken()
+    evaluate(model, [(0, request(302))])
+    assert evaluated.taken() == 2
+
+
+def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
+    model: LlamaModel, other: LlamaModel, evaluated: Count
+) -> None:
+    for row, (n, n_new) in enumerate(((200, 200), (230, 30), (400, 170), (700, 300))):
+        answer = evaluate(model, [(row, request(n))])[row]
+        assert evaluated.taken() == n_new
+        assert_same(answer, fresh(other, request(n)))
+        evaluated.taken()
+        model.release(row)
+
+
+@pytest.mark.parametrize(("n", "gain", "expected"), [
+    (MIN_TOKENS + 1, 2.0, MIN_TOKENS), (MIN_TOKENS, 2.0, 0), (300, 1.05, 0),
+])  # fmt: skip
+def test_the_number_of_new_tokens_and_what_was_measured_decide(
+    model: LlamaModel, n: int, gain: float, expected: int
+) -> None:
+    model.reading_gain = gain
+    assert n_apart(model, [(0, request(n))]) == expected
+
+
+@pytest.mark.parametrize("options", [
+    {"reads_apart": False}, {"repack": False}, {"heads": True},
+])  # fmt: skip
+def test_what_is_never_read_apart(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    made = opened("llama", LONG, **options)
+    made.reading_gain = 2.0
+    assert made._reader is None
+    assert made.reading_gain is None
+    monkeypatch.undo()
+    assert opened("llama", LONG)._reader is None  # f32 is not repacked
+
+
+def test_without_room_for_the_second_model_all_is_read_as_usual(
+    model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room() -> None:
+        raise MemoryFullError("no room")
+
+    assert model._reader is not None
+    monkeypatch.setattr(model._reader, "_open", no_room)
+    answer = evaluate(model, [(0, request(300))])[0]
+    assert_same(answer, fresh(other, request(300)))
+
+
+def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(model: LlamaModel, evaluated: Count) -> None:
+    model.prepare([(0, request(1000), 0)])
+    model.evaluate([(0, request(512, n_logits=0))])
+    model.release(0)
+    evaluated.taken()
+    evaluate(model, [(1, request(1000))])
+    assert evaluated.taken() == 488
+
+
+def test_two_prompts_behind_one_beginning_read_it_once(model: LlamaModel, evaluated: Count) -> None:
+    first, second = (np.append(text(600), text(100, seed)) for seed in (1, 2))
+    evaluate(model, [(0, ForwardRequest(TARGET, first)), (1, ForwardRequest(TARGET, second))])
+    assert evaluated.taken() == 600 + 2 * 100
+
+
+def test_both_ways_are_measured_on_the_first_long_prompt(
+    opened: OpenModel, other: LlamaModel, evaluated: Count
+) -> None:
+    """Nothing is read twice for it, and short prompts measure nothing."""
+    made = opened("llama", LONG, **EXACT)
+    evaluate(made, [(0, request(500))])
+    made.release(0)
+    assert made.reading_gain is None
+    evaluated.taken()
+    wanted = request(4 * PART + 40, 3)
+    answer = evaluate(made, [(1, wanted)])[1]
+    assert evaluated.taken() == wanted.n_tokens
+    assert made.reading_gain is not None
+    assert_same(answer, fresh(other, wanted))
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_measured_measures_nothing(opened: OpenModel) -> None:
+    made = opened("llama", LONG, **EXACT)
+    made.prepare([(0, request(800), 0)])
+    assert made.prompt_chunk == PART
+    made.evaluate([(0, request(PART, n_logits=0))])
+    made.release(0)
+    assert made.prompt_chunk == made.batch_size
+    evaluate(made, [(1, request(800, 1))])
+    assert made.reading_gain is not None
+
+
+def test_the_gain_is_a_ratio_of_speeds() -> None:
+    trial = Trial(0, 10, seconds={False: 3.0, True: 2.0}, n_tokens={False: 256, True: 256})
+    assert trial.gain == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests(
+    model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Rows that join, verify drafts, leave and come back, with prompts from 8 new tokens on read apart."""
+    monkeypatch.setattr(prompt_reader, "MIN_TOKENS", 8)
+    rows, n_answers = RandomRows(np.random.default_rng(seed), longest=90, n_sequences=4), 0
+    for _ in range(150):
+        for row in rows.leaving():
+            model.release(row)
+        batch = rows.batch()
+        for row, answer in evaluate(model, batch).items():
+            assert_same(answer, fresh(other, dict(batch)[row]))
+            n_answers += 1
+    assert n_answers > 150
