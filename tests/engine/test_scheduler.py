@@ -96,6 +96,36 @@ def test_who_waits_is_told_of_a_text_that_ends_before_its_start_returns() -> Non
     assert len(of.ready()) == 1
 
 
+def test_a_common_beginning_is_counted_once_where_room_is_planned() -> None:
+    """Four texts behind one system prompt: two of them were swapped out, though all had room."""
+    models = {TARGET: target(n_cells=100, context_size=200)}
+    scheduler = Stepped(models)
+    beginning = tuple(i % V for i in range(60))
+    streams = [
+        stream(scheduler, models, (*beginning, i % V), seed=i, drafter=NoDrafter(), max_tokens=4)
+        for i in range(4)
+    ]
+    for of in streams:
+        next(of)
+    assert not any(of.is_swapped_out for of in streams)
+    run_together(streams)
+
+
+def test_rows_that_share_no_evaluation_are_evaluated_one_by_one() -> None:
+    """Where layers keep states, no other row and no padding takes part: the width said so, and was not so."""
+    models = {TARGET: target()}
+    models[TARGET].can_share = lambda row: False  # type: ignore[method-assign]
+    scheduler = Stepped(models)
+    streams = [
+        stream(scheduler, models, seed=i, length=Length(2, widths=lambda n: n + 3), drafter=CountingUp(V))
+        for i in range(3)
+    ]
+    run_together(streams)
+    assert {len(evaluated.requests) for evaluated in models[TARGET].evaluated} == {1}
+    for of in streams:
+        assert {round_.width for round_ in of.completion.rounds} <= {1, 2, 3}
+
+
 def test_the_latest_is_swapped_out_where_the_cache_is_full_and_goes_on_with_the_same_text() -> None:
     """Three texts of 42 tokens need more than 64 cells: none is cut short, and the first is never out."""
     models = both(n_cells=64)

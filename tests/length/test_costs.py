@@ -42,6 +42,13 @@ def test_only_allowed_widths_are_evaluated() -> None:
     assert costs.padded_seconds(8, 9).tolist() == [pytest.approx(20.0, rel=0.02), np.inf]
 
 
+def test_without_padding_only_the_very_widths_are_evaluated() -> None:
+    """A hybrid model evaluated three positions where only four were allowed: it cannot pad."""
+    costs = timed({1: 10.0, 4: 12.0}, costs=Costs(allowed={1, 4}, pads=False))
+    assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5)] == [1, None, None, 4, None]
+    assert np.isinf(costs.padded_seconds(1, 4)).tolist() == [False, True, True, False]
+
+
 def test_beyond_the_widest_an_evaluation_is_hoped_to_cost_as_much_as_that() -> None:
     assert timed({1: 10.0, 2: 15.0}).seconds(64) == pytest.approx(15.0, rel=0.02)
 

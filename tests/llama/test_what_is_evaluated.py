@@ -85,6 +85,20 @@ def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: C
     assert evaluated.taken() == 20
 
 
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_agents_in_turns_read_nothing_twice(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """Two conversations that grow, and a short request in between: each finds its text in the store."""
+    model = opened(kind)
+    for turn, row in enumerate(range(0, 12, 3)):
+        for agent in (1, 2):
+            model.forward(request(60 + 30 * turn, agent), row + agent)
+            model.release(row + agent)
+            assert evaluated.taken() == (30 if turn else 60)
+        model.forward(request(20, 10 + turn), row)
+        model.release(row)
+        assert evaluated.taken() == 20
+
+
 @pytest.mark.parametrize(("kind", "back"), [("mamba", 3), ("jamba", 3), ("lfm2", 1)])
 def test_states_go_back_to_a_snapshot(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
     """Where llama.cpp keeps no earlier states, what stood since the last snapshot is read again, no more."""
