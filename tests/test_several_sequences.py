@@ -293,3 +293,25 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
             assert kv_cache(pair.target).n_compactions > 0
             assert outcome.n_chunked > 5
         assert recorder.differing == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_text_has_the_same_logits_whatever_ran_before(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With flash attention over f16, as by default, whose kernel depends on the number of full cells.
+
+    Finished texts stayed in the cache. Behind them a server wrote other texts than at first.
+    """
+    texts = [Wanted(number, 60 + 90 * number, number, 7, 30, 0.7, 0, None, None) for number in range(4)]
+    with tiny_pair(store, kind, "f16", n_ctx=512, n_cells=2048, threads=2) as pair:
+        recorder = Recorder(pair.target)
+        recorder.arrange(monkeypatch)
+        first = texts[0].stream(pair).run().tokens
+        pair.forget()
+        for wanted in texts[1:]:
+            wanted.stream(pair).run()
+        assert texts[0].stream(pair).run().tokens == first
+        assert recorder.n_compared == 30
+        assert recorder.differing == []
+        assert pair.target.cache_use()[0] == 60 + 29

@@ -106,9 +106,11 @@ def test_a_common_beginning_is_counted_once_where_room_is_planned() -> None:
         for i in range(4)
     ]
     for of in streams:
-        next(of)
-    assert not any(of.is_swapped_out for of in streams)
-    run_together(streams)
+        of.begin()
+    while scheduler.step():
+        assert not any(of.is_swapped_out for of in streams)
+        for of in streams:
+            of.ready()
 
 
 def test_rows_that_share_no_evaluation_are_evaluated_one_by_one() -> None:
