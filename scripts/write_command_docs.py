@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from llamaspec.cli.bench import draw
 from llamaspec.cli.main import main as llamaspec
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.report import markdown, read_report
+from llamaspec.measure.bench_tables import markdown
+from llamaspec.measure.report import read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS, BENCHMARKS = ROOT / "docs" / "commands.md", ROOT / "docs" / "benchmarks.md"
@@ -75,8 +76,9 @@ def with_results(text: str, folder: Path = RESULTS) -> str:
     for path in sorted(folder.glob("*.json")):
         if not FILE_NAME.fullmatch(path.name):
             raise LlamaspecError(f"{path.name!r} is no name for a result; use a-z, 0-9, dots and dashes")
-        picture = f"![Times as fast as plain decoding, by task](benchmarks/{path.stem}.svg)"
-        sections.append(f"{markdown(read_report(path))}\n{picture}\n\nFrom `benchmarks/{path.name}`.\n\n")
+        report = read_report(path)
+        picture = f"![Times as fast as {report.baseline_name}, by task](benchmarks/{path.stem}.svg)"
+        sections.append(f"{markdown(report)}\n{picture}\n\nFrom `benchmarks/{path.name}`.\n\n")
     return f"{before}{BEGIN}\n{''.join(sections)}{END}{after}"
 
 

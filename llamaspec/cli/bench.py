@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,31 +24,19 @@ from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
-from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.measure.bench import (
-    TASKS,
-    Figures,
-    Sample,
-    ask_all,
-    figures_of_arms,
-    n_requests,
-    read_tasks,
-)
-from llamaspec.measure.report import COLUMNS, Report, is_comparable, make_report, markdown, rows
-from llamaspec.measure.served_arms import (
-    AUTO,
-    PEER,
-    PEER_BEST,
-    PLAIN,
-    own_arms,
-    peer_arms,
-    program_version,
-    serving,
-)
+from llamaspec.llama.gguf_file import check_gguf, read_gguf
+from llamaspec.measure.bench import TASKS, Sample, ask_all, context_for, read_tasks, requests_of
+from llamaspec.measure.bench_figures import figures_of_arms
+from llamaspec.measure.bench_tables import COLUMNS, is_comparable, markdown, next_to_best_type, rows
+from llamaspec.measure.report import Report, make_report
+from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
+from llamaspec.measure.store import PairFiles
 
+_WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
 _LEGEND = (
-    "whole, decoding: times as fast as plain, geometric mean; spread: a factor; worst: of one prompt; "
-    "s, TTFT: median seconds of a request, and to its first token; same: texts that equal plain's"
+    "times as fast as {0}, geometric means: whole: a request, decoding: after the first text, first: to the "
+    "first text; total: all requests together; spread: a factor; worst: of one prompt; s, first s: medians; "
+    "same: texts that equal those of {0}"
 )
 
 _OPTIONS: tuple[Decorator, ...] = (
@@ -61,10 +49,12 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="0 = always the best token."),
     click.option("--repeats", "-r", type=click.IntRange(min=1), default=1, show_default=True,
                  help="Times that every request is asked."),
-    click.option("--llama-server", metavar="PROGRAM", help="Also llama.cpp's server, from this file."),
+    click.option("--llama-server", metavar="PROGRAM",
+                 help="Also llama.cpp's server, from this file; all ratios are then to this server without a "
+                 "draft."),
     click.option("--spec-types", type=Separated("types", lambda text: tuple(text.split(","))),
-                 metavar="TYPE,...", help="What llama-server drafts with, a server each; default: none, "
-                 "draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
+                 metavar="TYPE,...", help="What llama-server drafts with, a server each, beside none; "
+                 "default: draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
                  help="Also another checkout of llamaspec, in this folder."),
     click.option("--also", multiple=True, metavar="OPTIONS",
@@ -119,28 +109,20 @@ Examples:
 def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) -> None:
     """Measure whole requests, with drafts and without.
 
-    Each arm is a server: plain (no draft), auto (llamaspec serve as it is by default), and others that are
-    asked for. They take turns. Ratios are times as fast as plain, prompt included. Ctrl-C ends it and shows
-    what was measured so far.
+    Each arm is a server: plain (no draft and no copies), auto (llamaspec serve as it is by default), and
+    others that are asked for. They take turns. Ratios are times as fast as llama-server without a draft, else
+    as plain, prompt included. Without --n-ctx each has a context for the longest conversation. Ctrl-C ends it
+    and shows what was measured so far.
     """
-    check_installed()
-    if bench.plot is not None:
-        check_plot(bench.plot)
-    if bench.share is not None:
-        if bench.tasks != TASKS:
-            raise click.UsageError("--share compares with others, on the tasks of llamaspec; drop --tasks")
-        check_writable(bench.share, "report")
-    tasks, files = read_tasks(bench.tasks, bench.names), find_files(models)
-    for model in (files.target, *files.draft_models):
-        check_gguf(model.path)
-    arms = [*own_arms([*_given()], bench.also, bench.against)]
+    _check(bench)
+    tasks = read_tasks(bench.tasks, bench.names)
+    files, given = _files_and_options(models, context_for(tasks, bench.max_tokens))
+    arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
-        if shutil.which(bench.llama_server) is None:
-            raise click.UsageError(f"--llama-server: {bench.llama_server} is no program; name its file")
         arms += peer_arms(bench.llama_server, files, bench.spec_types or ())
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
-    total, fault, code = n_requests(tasks) * bench.repeats, None, 0
+    total, fault, code = len(requests_of(tasks)) * bench.repeats, None, 0
     try:
         with _ended_by_signals(), serving(arms) as asks:
             for done, each in enumerate(ask_all(asks, tasks, bench.settings, bench.repeats, say), 1):
@@ -156,7 +138,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         is_whole = fault is None and code == 0
         asked = {"max_tokens": bench.max_tokens, "temperature": bench.temperature, "repeats": bench.repeats}
         report = make_report(
-            samples, files, asked, bench.names, [*_given()],
+            samples, files, asked, bench.names, given,
             bench.llama_server and program_version(bench.llama_server),
             with_hashes=bench.as_json or bench.share is not None,
         )  # fmt: skip
@@ -169,6 +151,30 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     if fault is not None:
         raise fault
     sys.exit(code)
+
+
+def _check(bench: BenchOptions) -> None:
+    """Refuse, before anything is fetched or started, what would fail at the end."""
+    check_installed()
+    if bench.plot is not None:
+        check_plot(bench.plot)
+    if bench.share is not None:
+        if bench.tasks != TASKS:
+            raise click.UsageError("--share compares with others, on the tasks of llamaspec; drop --tasks")
+        check_writable(bench.share, "report")
+    if bench.llama_server is not None and shutil.which(bench.llama_server) is None:
+        raise click.UsageError(f"--llama-server: {bench.llama_server} is no program; name its file")
+
+
+def _files_and_options(models: ModelChoice, n_ctx: int) -> tuple[PairFiles, list[str]]:
+    """The models' files and the options of `serve`, with a context of this size where none was asked for."""
+    files, given = find_files(models), [*_given()]
+    for model in (files.target, *files.draft_models):
+        check_gguf(model.path)
+    if models.n_ctx is None:
+        n_ctx = min(n_ctx, read_gguf(files.target.path).number("context_length", n_ctx))
+        files, given = find_files(models.with_context(n_ctx)), [*given, "--n-ctx", str(n_ctx)]
+    return files, given
 
 
 @contextmanager
@@ -210,48 +216,56 @@ def _given() -> Iterator[str]:
 def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> None:
     is_aside = options.as_json and not options.markdown
     console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
     if options.markdown:
         click.echo(markdown(report))
     else:
         asked = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in options.settings.items())
         machine = f"llamaspec {report.versions['llamaspec']} on {', '.join(report.machine.devices)}"
         console.print(f"{report.title}; {asked}; {machine}")
-        for group, arms in report.groups.items():
+        for group in report.groups:
             console.print(f"\n{group}")
-            print_table(COLUMNS, rows(arms, options.temperature), console)
-    console.print(f"\n{_LEGEND}\n")
+            print_table(COLUMNS, rows(report, group), console)
+            if (line := next_to_best_type(report, group)) is not None:
+                console.print(line)
+    console.print(f"\n{_LEGEND.format(report.baseline_name)}\n")
     for arm, each in figures_of_arms(samples).items():
-        if each.forks and is_comparable(arm, options.temperature):
+        if each.forks and is_comparable(arm, report):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
-            console.print(f"{arm}: other text than plain in {where}")
+            console.print(f"{arm}: other text than {report.baseline} in {where}")
     if not options.markdown:
-        _show_bars(report.tasks, console)
+        _show_bars(report, console)
     if options.plot is not None:
         draw(report, options.plot)
     if options.as_json:
         click.echo(json.dumps(asdict(report)))
 
 
-def _show_bars(by_task: Mapping[str, Mapping[str, Figures]], console: Console) -> None:
-    most = max(each.whole for arms in by_task.values() for each in arms.values())
-    rows = [
-        (task if arm == AUTO else "", arm, Bar(most, 0, each.whole, width=40), f"{each.whole:.2f}")
-        for task, arms in by_task.items()
-        for arm, each in arms.items()
-        if arm != PLAIN
+def _show_bars(report: Report, console: Console) -> None:
+    most = max(each.whole for arms in report.tasks.values() for each in arms.values())
+    bars = [
+        ("" if i else task, arm, Bar(most, 0, arms[arm].whole, width=40), f"{arms[arm].whole:.2f}")
+        for task, arms in report.tasks.items()
+        for i, arm in enumerate(arm for arm in arms if arm != report.baseline)
     ]
-    print_table(("<task", "<arm", "<", "whole"), rows, console)
+    print_table(("<task", "<arm", "<", "whole"), bars, console)
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the ratios of a report by task; of several llama-servers only the best of each prompt."""
+    """Draw the ratios of a report by task; of several llama-servers only the best type."""
     from matplotlib import rc_context  # an extra, which most people do without
     from matplotlib.figure import Figure
 
-    arms = [arm for arm in next(iter(report.tasks.values())) if arm != PLAIN]
-    if PEER_BEST in arms:
-        arms = [arm for arm in arms if arm == PEER_BEST or not arm.startswith(PEER)]
-    names = {AUTO: "llamaspec", PEER_BEST: f"{PEER}'s best"}
+    arms = [
+        arm
+        for arm in next(iter(report.tasks.values()))
+        if arm != report.baseline and (arm == report.best_type or not arm.startswith(PEER))
+    ]
+    names = {
+        AUTO: "llamaspec",
+        PLAIN: "llamaspec, plain",
+        report.best_type: f"{report.best_type} (best type)",
+    }
     with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}):
         figure = Figure(figsize=(8, 1.5 + 0.17 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
         axes, thick = figure.subplots(), 0.85 / len(arms)
@@ -263,8 +277,8 @@ def draw(report: Report, path: Path) -> None:
         middle = (len(arms) - 1) * thick / 2
         axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))
         axes.invert_yaxis()
-        axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0.5, label=PLAIN)
-        axes.set(xlabel="whole request, times as fast as plain decoding")
+        axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0.5, label=report.baseline_name)
+        axes.set(xlabel=f"whole request, times as fast as {report.baseline_name}")
         devices = ", ".join(dict.fromkeys(report.machine.devices))
         axes.set_title(f"{report.title}\n{devices}, {report.machine.cores} cores", fontsize="medium")
         axes.margins(y=0.01)

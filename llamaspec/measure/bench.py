@@ -1,16 +1,14 @@
-"""The benchmark of whole requests: its tasks, the turns of its arms, and the figures.
+"""The benchmark of whole requests: its tasks, their order, and the turns of its arms.
 
 Arms take turns request by request, in rotated order, with the same prompts, so that a machine that warms up
-or is busy slows all alike. Every conversation begins with a number of its own, so that no arm finds its
-prompt in a cache; within it the prefix grows, and caches count. Ratios are to the plain arm's answer to the
-same request.
+or is busy slows all alike. Requests of all tasks are mixed, so that a conversation goes on after thousands of
+tokens of others, as at a server that has run for a while. Every conversation begins with a number of its own,
+so that no arm finds its prompt in a cache; within it the prefix grows, and caches count.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +18,16 @@ import yaml
 
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
-from llamaspec.measure.served_arms import PEER, PEER_BEST, PLAIN, Answer, Ask, RefusedError
+from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.measure.served_arms import Answer, Ask, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
 WARM_UP = "Count from one to thirty, in words."
 WARM_UP_TOKENS = 24
 _MAX_TASKS_BYTES = 4 << 20
+_GOLDEN = 0.618034  # of numbers, multiples of this one are the most evenly spread
+_BYTES_PER_TOKEN = 2  # at least, of nearly any text: English has about 4
+_TOKENS_PER_MESSAGE = 32  # at most, that a chat template writes beside
 
 Message = dict[str, str]  # role and content
 
@@ -67,6 +69,18 @@ class TaskFile:
     files: dict[str, str] = field(default_factory=dict)
 
 
+def read_task_file(path: Path = TASKS) -> TaskFile:
+    """A YAML file of tasks; a PromptError if it cannot be read or used."""
+    try:
+        content = yaml.safe_load(read_file(path, _MAX_TASKS_BYTES))
+        return parse_json(TaskFile, json.dumps(content))
+    except OSError as error:
+        raise PromptError(f"cannot read the tasks {path}: {error.strerror}; name a YAML file") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise PromptError(f"{path} is no file of tasks: {reason}; write it like {TASKS.name}") from error
+
+
 def read_tasks(path: Path = TASKS, names: Sequence[str] = ()) -> list[BenchTask]:
     """The tasks of a YAML file: all, or those of these names.
 
@@ -75,14 +89,7 @@ def read_tasks(path: Path = TASKS, names: Sequence[str] = ()) -> list[BenchTask]
     PromptError
         The file cannot be read or used, or has no task of a name.
     """
-    try:
-        content = yaml.safe_load(read_file(path, _MAX_TASKS_BYTES))
-        found = parse_json(TaskFile, json.dumps(content))
-    except OSError as error:
-        raise PromptError(f"cannot read the tasks {path}: {error.strerror}; name a YAML file") from error
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise PromptError(f"{path} is no file of tasks: {reason}; write it like {TASKS.name}") from error
+    found = read_task_file(path)
     known = [task.name for task in found.tasks]
     unknown = [name for name in names if name not in known]
     if unknown or not known:
@@ -103,6 +110,63 @@ def _filled(task: BenchTask, files: Mapping[str, str]) -> BenchTask:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One turn of a conversation, as it is asked."""
+
+    task: BenchTask
+    conversation: int  # which one of all tasks, from 0
+    turn: Turn
+    label: str  # what people call it, such as "edit 2"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the task says of the answer."""
+        if self.task.json_schema is None:
+            return {"max_tokens": self.task.max_tokens}
+        wanted = {"name": "answer", "strict": True, "schema": self.task.json_schema}
+        form = {"type": "json_schema", "json_schema": wanted}
+        return {"max_tokens": self.task.max_tokens, "response_format": form}
+
+
+def requests_of(tasks: Sequence[BenchTask]) -> list[Request]:
+    """All requests in the order in which they are asked, which depends on nothing but the tasks.
+
+    The requests of each task are spread evenly over the whole run, and each task begins at another time.
+    """
+    placed: list[tuple[float, Request]] = []
+    n_conversations = 0
+    for i, task in enumerate(tasks):
+        own = [*_requests(task, n_conversations)]
+        n_conversations += len(task.conversations())
+        begin = (i + 1) * _GOLDEN % 1
+        placed += [((n + begin) / len(own), request) for n, request in enumerate(own)]
+    return [request for _, request in sorted(placed, key=lambda each: each[0])]
+
+
+def _requests(task: BenchTask, n_before: int) -> Iterator[Request]:
+    conversations = task.conversations()
+    for i, turns in enumerate(conversations):
+        name = task.name if len(conversations) == 1 else f"{task.name} {i + 1}"
+        for j, turn in enumerate(turns):
+            yield Request(task, n_before + i, turn, name if len(turns) == 1 else f"{name}, turn {j + 1}")
+
+
+def context_for(tasks: Sequence[BenchTask], max_tokens: int | None) -> int:
+    """Tokens of a context in which every conversation has room."""
+    sizes = [
+        sum(
+            len(f"{turn.user}{turn.answer or ''}".encode()) // _BYTES_PER_TOKEN
+            + 2 * _TOKENS_PER_MESSAGE
+            + (max_tokens or task.max_tokens)
+            for turn in turns
+        )
+        for task in tasks
+        for turns in task.conversations()
+    ]
+    return max(DEFAULT_CONTEXT, -(-max(sizes) // 1024) * 1024)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One arm's answer to one request."""
 
@@ -119,11 +183,6 @@ class Sample:
         return self.prompt, self.repeat
 
 
-def n_requests(tasks: Sequence[BenchTask]) -> int:
-    """Requests to each arm, without repeats."""
-    return sum(len(turns) for task in tasks for turns in task.conversations())
-
-
 def ask_all(
     asks: Mapping[str, Ask],
     tasks: Sequence[BenchTask],
@@ -136,7 +195,7 @@ def ask_all(
     Parameters
     ----------
     asks : Mapping[str, Ask]
-        The arms by name; one is `PLAIN`. The first answer of each is not counted.
+        The arms by name. The first answer of each is not counted.
     settings : Mapping[str, Any]
         What all requests say beside their messages; a max_tokens among them counts instead of the tasks' own.
     tell : Callable[[str], None]
@@ -146,148 +205,35 @@ def ask_all(
     for name in order:
         messages = [{"role": "user", "content": WARM_UP}]
         asks[name]({**settings, "messages": messages, "max_tokens": WARM_UP_TOKENS})
-    n_asked, n_begun = 0, 0
+    requests, n_asked = requests_of(tasks), 0
     for repeat in range(n_repeats):
-        for task in tasks:
-            for i, turns in enumerate(task.conversations()):
-                n_begun += 1
-                said: dict[str, list[Message]] = {name: [] for name in order}  # an arm goes on from its own
-                for j, turn in enumerate(turns):
-                    number = "" if j else f"[{n_begun}]\n"
-                    more = {"max_tokens": task.max_tokens, **settings, "seed": n_asked, **_format(task)}
-                    for messages in said.values():
-                        messages.append({"role": "user", "content": number + turn.user})
-                    label, shift = _label(task, i, j), n_asked % len(order)
-                    n_asked += 1
-                    try:
-                        answers = {
-                            name: asks[name]({**more, "messages": [*said[name]]})
-                            for name in order[shift:] + order[:shift]
-                        }
-                    except RefusedError as error:
-                        tell(f"{label} is left out: {error}")
-                        break
-                    yield [
-                        Sample(name, task.group, task.name, label, repeat, answers[name]) for name in order
-                    ]
-                    for name, messages in said.items():
-                        reply = answers[name].reply if turn.answer is None else turn.answer
-                        messages.append({"role": "assistant", "content": reply or "…"})
-
-
-def _format(task: BenchTask) -> dict[str, Any]:
-    if task.json_schema is None:
-        return {}
-    wanted = {"name": "answer", "strict": True, "schema": task.json_schema}
-    return {"response_format": {"type": "json_schema", "json_schema": wanted}}
-
-
-def _label(task: BenchTask, conversation: int, turn: int) -> str:
-    conversations = task.conversations()
-    label = task.name if len(conversations) == 1 else f"{task.name} {conversation + 1}"
-    return label if len(conversations[conversation]) == 1 else f"{label}, turn {turn + 1}"
-
-
-# Figures
-
-
-@dataclass(frozen=True, slots=True)
-class PromptFigures:
-    """One arm on one prompt: medians over the repeats; ratios to the plain arm's answer beside each."""
-
-    whole: float  # times as fast, whole request; an answer of other length is scaled to plain's
-    decoding: float | None  # tokens per second after the first
-    seconds: float
-    first_seconds: float
-    forks: tuple[int, ...]  # the first characters in which texts differ from plain's
-    n_answers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One arm on several prompts: geometric means of ratios, medians of seconds."""
-
-    whole: float
-    spread: float  # factor: exp of the standard deviation of the logarithms
-    worst: float
-    worst_prompt: str
-    decoding: float | None
-    seconds: float
-    first_seconds: float
-    forks: dict[str, tuple[int, ...]]  # by prompt
-    n_same: int  # texts that equal the plain arm's
-    n_answers: int
-
-
-def fork(text: str, plain: str) -> int | None:
-    """The first character in which two texts differ; None where they are the same."""
-    if text == plain:
-        return None
-    pairs = enumerate(zip(text, plain, strict=False))
-    return next((i for i, (mine, its) in pairs if mine != its), min(len(text), len(plain)))
-
-
-def prompt_figures(samples: Sequence[Sample], arm: str) -> dict[str, PromptFigures]:
-    """One arm by prompt."""
-    plain = {sample.request: sample.answer for sample in samples if sample.arm == PLAIN}
-    pairs: dict[str, list[tuple[Answer, Answer]]] = {}
-    for sample in samples:
-        if sample.arm == arm:
-            pairs.setdefault(sample.prompt, []).append((sample.answer, plain[sample.request]))
-    return {prompt: _of_prompt(each) for prompt, each in pairs.items()}
-
-
-def _of_prompt(pairs: Sequence[tuple[Answer, Answer]]) -> PromptFigures:
-    rates = [(mine.tokens_per_second, plain.tokens_per_second) for mine, plain in pairs]
-    decoding = [mine / plain for mine, plain in rates if mine and plain]
-    forks = [fork(mine.text, plain.text) for mine, plain in pairs]
-    return PromptFigures(
-        whole=statistics.median(plain.seconds / mine.seconds_for(plain.n_tokens) for mine, plain in pairs),
-        decoding=statistics.median(decoding) if decoding else None,
-        seconds=statistics.median(mine.seconds for mine, _ in pairs),
-        first_seconds=statistics.median(mine.first_seconds for mine, _ in pairs),
-        forks=tuple(at for at in forks if at is not None),
-        n_answers=len(pairs),
-    )
-
-
-def best_of(arms: Sequence[Mapping[str, PromptFigures]]) -> dict[str, PromptFigures]:
-    """For each prompt the figures of the arm that was fastest there, known afterwards."""
-    return {prompt: max((arm[prompt] for arm in arms), key=lambda each: each.whole) for prompt in arms[0]}
-
-
-def figures(prompts: Mapping[str, PromptFigures]) -> Figures:
-    """Fold the figures of several prompts, at least one."""
-    logs = [math.log(each.whole) for each in prompts.values()]
-    worst_prompt = min(prompts, key=lambda prompt: prompts[prompt].whole)
-    decoding = [each.decoding for each in prompts.values() if each.decoding is not None]
-    n_answers = sum(each.n_answers for each in prompts.values())
-    return Figures(
-        whole=math.exp(statistics.mean(logs)),
-        spread=math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0,
-        worst=prompts[worst_prompt].whole,
-        worst_prompt=worst_prompt,
-        decoding=statistics.geometric_mean(decoding) if decoding else None,
-        seconds=statistics.median(each.seconds for each in prompts.values()),
-        first_seconds=statistics.median(each.first_seconds for each in prompts.values()),
-        forks={prompt: each.forks for prompt, each in prompts.items() if each.forks},
-        n_same=n_answers - sum(len(each.forks) for each in prompts.values()),
-        n_answers=n_answers,
-    )
-
-
-def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
-    """By arm; of several llama-servers also the best of each prompt."""
-    arms = {arm: prompt_figures(samples, arm) for arm in dict.fromkeys(sample.arm for sample in samples)}
-    peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
-    if len(peers) > 1:
-        arms[PEER_BEST] = best_of(peers)
-    return {arm: figures(each) for arm, each in arms.items()}
-
-
-def grouped(samples: Sequence[Sample], kind: str) -> dict[str, dict[str, Figures]]:
-    """The figures of arms by a field of the samples: group or task."""
-    names = dict.fromkeys(getattr(sample, kind) for sample in samples)
-    return {
-        name: figures_of_arms([each for each in samples if getattr(each, kind) == name]) for name in names
-    }
+        said: dict[int, dict[str, list[Message]]] = {}  # by conversation and arm
+        refused: set[int] = set()
+        for request in requests:
+            here, user = request.conversation, request.turn.user
+            if here in refused:
+                continue
+            if here not in said:
+                said[here] = {name: [] for name in order}
+                user = f"[{repeat * len(requests) + here + 1}]\n{user}"
+            for messages in said[here].values():
+                messages.append({"role": "user", "content": user})
+            more = {**request.fields, **settings, "seed": n_asked}
+            shift, n_asked = n_asked % len(order), n_asked + 1
+            try:
+                answers = {
+                    name: asks[name]({**more, "messages": [*said[here][name]]})
+                    for name in order[shift:] + order[:shift]
+                }
+            except RefusedError as error:
+                tell(f"{request.label} is left out: {error}")
+                refused.add(here)
+                continue
+            task = request.task
+            yield [
+                Sample(name, task.group, task.name, request.label, repeat, answers[name]) for name in order
+            ]
+            for name, messages in said[here].items():
+                recorded = request.turn.answer
+                reply = answers[name].reply if recorded is None else recorded  # an arm goes on from its own
+                messages.append({"role": "assistant", "content": reply or "…"})

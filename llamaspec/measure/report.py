@@ -1,8 +1,7 @@
-"""What a benchmark found, as others may see it: one JSON object, and its tables in Markdown.
+"""What a benchmark found, as others may see it: one JSON object.
 
 It holds no words of prompts and answers, no path, and no name of a user or a machine. Reports come from
-strangers, too: `read_report` checks sizes, types and every text, and in Markdown texts are code, which
-nothing in them can end.
+strangers, too: `read_report` checks sizes, types and every text. `bench_tables` shows them.
 """
 
 from __future__ import annotations
@@ -25,13 +24,23 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, find_devices
-from llamaspec.measure.bench import Figures, Sample, figures_of_arms, fork, grouped
-from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PLAIN
+from llamaspec.measure.bench import Sample
+from llamaspec.measure.bench_figures import (
+    Figures,
+    arms_of,
+    baseline_of,
+    best_type,
+    figures,
+    figures_of_arms,
+    fork,
+    grouped,
+    prompt_figures,
+)
+from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_PLAIN, PLAIN
 from llamaspec.measure.store import PairFiles, stored_prior
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 4 << 20
-COLUMNS = ("<arm", "whole", "spread", "worst", "<prompt", "s", "TTFT", "decoding", "same")
 _LONGEST = 600  # characters of a text
 _UNSAFE = frozenset('`|\\<>"')  # what could end code or a cell of a table
 _MOST = 1 << 60  # what any number may be
@@ -77,7 +86,7 @@ class ReportedSample:
     first_seconds: float
     n_drafted: int | None
     n_accepted: int | None
-    differs_at: int | None  # the first character that is not plain's
+    differs_at: int | None  # the first character that is not the baseline's
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +127,29 @@ class Report:
     has_heads: bool  # the target's own heads draft
     settings: Settings
     curve: CostCurve | None  # as far as it is known
+    baseline: str  # the arm that ratios are to
+    best_type: str | None  # the llama-server that is fastest over all prompts
     groups: dict[str, dict[str, Figures]]  # by group and arm
     tasks: dict[str, dict[str, Figures]]  # by task and arm
+    to_best_type: dict[str, Figures]  # by group: `auto` next to the best type, if that is not the baseline
     samples: tuple[ReportedSample, ...]
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
-        if not self.tasks or len({frozenset(arms) for arms in self.tasks.values()}) > 1:
-            raise ValueError("its tasks have not all the same arms")
+        arms = {frozenset(arms) for arms in self.tasks.values()}
+        if len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
+            raise ValueError("its tasks have not all the same arms, the baseline and auto among them")
         for value in _leaves(asdict(self)):
             if isinstance(value, str) and value != _text(value):
                 raise ValueError(f"no report says {printable(value[:40])}")
             if isinstance(value, int | float) and not 0 <= value <= _MOST:
                 raise ValueError(f"no report has the number {value}")
+
+    @property
+    def baseline_name(self) -> str:
+        """The baseline in words."""
+        return f"{PEER} without a draft" if self.baseline == PEER_PLAIN else "plain decoding"
 
     @property
     def title(self) -> str:
@@ -169,7 +187,7 @@ def make_report(
 ) -> Report:
     """What samples of this machine say; `settings` are the numbers of `Settings`."""
     arms: dict[str, str] = {}
-    for arm in dict.fromkeys(sample.arm for sample in samples):
+    for arm in arms_of(samples):
         is_ours = arm in (PLAIN, AUTO, BEFORE) or arm.startswith(PEER)
         name = _text(arm) if is_ours else public_options(shlex.split(arm))
         arms[arm] = name if name not in arms.values() else f"{name} ({len(arms)})"
@@ -179,9 +197,10 @@ def make_report(
         )
         for each in samples
     ]
-    groups = grouped(shown, "group")
-    if len(groups) > 1:
-        groups["all tasks"] = figures_of_arms(shown)
+    by_group = grouped(shown, "group")
+    if len(by_group) > 1:
+        by_group["all tasks"] = shown
+    baseline, best = baseline_of(arms), best_type(figures_of_arms(shown))
     peer = {} if peer_version is None else {PEER: _text(peer_version)}
     versions = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
     return Report(
@@ -200,9 +219,14 @@ def make_report(
         has_heads=files.heads,
         settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
         curve=None if (prior := stored_prior(files).value) is None else prior.curve,
-        groups=groups,
-        tasks=grouped(shown, "task"),
-        samples=tuple(_samples(shown)),
+        baseline=baseline,
+        best_type=best,
+        groups={group: figures_of_arms(each) for group, each in by_group.items()},
+        tasks={task: figures_of_arms(each) for task, each in grouped(shown, "task").items()},
+        to_best_type={} if best in (None, baseline) else {
+            group: figures(prompt_figures(each, AUTO, best)) for group, each in by_group.items()
+        },
+        samples=tuple(_samples(shown, baseline)),
     )  # fmt: skip
 
 
@@ -231,17 +255,17 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
     )
 
 
-def _samples(samples: Sequence[Sample]) -> Iterator[ReportedSample]:
-    plain = {sample.request: sample.answer.text for sample in samples if sample.arm == PLAIN}
+def _samples(samples: Sequence[Sample], baseline: str) -> Iterator[ReportedSample]:
+    texts = {sample.request: sample.answer.text for sample in samples if sample.arm == baseline}
     for sample in samples:
         told = asdict(sample)
         answer = told.pop("answer")
         del answer["text"], answer["reply"]
-        differs_at = fork(sample.answer.text, plain[sample.request])
+        differs_at = fork(sample.answer.text, texts[sample.request])
         yield ReportedSample(**told, **answer, differs_at=differs_at)
 
 
-# Reading and showing one
+# Reading one
 
 
 def read_report(path: Path) -> Report:
@@ -252,67 +276,3 @@ def read_report(path: Path) -> Report:
         raise LlamaspecError(f"cannot read {path}: {error.strerror}; name a file of bench --share") from error
     except ValueError as error:
         raise LlamaspecError(f"{path} is no report of bench --share: {error}; leave it out") from error
-
-
-def is_comparable(arm: str, temperature: float) -> bool:
-    """Whether an arm should write what plain writes: another program draws otherwise."""
-    return arm != PLAIN and (temperature == 0 or not arm.startswith(PEER))
-
-
-def rows(arms: Mapping[str, Figures], temperature: float) -> list[tuple[str, ...]]:
-    """The cells of a table, one row for each arm, by `COLUMNS`."""
-    return [_row(arm, each, temperature) for arm, each in arms.items()]
-
-
-def _row(arm: str, each: Figures, temperature: float) -> tuple[str, ...]:
-    ratios = (f"{each.whole:.2f}", f"{each.spread:.2f}", f"{each.worst:.2f}", each.worst_prompt)
-    decoding = "" if each.decoding is None else f"{each.decoding:.2f}"
-    same = f"{each.n_same}/{each.n_answers}" if is_comparable(arm, temperature) else ""
-    if arm == PLAIN:
-        ratios = ("1.00", "", "", "")
-    return (arm, *ratios, f"{each.seconds:.2f}", f"{each.first_seconds:.2f}", decoding, same)
-
-
-def markdown(report: Report) -> str:
-    """A section of a page: models, machine, costs, and a table for each group."""
-    machine, settings = report.machine, report.settings
-    lines = [f"### {_code(report.title)}", ""]
-    told = [_code(name) for name in dict.fromkeys(machine.devices)]
-    told += [f"{machine.cores} cores", f"{machine.memory_bytes / 1e9:.1f} GB", _code(machine.system)]
-    told += [_code(f"{name} {number}") for name, number in report.versions.items() if number]
-    lines += [f"{', '.join(told)}; {_code(report.date)}.", ""]
-    models = {"target": report.target, **{f"draft {i}": each for i, each in enumerate(report.drafts, 1)}}
-    sizes = [
-        f"{role} {each.n_bytes / 1e9:.2f} GB"
-        + (f", SHA-256 {_code(each.sha256[:12])}" if each.sha256 else "")
-        for role, each in models.items()
-    ]
-    lines += [f"Files: {'; '.join(sizes)}.", ""]
-    if report.curve is not None and len(report.curve.widths) > 1:
-        lines += [_costs(report.curve), ""]
-    lines += [_code(settings.command), ""]
-    for group, arms in report.groups.items():
-        lines += [f"**{_code(group)}**", "", _table(rows(arms, settings.temperature)), ""]
-    return "\n".join(lines)
-
-
-def _costs(curve: CostCurve) -> str:
-    single, *wider = curve.verify_seconds
-    widths = ", ".join(map(str, curve.widths[1:]))
-    times = ", ".join(f"{seconds / single:.2f}" for seconds in wider)
-    step = f"; a draft step {curve.draft_step_seconds / single:.2f}" if curve.draft_step_seconds else ""
-    return f"Evaluating {widths} positions at once costs {times} single ones{step}."
-
-
-def _table(cells: Sequence[tuple[str, ...]]) -> str:
-    titles = [title.lstrip("<") for title in COLUMNS]
-    left = [title.startswith("<") for title in COLUMNS]
-    rules = ["---" if is_left else "---:" for is_left in left]
-    shown = [
-        [_code(cell) if is_left else cell for cell, is_left in zip(row, left, strict=True)] for row in cells
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (titles, rules, *shown))
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""

@@ -24,15 +24,16 @@ import httpx
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.nextn import what_it_reads
-from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.measure.store import PairFiles
 
 PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
+PEER_PLAIN = f"{PEER}, none"  # without a draft: what all others are compared with
 PEER_BEST = f"{PEER}, best of each prompt"  # of several, known afterwards
 READY_SECONDS = 900.0  # a large model is read from a disk
 END_SECONDS = 20.0
 _KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with which a server would refuse us
 _ENTRY = "import sys; sys.path.insert(0, {!r}); from llamaspec.__main__ import main; main()"
+_PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # without -k 0, tokens that a schema forces are drafted
 _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -45,39 +46,48 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def own_arms(options: Sequence[str], also: Sequence[str], against: Path | None) -> Iterator[Arm]:
+def own_arms(
+    options: Sequence[str], also: Sequence[str], against: Path | None, n_parallel: int = 1
+) -> Iterator[Arm]:
     """llamaspec without drafts, with the options of `serve`, with more of them, and another checkout."""
     here = Path(__file__).resolve().parents[2]
-    ways = [(PLAIN, here, ["--no-draft"]), (AUTO, here, [])]
+    ways = [(PLAIN, here, _PLAINLY), (AUTO, here, [])]
     ways += [(more, here, shlex.split(more)) for more in also]
     if against is not None:
         if not (against / "llamaspec" / "__main__.py").is_file():
             raise LlamaspecError(f"{against} has no llamaspec; name the top of a checkout with --against")
         ways.append((BEFORE, against.resolve(), []))
     for name, folder, more in ways:
-        command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options, *more)
+        command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options)
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # not what lies where we were started
-        yield Arm(name, (*command, "--request-timeout", "0", "--grace", "1"), environment)
+        fixed = ("--parallel", str(n_parallel), "--request-timeout", "0", "--grace", "1")
+        yield Arm(name, (*command, *fixed, *more), environment)
 
 
-def peer_arms(program: str, files: PairFiles, types: Sequence[str] = ()) -> Iterator[Arm]:
-    """llama-server with each type of drafts, or with those that are known to be good; on the same files."""
+def peer_arms(
+    program: str, files: PairFiles, types: Sequence[str] = (), n_parallel: int = 1
+) -> Iterator[Arm]:
+    """llama-server without drafts, and with each type of them, or with those that are known to be good.
+
+    The files are the same, and all that is not said here is at its defaults, as people run it: it also keeps
+    prompts of earlier conversations in memory (--cache-ram).
+    """
     draft = [] if files.draft is None else ["-md", str(files.draft.path)]
     is_head = files.heads or (files.draft is not None and bool(what_it_reads(files.draft.path)))
     drafting = ["draft-mtp"] if is_head else ["draft-simple"] if draft else []
     options = files.target.options
     settings = {
-        "-c": options.n_ctx or DEFAULT_CONTEXT,
+        "-c": options.n_ctx,
         "-t": options.threads,
         "-ngl": options.gpu_layers,
         "-fa": options.flash_attention,
         "-ctk": options.cache_type_k,
         "-ctv": options.cache_type_v,
     }
-    command = [program, "-m", str(files.target.path), "--jinja", "-np", "1"]
+    command = [program, "-m", str(files.target.path), "-np", str(n_parallel)]
     command += [str(part) for item in settings.items() if item[1] is not None for part in item]
-    for kind in types or ("none", *drafting, "ngram-simple", "ngram-mod"):
+    for kind in dict.fromkeys(("none", *(types or (*drafting, "ngram-simple", "ngram-mod")))):
         if kind.startswith("draft-") and not drafting:
             raise LlamaspecError(f"--spec-types {kind} needs a --draft that is a model; leave it out")
         chosen = [] if kind == "none" else ["--spec-type", kind]

@@ -17,10 +17,12 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import Sample
-from llamaspec.measure.report import Report, make_report, markdown, public_options, read_report
-from llamaspec.measure.served_arms import Answer
+from llamaspec.measure.bench_tables import is_comparable, markdown
+from llamaspec.measure.report import Report, make_report, public_options, read_report
+from llamaspec.measure.served_arms import PEER_BEST, PEER_PLAIN, Answer
 from llamaspec.measure.store import ModelFile, PairFiles, store_prior
 
+MOD, SIMPLE = "llama-server, ngram-mod", "llama-server, draft-simple"
 SECRETS = ("/home/alice/x.gguf", "alice's words", "bob's words")
 
 
@@ -29,18 +31,42 @@ def sample(arm: str, prompt: str, seconds: float, text: str) -> Sample:
 
 
 @pytest.fixture
-def report(target_file: Path, draft_file: Path, own_cache: None) -> Report:
-    options = ModelOptions(threads=1)
-    files = PairFiles(ModelFile(target_file, options), ModelFile(draft_file, options))
-    store_prior(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
+def report(pair: PairFiles) -> Report:
     also = "--draft /home/alice/x.gguf -k 4"
     samples = [
         sample("plain", "ask 1", 21.0, SECRETS[1]), sample("auto", "ask 1", 7.0, SECRETS[1]),
         sample(also, "ask 1", 14.0, SECRETS[2]), sample(f"{also} ", "ask 1", 42.0, SECRETS[1]),
     ]  # fmt: skip
     settings = {"max_tokens": 9, "temperature": 0.0, "repeats": 1}
-    given = ["--target", str(target_file), "--threads", "1", "--cache-type-k", "q8_0"]
-    return make_report(samples, files, settings, ["ask", "write code"], given, None, with_hashes=True)
+    given = ["--target", str(pair.target.path), "--threads", "1", "--cache-type-k", "q8_0"]
+    return make_report(samples, pair, settings, ["ask", "write code"], given, None, with_hashes=True)
+
+
+@pytest.fixture
+def beside_the_peer(pair: PairFiles) -> Report:
+    """Our plain decoding is the slowest; llama-server's ngram-mod is its best type, but not everywhere."""
+    seconds = {
+        "plain": (9.0, 12.0), "auto": (2.0, 8.0),
+        PEER_PLAIN: (6.0, 8.0), MOD: (2.0, 10.0), SIMPLE: (5.0, 8.0),
+    }  # fmt: skip
+    samples = [
+        sample(arm, f"ask {i}", taken, "text")
+        for arm, each in seconds.items()
+        for i, taken in enumerate(each)
+    ]
+    samples += [
+        replace(each, group="edits", task="edit", prompt="edit") for each in samples if each.prompt == "ask 1"
+    ]
+    settings = {"max_tokens": None, "temperature": 0.0, "repeats": 1}
+    return make_report(samples, pair, settings, [], [], "77 (abc)", with_hashes=False)
+
+
+@pytest.fixture
+def pair(target_file: Path, draft_file: Path, own_cache: None) -> PairFiles:
+    options = ModelOptions(threads=1)
+    files = PairFiles(ModelFile(target_file, options), ModelFile(draft_file, options))
+    store_prior(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
+    return files
 
 
 def test_a_report_tells_figures_and_no_names(report: Report, target_file: Path, tmp_path: Path) -> None:
@@ -75,10 +101,48 @@ def test_markdown_of_known_figures(report: Report) -> None:
     assert lines[0].startswith("### `")
     assert "Evaluating 2, 4 positions at once costs 1.50, 2.50 single ones; a draft step 0.20." in lines
     options = "--target ... --threads 1 --cache-type-k q8_0"
-    assert f"`llamaspec bench {options} --task ask --task 'write code' -n 9 -t 0 -r 1`" in lines
+    command = f"`llamaspec bench {options} --task ask --task 'write code' -n 9 -t 0 -r 1`"
+    assert f"{command}. Ratios are to plain decoding." in lines
     at = lines.index("**`chat and code`**")
-    assert lines[at + 2] == "| arm | whole | spread | worst | prompt | s | TTFT | decoding | same |"
-    assert lines[at + 5] == "| `auto` | 3.00 | 1.00 | 3.00 | `ask 1` | 7.00 | 1.00 | 3.33 | 1/1 |"
+    titles = "arm | whole | spread | worst | prompt | decoding | first | total | s | first s | total s | same"
+    assert lines[at + 2] == f"| {titles} |"
+    assert lines[at + 4] == "| `plain` | 1.00 |  |  |  | 1.00 | 1.00 | 1.00 | 21.00 | 1.00 | 21.00 |  |"
+    auto = "`auto` | 3.00 | 1.00 | 3.00 | `ask 1` | 3.33 | 1.00 | 3.00 | 7.00 | 1.00 | 7.00 | 1/1"
+    assert lines[at + 5] == f"| {auto} |"
+    assert "next to" not in markdown(report)
+
+
+def test_beside_the_peer_everything_is_next_to_it(beside_the_peer: Report, tmp_path: Path) -> None:
+    found = beside_the_peer
+    assert (found.baseline, found.best_type) == (PEER_PLAIN, MOD)
+    assert [*found.groups] == ["chat and code", "edits", "all tasks"]
+    assert [*found.groups["edits"]] == ["plain", "auto", PEER_PLAIN, MOD, SIMPLE, PEER_BEST]
+    assert found.groups["edits"]["plain"].whole == pytest.approx(8 / 12)
+    assert found.to_best_type["edits"].whole == pytest.approx(10 / 8)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(asdict(found)))
+    assert read_report(path) == found
+    lines = markdown(found).splitlines()
+    assert any(line.endswith("Ratios are to llama-server without a draft.") for line in lines)
+    at = lines.index("**`edits`**")
+    first = [line.split("|")[1].strip() for line in lines[at + 4 : at + 10]]
+    assert first == [
+        "`plain`", "`auto`", f"`{PEER_PLAIN}`", f"`{MOD} (best type)`", f"`{SIMPLE}`", f"`{PEER_BEST}`",
+    ]  # fmt: skip
+    told = "whole 1.25, worst 1.25 (`edit`), decoding 1.29, first 1.00, total 1.25"
+    assert lines[at + 11] == f"`auto` next to `{MOD}`: {told}."
+
+
+def test_texts_are_compared_where_both_draw_alike(beside_the_peer: Report, report: Report) -> None:
+    """At temperature 0 all arms should write the same; above, another program draws otherwise."""
+
+    def compared(of: Report, temperature: float) -> list[str]:
+        asked = replace(of, settings=replace(of.settings, temperature=temperature))
+        return [arm for arm in next(iter(of.groups.values())) if is_comparable(arm, asked)]
+
+    assert compared(beside_the_peer, 0.0) == ["plain", "auto", MOD, SIMPLE, PEER_BEST]
+    assert compared(beside_the_peer, 0.8) == []
+    assert len(compared(report, 0.8)) == 3
 
 
 HARM = ("a`b", "a|b", "<script>", "a\nb", "\x1b[2J", "a\\", 601 * "a", "\u202ea", '"')
@@ -120,7 +184,7 @@ def test_no_text_of_a_stranger_is_markup(
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("format",), 2),
+        (("format",), 1),
         (("machine", "cores"), -1),
         (("machine", "cores"), "2"),
         (("machine", "host"), "here"),
@@ -130,6 +194,8 @@ def test_no_text_of_a_stranger_is_markup(
         (("samples",), None),
         (("tasks",), {}),
         (("tasks", "other"), {}),
+        (("baseline",), "none of them"),
+        (("best_type",), "`"),
         (("curve", "widths"), [1, 1, 4]),
     ],
 )
@@ -161,6 +227,7 @@ def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, 
     drawn = (tmp_path / "pictures" / "a.svg").read_text()
     assert "a $x_{$ &amp; b" in drawn
     assert ">3.00<" in drawn, "times as fast as plain"
+    assert "times as fast as plain decoding" in drawn
     write_command_docs.draw_results(tmp_path, tmp_path / "again")
     assert (tmp_path / "again" / "a.svg").read_text() == drawn
 
@@ -182,3 +249,17 @@ def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> No
     (tmp_path / "a](x).json").write_text("{}")
     with pytest.raises(LlamaspecError, match="is no name for a result"):
         write_command_docs.with_results(once, tmp_path)
+
+
+def test_a_picture_beside_the_peer_has_its_best_type(beside_the_peer: Report, tmp_path: Path) -> None:
+    """The best of each prompt was drawn: what nobody can know beforehand."""
+    (tmp_path / "a.json").write_text(json.dumps(asdict(beside_the_peer)))
+    write_command_docs.draw_results(tmp_path, tmp_path)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "whole request, times as fast as llama-server without a draft" in drawn
+    assert all(f">{name}<" in drawn for name in ("llamaspec", "llamaspec, plain", f"{MOD} (best type)"))
+    assert SIMPLE not in drawn
+    assert PEER_BEST not in drawn
+    page = f"{write_command_docs.BEGIN}{write_command_docs.END}"
+    shown = write_command_docs.with_results(page, tmp_path)
+    assert "![Times as fast as llama-server without a draft, by task](benchmarks/a.svg)" in shown
