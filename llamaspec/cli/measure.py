@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from llamaspec.cli.model_options import (
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
+from llamaspec.measure.attention import compare_attention
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
 from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
+    attention_verdicts,
     best_length,
     conclusions,
     dips,
@@ -66,7 +68,8 @@ def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) 
 
 
 _PROBE_OUTPUT: tuple[shared.Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Fewer widths and turns: seconds instead of a minute or two."),
+    click.option("--quick", is_flag=True, help="Fewer widths and turns, and the target's own "
+                 "attention only: seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show what an earlier probe found; measure nothing."),
     click.option("--forget", is_flag=True, help="Drop what an earlier probe found."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
@@ -114,12 +117,8 @@ def probe(
         found = kept.value
     else:
         files = find_files(models)
-        with open_files(files, models) as pair, out.SlowProgress("probing") as progress:
-            found = measure(pair, QUICK if quick else FULL, progress)
-            try:
-                curves.store_probe(pair, found)
-            except LlamaspecError as error:  # what took minutes is shown even where it cannot be kept
-                out.say(f"warning: {error}")
+        with open_files(files, models) as pair:
+            found = _measured(pair, quick=quick)
     if plot is not None:
         out.draw_probe(found, plot, printable(files.target.path.stem))
     if as_json:
@@ -133,6 +132,20 @@ def probe(
                 writer.writerow([row.width, depth, t.median, t.low, t.high, row.logit_difference])
     else:
         _show_probe(found)
+
+
+def _measured(pair: Pair, *, quick: bool) -> Probe:
+    """Measure, and keep what was found."""
+    with out.SlowProgress("probing") as progress:
+        found = measure(pair, QUICK if quick else FULL, progress)
+    if not quick:
+        with out.SlowProgress("comparing attention") as progress:
+            found = replace(found, attention=compare_attention(pair, found.depths, progress))
+    try:
+        curves.store_probe(pair, found)
+    except LlamaspecError as error:  # what took minutes is shown even where it cannot be kept
+        out.say(f"warning: {error}")
+    return found
 
 
 def _show_probe(found: Probe) -> None:
@@ -164,6 +177,8 @@ def _show_probe(found: Probe) -> None:
             "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v "
             "bf16 avoids the kernel that differs in long contexts"
         )
+    for sentence in attention_verdicts(found):
+        console.print(sentence)
     for width, cheaper in dips(curve).items():
         console.print(f"{width} positions cost more than {cheaper}: they are padded")
     if found.draft_step is None:

@@ -106,6 +106,25 @@ class WidthTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionTiming:
+    """A single position of the target with flash attention and without it."""
+
+    depth: int  # tokens in memory
+    on: Spread  # seconds
+    off: Spread
+
+    @property
+    def off_speed_up(self) -> float:
+        """How many times as fast it is without flash attention."""
+        return self.on.median / self.off.median
+
+    @property
+    def is_off_faster(self) -> bool:
+        """Whether it is faster without, by more than the times vary."""
+        return self.off.high < self.on.low
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """What the probe found.
 
@@ -119,6 +138,7 @@ class Probe:
     left_out_depths: tuple[int, ...]  # reading so many tokens would have taken too long
     widths: tuple[WidthTiming, ...]
     draft_step: Spread | None  # seconds of one draft token, drawing included; None without a draft
+    attention: tuple[AttentionTiming, ...] = ()  # at the depths where both ways were measured
 
     def __post_init__(self) -> None:
         if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
@@ -129,6 +149,7 @@ class Probe:
             raise ValueError("differences must be >= 0")
         seconds = [timing for width in self.widths for timing in width.timings]
         seconds += [self.draft_step] if self.draft_step else []
+        seconds += [spread for timing in self.attention for spread in (timing.on, timing.off)]
         if not all(0 < each.low <= each.median <= each.high <= MOST_SECONDS for each in seconds):
             raise ValueError("seconds must be positive, and a median between its quartiles")
         _ = self.curve  # its widths ascend from 1

@@ -115,6 +115,15 @@ def verdict(curve: CostCurve) -> str:
     return "drafting does not pay on this machine for this pair, at any acceptance"
 
 
+def attention_verdicts(found: Probe) -> list[str]:
+    """One plain sentence for each depth: is it worth turning flash attention off?"""
+    return [
+        f"behind {timing.depth} tokens --flash-attn off "
+        + (f"decodes {timing.off_speed_up:.2f} times as fast" if timing.is_off_faster else "is no faster")
+        for timing in found.attention
+    ]
+
+
 def conclusions(found: Probe) -> dict[str, Any]:
     """A probe and what follows from it, for JSON."""
     curve, seconds = found.curve, round_seconds(found.curve)
@@ -126,6 +135,8 @@ def conclusions(found: Probe) -> dict[str, Any]:
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),
+        "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
+        "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
     }
 
 

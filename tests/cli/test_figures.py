@@ -25,7 +25,7 @@ from llamaspec.cli.output import (
     write_timeline,
 )  # fmt: skip
 from llamaspec.measure.compare import Arm, Comparison
-from llamaspec.measure.probe import Probe, Spread, WidthTiming
+from llamaspec.measure.probe import AttentionTiming, Probe, Spread, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
 from llamaspec.measure.store import ModelFile, PairFiles, store_probe
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
@@ -295,6 +295,10 @@ PROBE = Probe(
         WidthTiming(5, (Spread(0.024, 0.024, 0.024), Spread(0.034, 0.034, 0.034)), 0.0),
     ),
     draft_step=Spread(0.002, 0.002, 0.002),
+    attention=(
+        AttentionTiming(64, on=Spread(0.010, 0.011, 0.012), off=Spread(0.009, 0.010, 0.011)),
+        AttentionTiming(1024, on=Spread(0.020, 0.021, 0.022), off=Spread(0.014, 0.015, 0.016)),
+    ),
 )
 
 
@@ -321,6 +325,8 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
         "a context of 4096 tokens takes too long to prefill here; it was left out",
         "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v bf16 "
         "avoids the kernel that differs in long contexts",
+        "behind 64 tokens --flash-attn off is no faster",
+        "behind 1024 tokens --flash-attn off decodes 1.40 times as fast",
         "4 positions cost more than 5: they are padded",
         "acceptance best draft length predicted speed-up",
         "0.50 1 1.15x",  # 1.5 * 10 / 13

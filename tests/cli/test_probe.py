@@ -49,6 +49,24 @@ def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path])
     assert found["verdict"] == verdict(CostCurve(widths, costs, found["draft_step"]["median"]))
 
 
+def test_both_ways_of_attention_are_measured_unless_it_has_to_be_quick(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effort = Effort(widths=(1, 2), depths=(16, 300), most_turns=1, n_compared=4)
+    monkeypatch.setattr("llamaspec.cli.measure.FULL", effort)
+    found = invoke("probe", *naming(models), "--json").json
+    assert [timing["depth"] for timing in found["attention"]] == [16, 300]
+    assert set(found["flash_attn_off_speed_up"]) == {"16", "300"}
+    assert set(found["flash_attn_off_pays"]) <= {16, 300}
+    assert all(t[way]["low"] > 0 for t in found["attention"] for way in ("on", "off"))
+    assert invoke("probe", *naming(models), "--show", "--json").json == found
+    told = " ".join(invoke("probe", *naming(models), "--show").stdout.split())
+    assert "behind 16 tokens --flash-attn off" in told
+    assert "behind 300 tokens --flash-attn off" in told
+    monkeypatch.setattr("llamaspec.cli.measure.QUICK", effort)
+    assert invoke("probe", *naming(models), "--quick", "--json").json["attention"] == []
+
+
 def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None:
     options = naming(models)
     assert "without --show" in invoke("probe", *options, "--show").stderr

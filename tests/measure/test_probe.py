@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from llamaspec import ModelOptions, Pair
-from llamaspec.measure.probe import FULL, QUICK, Effort, Probe, compare_widths, measure
+from llamaspec import LlamaModel, MemoryFullError, ModelOptions, Pair
+from llamaspec.measure.attention import MOST_SECONDS, TURNS, measure_in_turns, other_attention
+from llamaspec.measure.probe import (
+    FULL,
+    QUICK,
+    AttentionTiming,
+    Effort,
+    Probe,
+    Spread,
+    compare_widths,
+    measure,
+)
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
+from model_store import OpenModel
 
 KERNEL_CHANGE = 256  # cached tokens from which single positions are rounded otherwise
 
@@ -38,7 +48,6 @@ class SlowModel:
     vocabulary_size: int = 256
     vocabulary: Letters = field(default_factory=Letters)
     options: ModelOptions = field(default_factory=ModelOptions)
-    weights: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(n_layers=1))
     batch_size: int = 64
     prompt_chunk: int = 64
     max_scored: int = 65
@@ -163,3 +172,81 @@ def test_every_position_is_compared_where_time_allows() -> None:
     assert [found[width] for width in widths] == pytest.approx([0.0, 0.1, 0.1, 0.1])
     hurried = pair.run(compare_widths(tokens, 242, widths, lambda part: False))
     assert hurried == {1: 0.0, 2: 0.0}
+
+
+# Both ways of attention
+
+
+def in_turns(target: SlowModel, other: SlowModel, *depths: int) -> list[AttentionTiming]:
+    return list(measure_in_turns(pair_of(target, other), cast(Any, other), depths, lambda done: None))
+
+
+def always(seconds: float) -> Spread:
+    return Spread(*[cast(float, pytest.approx(seconds))] * 3)
+
+
+@pytest.mark.parametrize("asked", ["auto", "on", "off"])
+def test_a_single_position_is_timed_both_ways_at_each_depth(asked: str) -> None:
+    target, other = SlowModel(0.016, options=ModelOptions(flash_attention=asked)), SlowModel(0.012)
+    found = in_turns(target, other, 64, 1024)
+    mine, others = always(0.016), always(0.012)
+    on, off = (others, mine) if asked == "off" else (mine, others)
+    assert found == [AttentionTiming(64, on, off), AttentionTiming(1024, on, off)]
+    assert [timing.is_off_faster for timing in found] == [asked != "off"] * 2
+    assert found[0].off_speed_up == pytest.approx(0.012 / 0.016 if asked == "off" else 0.016 / 0.012)
+    assert len(target.held) == 1024 + 1 + TURNS
+
+
+@pytest.mark.parametrize(("more", "depths"), [(0.01, [64, 1024]), (0.02, [64]), (0.3, [])])
+def test_a_slow_target_reads_no_long_text_twice(more: float, depths: list[int]) -> None:
+    """A context of 1024 tokens must not take longer than 15 seconds to read once more."""
+    other = SlowModel(more, more)
+    assert [timing.depth for timing in in_turns(SlowModel(more, more), other, 64, 1024)] == depths
+    assert other.now < MOST_SECONDS + 64 * more
+
+
+def test_a_small_context_has_fewer_turns() -> None:
+    target, other = SlowModel(context_size=70), SlowModel(context_size=70)
+    assert [timing.depth for timing in in_turns(target, other, 64)] == [64]
+    assert len(target.held) == 70
+
+
+def test_faster_means_by_more_than_the_times_vary() -> None:
+    wide, narrow = Spread(0.8, 1.0, 1.2), Spread(0.6, 0.7, 0.79)
+    assert AttentionTiming(64, wide, narrow).is_off_faster
+    assert not AttentionTiming(64, wide, Spread(0.6, 0.7, 0.81)).is_off_faster
+
+
+@pytest.mark.parametrize(("asked", "other"), [("auto", "off"), ("on", "off"), ("off", "on")])
+def test_the_other_attention_is_opened_over_the_same_weights(
+    opened: OpenModel, asked: str, other: str
+) -> None:
+    target = opened(flash_attention=asked)
+    with other_attention(target, 70) as found:
+        assert found is not None
+        assert (found.options.flash_attention, found.context_size) == (other, 70)
+        assert found.weights is target.weights
+    assert target.description  # its weights are still there
+    with other_attention(target, 1 << 20) as found:
+        assert found is not None
+        assert found.context_size == target.context_size
+
+
+@pytest.mark.parametrize(("kind", "options"), [("mamba", {}), ("llama", {"cache_type_v": "q8_0"})])
+def test_where_one_way_is_possible_nothing_is_compared(
+    opened: OpenModel, kind: str, options: dict[str, Any]
+) -> None:
+    with other_attention(opened(kind, **options), 70) as found:
+        assert found is None
+
+
+def test_without_memory_for_another_context_nothing_is_compared(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryFullError("no room")
+
+    target = opened()
+    monkeypatch.setattr(LlamaModel, "__init__", fails)
+    with other_attention(target, 70) as found:
+        assert found is None
