@@ -81,11 +81,12 @@ class WrittenText:
 
 def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
     """Let the target write; a PromptError where every text ends before its first token."""
-    pair, written = Pair(target, None, 0.0), []
-    for task in tasks:
-        tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
-        if len(tokens):
-            written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
+    written = []
+    with Pair(target, None, 0.0) as pair:
+        for task in tasks:
+            tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
+            if len(tokens):
+                written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
     if not written:
         raise PromptError("the target ends its texts at once; give other texts with --text")
     return written
@@ -115,22 +116,23 @@ class Machine:
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
         """[K] the target's share of a round with K draft tokens."""
-        return round_seconds(measure(Pair(target, None, 0.0), QUICK).curve)
+        with Pair(target, None, 0.0) as pair:
+            return round_seconds(measure(pair, QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
         """Seconds of a draft step next to one token of the target, both in turns.
 
         The low quartiles, because the rest is what other programs took.
         """
-        found = measure(Pair(target, draft, 0.0), STEPS)
+        with Pair(target, draft, 0.0) as pair:
+            found = measure(pair, STEPS)
         assert found.draft_step is not None
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
         """Tokens per second with a draft next to plain decoding: each text in turns, several times."""
         ratios = []
-        with LlamaModel(draft_file, draft_options(target)) as draft:
-            pair = Pair(target, draft, 0.0)
+        with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
             for run in range(N_RUNS + 1):  # the first one warms up
                 for task in tasks:
                     pair.forget()
