@@ -6,7 +6,7 @@ noise, so the acceptance comes from one reading of the target's text by the draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import TARGET, ForwardRequest, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
 N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
 WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
@@ -94,21 +94,29 @@ def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
 
 def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialSettings) -> float:
     """The part of the target's tokens that the draft would have drawn; its KV cache is emptied."""
-    streams = SeededStreams(settings.seed)
-    n_agreed = 0
-    for text in texts:
-        sampler = Sampler(settings.sampling, text.n_prompt)
-        draft.forget()
-        for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
-            end = min(start + draft.max_scored, len(text.tokens))
-            begin = max(0, end - 1 - draft.context_size)
-            logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
-            for position, scores in zip(range(start, end), logits, strict=True):
-                if np.isfinite(scores.max()):
-                    q = sampler.distribution(scores, text.tokens[:position])
-                    n_agreed += streams.choose(q, Stream.TOKEN, position) == text.tokens[position]
-    draft.release(-1)
+    with Pair(draft, None, 0.0) as pair:
+        n_agreed = 0
+        for text in texts:
+            pair.forget()
+            n_agreed += pair.run(_agreeing(draft, text, settings))
+        pair.forget()
     return n_agreed / sum(len(text.tokens) - text.n_prompt for text in texts)
+
+
+def _agreeing(
+    draft: LlamaModel, text: WrittenText, settings: TrialSettings
+) -> Generator[ForwardRequest, Forward, int]:
+    """How many of the target's tokens in a text the draft would have drawn."""
+    streams, sampler, n_agreed = SeededStreams(settings.seed), Sampler(settings.sampling, text.n_prompt), 0
+    for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
+        end = min(start + draft.max_scored, len(text.tokens))
+        begin = max(0, end - 1 - draft.context_size)
+        forward = yield ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start)
+        for position, scores in zip(range(start, end), forward.logits, strict=True):
+            if np.isfinite(scores.max()):
+                q = sampler.distribution(scores, text.tokens[:position])
+                n_agreed += int(streams.choose(q, Stream.TOKEN, position) == text.tokens[position])
+    return n_agreed
 
 
 class Machine:
