@@ -121,8 +121,9 @@ def open_pair(
     first, *below = drafts or (None,)
     seconds = time.perf_counter() - start
     return Pair(
-        target_model, first, seconds, cascade=below, heads=heads, common=common, ngram=ngram, past=past
-    )
+        target_model, first, seconds, cascade=below, heads=heads, common=common, ngram=ngram, past=past,
+        owns_models=True,
+    )  # fmt: skip
 
 
 def drafts_itself(target: str | Path) -> bool:

@@ -1,7 +1,7 @@
 """A target and its draft, opened together: what a program uses, and what the commands are built on.
 
-One compute thread serves every user of a pair: several threads, or tasks of asyncio, may generate from it at
-the same time. They share each evaluation, and every text is the one that it would be alone.
+One compute thread serves all pairs and their users: several threads, or tasks of asyncio, may generate at the
+same time. The texts of a pair share each evaluation, and every text is the one that it would be alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MAX_LOGPROBS = 100  # tokens told with each token
 class Pair:
     """A target that decides what is said and, if there is one, a draft that proposes it; it may have its own.
 
-    Close it, or use it as a context manager; a forgotten pair is freed all the same. Made by `open_pair`.
+    Close it, or use it as a context manager; a forgotten pair is freed soon all the same. If `open_pair` made
+    it, it closes its models; a pair over models that were open before leaves them open.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Pair:
         common: CommonTokens | None = None,
         ngram: bool | None = None,
         past: PastTexts | None = None,
+        owns_models: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
@@ -68,6 +70,7 @@ class Pair:
         self.past = past  # texts that are copied from, too; every text becomes one of them
         self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram, past)
         self.load_seconds = load_seconds
+        self._owns_models = owns_models
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # for streams that bring none
         models: dict[str, Model] = {TARGET: target}
@@ -243,10 +246,10 @@ class Pair:
         return self._thread.call(function)
 
     def close(self) -> None:
-        """End all streams and free both models; from any thread, and more than once is allowed."""
+        """End all streams, and free the models that it owns; from any thread, more than once is allowed."""
         self._thread.close()
         for model in (self.heads, *reversed(self.draft_models), self.target):
-            if model is not None:
+            if model is not None and self._owns_models:
                 model.close()
 
     def __enter__(self) -> Pair:

@@ -126,8 +126,8 @@ def hand_over_seconds(n_pairs: int, n_tokens: int) -> float:
                 self._own.step()
             return super().next_event(sequence)
 
-        def _post(self, task: Callable[[], object]) -> None:
-            task()
+        def _post(self, do: Callable[[], object], refuse: Callable[[], object]) -> None:
+            do()
 
     model = _Sleeping(n_tokens + 8)
     threads: list[ComputeThread] = [kind(Scheduler({TARGET: model})) for kind in (ComputeThread, Stepped)]

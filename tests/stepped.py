@@ -20,7 +20,7 @@ class Stepped(ComputeThread):
         self, models: Mapping[str, Model], *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = Scheduler(models, clock=clock)
-        self._is_stepping = False
+        self._is_stepping = self._is_closed = False
         super().__init__(self.scheduler)
 
     def step(self) -> bool:
@@ -44,7 +44,7 @@ class Stepped(ComputeThread):
         self._is_closed = True
         self.scheduler.end_all()
 
-    def _post(self, task: Callable[[], None]) -> None:
+    def _post(self, do: Callable[[], object], refuse: Callable[[], object]) -> None:
         if self._is_closed:
             raise ClosedError("closed")
-        task()
+        do()

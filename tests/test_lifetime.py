@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.engine.stream import TextStream
+from llamaspec.errors import ClosedError
 from model_store import ModelStore, OpenModel
+from patience import until
 from tiny_models import Recipe, write_bert
 
 CPU = ModelOptions(threads=1)
@@ -64,6 +67,10 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 ALL = ["llama_free", "llama_model_free"]
 
 
+def has_freed(freed: list[str], expected: list[str]) -> bool:
+    return sorted(freed) == sorted(expected)
+
+
 def test_a_forgotten_pair_is_freed(target_file: Path, draft_file: Path, freed: list[str]) -> None:
     pair = open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU)
     stream(pair, 1).run()
@@ -73,7 +80,7 @@ def test_a_forgotten_pair_is_freed(target_file: Path, draft_file: Path, freed: l
     del pair, unfinished
     gc.collect()
     assert forgotten() is None
-    assert sorted(freed) == sorted(ALL * 2)
+    until(partial(has_freed, freed, ALL * 2))  # by the compute thread, which still held it
 
 
 def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]) -> None:
@@ -92,9 +99,22 @@ def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]
             del pair
             gc.collect()
             assert forgotten() is None
-            assert sorted(freed) == sorted(expected)
+            until(partial(has_freed, freed, expected))
             assert freed[-1] == "llama_model_free"
             assert freed[0] == "llama_free"
+
+
+def test_a_pair_closes_only_models_of_its_own(freed: list[str], tiny: Pair) -> None:
+    """`compare` opened a second pair over the draft, so that two owned it: neither could be closed alone."""
+    assert tiny.draft is not None
+    with Pair(tiny.draft, None, 0.0) as alone:
+        stream(alone, 1).run()
+    assert freed == []
+    with pytest.raises(ClosedError):
+        stream(alone, 1).run()
+    stream(tiny, 1).run()
+    tiny.close()
+    assert freed == ALL * 2
 
 
 def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str]) -> None:

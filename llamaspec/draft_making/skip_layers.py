@@ -28,6 +28,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
 from llamaspec.measure.probe import Spread
 from llamaspec.measure.reasons import best_length
+from llamaspec.pair import Pair
 
 FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first copies leave out
 SILENT = 1e-3  # a layer that changes less than this is left out before anything else is tried
@@ -107,7 +108,8 @@ def make_draft(
         return Made((), None, None, f"here even a perfect draft would give {ideal:.2f}x at most")
     tasks = settings.tasks(prompts, seconds[0])
     texts = write_texts(target, tasks)
-    influence = layer_influence(target.weights, target.options, texts[0].tokens)
+    with Pair(target, None, 0.0) as pair:  # only for its thread: that of all other evaluations
+        influence = pair.call(lambda: layer_influence(target.weights, target.options, texts[0].tokens))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_disk(target, folder)

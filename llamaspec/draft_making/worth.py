@@ -6,7 +6,7 @@ noise, so the acceptance comes from one reading of the target's text by the draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import TARGET, ForwardRequest, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
 N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
 WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
@@ -81,11 +81,12 @@ class WrittenText:
 
 def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
     """Let the target write; a PromptError where every text ends before its first token."""
-    pair, written = Pair(target, None, 0.0), []
-    for task in tasks:
-        tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
-        if len(tokens):
-            written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
+    written = []
+    with Pair(target, None, 0.0) as pair:
+        for task in tasks:
+            tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
+            if len(tokens):
+                written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
     if not written:
         raise PromptError("the target ends its texts at once; give other texts with --text")
     return written
@@ -93,21 +94,29 @@ def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
 
 def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialSettings) -> float:
     """The part of the target's tokens that the draft would have drawn; its KV cache is emptied."""
-    streams = SeededStreams(settings.seed)
-    n_agreed = 0
-    for text in texts:
-        sampler = Sampler(settings.sampling, text.n_prompt)
-        draft.forget()
-        for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
-            end = min(start + draft.max_scored, len(text.tokens))
-            begin = max(0, end - 1 - draft.context_size)
-            logits = draft.forward(ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start))
-            for position, scores in zip(range(start, end), logits, strict=True):
-                if np.isfinite(scores.max()):
-                    q = sampler.distribution(scores, text.tokens[:position])
-                    n_agreed += streams.choose(q, Stream.TOKEN, position) == text.tokens[position]
-    draft.release(-1)
+    with Pair(draft, None, 0.0) as pair:
+        n_agreed = 0
+        for text in texts:
+            pair.forget()
+            n_agreed += pair.run(_agreeing(draft, text, settings))
+        pair.forget()
     return n_agreed / sum(len(text.tokens) - text.n_prompt for text in texts)
+
+
+def _agreeing(
+    draft: LlamaModel, text: WrittenText, settings: TrialSettings
+) -> Generator[ForwardRequest, Forward, int]:
+    """How many of the target's tokens in a text the draft would have drawn."""
+    streams, sampler, n_agreed = SeededStreams(settings.seed), Sampler(settings.sampling, text.n_prompt), 0
+    for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
+        end = min(start + draft.max_scored, len(text.tokens))
+        begin = max(0, end - 1 - draft.context_size)
+        forward = yield ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start)
+        for position, scores in zip(range(start, end), forward.logits, strict=True):
+            if np.isfinite(scores.max()):
+                q = sampler.distribution(scores, text.tokens[:position])
+                n_agreed += int(streams.choose(q, Stream.TOKEN, position) == text.tokens[position])
+    return n_agreed
 
 
 class Machine:
@@ -115,22 +124,23 @@ class Machine:
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
         """[K] the target's share of a round with K draft tokens."""
-        return round_seconds(measure(Pair(target, None, 0.0), QUICK).curve)
+        with Pair(target, None, 0.0) as pair:
+            return round_seconds(measure(pair, QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
         """Seconds of a draft step next to one token of the target, both in turns.
 
         The low quartiles, because the rest is what other programs took.
         """
-        found = measure(Pair(target, draft, 0.0), STEPS)
+        with Pair(target, draft, 0.0) as pair:
+            found = measure(pair, STEPS)
         assert found.draft_step is not None
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
         """Tokens per second with a draft next to plain decoding: each text in turns, several times."""
         ratios = []
-        with LlamaModel(draft_file, draft_options(target)) as draft:
-            pair = Pair(target, draft, 0.0)
+        with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
             for run in range(N_RUNS + 1):  # the first one warms up
                 for task in tasks:
                     pair.forget()

@@ -248,7 +248,11 @@ class Scheduler:
             return
         if sequence in self._sequences:
             self._sequences.remove(sequence)
-        self._release(sequence)
+        for model in self._models.values():
+            try:
+                model.release(sequence.number)
+            except BaseException as raised:  # noqa: BLE001, PERF203  # whoever reads the text is told
+                error = error or raised
         sequence.end(error)
 
     def end_all(self, error: BaseException | None = None) -> None:
@@ -262,8 +266,9 @@ class Scheduler:
             model.forget()
 
     def abort(self, sequence: RunningSequence[Any] | None = None) -> None:
-        """End the running evaluation, if it is one of this sequence; from any thread."""
-        if sequence is None or sequence in self._evaluating:
+        """End the running evaluation, if there is one, and it is one of this sequence; from any thread."""
+        evaluating = self._evaluating
+        if sequence in evaluating or (sequence is None and evaluating):
             for model in self._models.values():
                 model.abort()
 
@@ -283,7 +288,7 @@ class Scheduler:
             sequence.advance(self._clock, answer, error)
         except StopIteration:
             self.end(sequence)
-        except Exception as raised:  # noqa: BLE001  # whoever reads the text is told
+        except BaseException as raised:  # noqa: BLE001  # whoever reads the text is told
             self.end(sequence, raised)
 
     def _swap(self) -> None:

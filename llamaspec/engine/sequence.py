@@ -43,7 +43,7 @@ class RunningSequence(Generic[Event]):
     is_interactive: bool = False  # goes before those that are not
     notify: Callable[[], object] | None = None  # called by the computing thread after it has put events
     events: SimpleQueue[Event | None] = field(default_factory=SimpleQueue)  # None = the end
-    error: BaseException | None = None  # what ended it
+    error: Exception | None = None  # what ended it
     is_done: bool = False
     is_cancelled: bool = False
     is_swapped_out: bool = True  # nothing of it is evaluated, or kept in the KV cache
@@ -83,8 +83,8 @@ class RunningSequence(Generic[Event]):
         """The width that its length policy wants; a policy that fails is told of at the next step."""
         try:
             return self.width(n_positions)
-        except Exception as error:  # noqa: BLE001  # it ends this sequence alone
-            self.fault = error
+        except BaseException as error:  # noqa: BLE001  # it ends this sequence alone
+            self.fault = _told(error)
             return n_positions
 
     def count(self, seconds: float) -> None:
@@ -133,10 +133,10 @@ class RunningSequence(Generic[Event]):
         """Close the text and tell the reader."""
         try:
             self.text.close()
-        except Exception as raised:  # noqa: BLE001  # of a drafter that does not let itself be closed
+        except BaseException as raised:  # noqa: BLE001  # of a drafter that does not let itself be closed
             error = error or raised
-        finally:
-            self.request, self.error, self.is_done = None, error, True
+        self.request, self.error, self.is_done = None, None if error is None else _told(error), True
+        with suppress(BaseException):  # of `notify`; the event is there
             self._put(None)
 
     def _put(self, event: Event | None) -> None:
@@ -169,3 +169,12 @@ class RunningSequence(Generic[Event]):
     def _begin_round(self) -> None:
         self.draft_seconds = self.verify_seconds = self.overhead_seconds = 0.0
         self.n_draft_steps = self.n_draft_scored = 0
+
+
+def _told(raised: BaseException) -> Exception:
+    """What is raised to the reader: in its thread, SystemExit and KeyboardInterrupt mean something else."""
+    if isinstance(raised, Exception):
+        return raised
+    told = RuntimeError(f"{raised!r} ended the text; drafters and length policies must raise an Exception")
+    told.__cause__ = raised
+    return told

@@ -1,12 +1,16 @@
-"""The compute thread: it alone calls llama.cpp, for every user of a pair.
+"""The compute thread: it alone calls llama.cpp, for every user of every pair of the process.
 
 Callers hand in texts and read events from a queue each; a program that iterates, tasks of asyncio and the
 server are the same thing seen from three sides. Ctrl-C in the main thread, and whoever cancels, set the abort
-flag, which ends the running evaluation. tests/engine/test_threads.py.
+flag, which ends the running evaluation. Pairs take turns of one evaluation each. Two compute threads would
+have two teams of OpenMP threads, which wait without spinning once they outnumber the cores: every evaluation
+then takes several times as long. tests/engine/test_threads.py and tests/engine/test_several_pairs.py.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import os
 import threading
@@ -14,8 +18,8 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD, Event, RunningSequence, Text, Width, unpadded
@@ -23,11 +27,13 @@ from llamaspec.errors import ClosedError
 from llamaspec.values import Forward, ForwardRequest
 
 Result = TypeVar("Result")
-Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"  # what to do between two steps; None = end
+Work: TypeAlias = Callable[[], object]
+
+ABORT_SECONDS = 0.05  # between two attempts to abort what runs: the first may come just before it
 
 
 class ComputeThread:
-    """Runs a scheduler in a thread of its own, which starts with the first text and ends with this object.
+    """Runs a scheduler in the compute thread, from its first text to the end of this object.
 
     Parameters
     ----------
@@ -36,16 +42,11 @@ class ComputeThread:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._inbox: Inbox = SimpleQueue()
         self._numbers = itertools.count()
-        self._process = os.getpid()
-        # The thread knows nothing of this object, so that a forgotten one is finalized.
-        self._thread = threading.Thread(
-            target=_work, args=(scheduler, self._inbox), name="llamaspec-compute", daemon=True
-        )
-        self._starting = threading.Lock()
-        self._is_closed = False
-        self._finalizer = weakref.finalize(self, _stop, scheduler, self._inbox, self._thread, self._process)
+        # The thread knows only the seat, so that a forgotten object of this class is finalized.
+        self._seat = _Seat(scheduler)
+        weakref.finalize(self, self._seat.leave)
+        _stop_at_exit()
 
     def start(
         self,
@@ -80,7 +81,11 @@ class ComputeThread:
             is_interactive=is_interactive,
             notify=notify,
         )
-        self._post(lambda: self._scheduler.add(sequence))
+        try:
+            self._post(lambda: self._scheduler.add(sequence), lambda: sequence.end(None))
+        except BaseException:  # Ctrl-C, or no thread can be started: nobody will read it
+            sequence.is_cancelled = True
+            raise
         return sequence
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
@@ -99,15 +104,15 @@ class ComputeThread:
                 error, sequence.error = sequence.error, None
                 raise error
         elif sequence.events.qsize() == MAX_UNREAD - 1:  # it waited for its reader
-            self._inbox.put(_nothing)
+            self._seat.wake()
         return event
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:
         """End a text within one evaluation; from any thread, at once, and harmless to other texts."""
         sequence.is_cancelled = True
-        if os.getpid() == self._process:
+        if self._seat.is_here:
             self._scheduler.abort(sequence)
-            self._inbox.put(_nothing)
+            self._seat.wake()
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that is no text, such as a measurement, to its end; returns its result."""
@@ -132,84 +137,187 @@ class ComputeThread:
             except BaseException as error:  # noqa: BLE001  # it is raised where it was asked for
                 future.set_exception(error)
 
-        self._post(run)
+        self._post(run, lambda: future.set_exception(ClosedError("the pair was closed")))
         return future.result()
 
     def close(self) -> None:
-        """End all texts and the thread; more than once is allowed."""
-        self._is_closed = True
-        if os.getpid() != self._process:
-            return  # the thread is only the parent's
-        self._check_caller()
-        with self._starting:
-            pass
-        _stop(self._scheduler, self._inbox, self._thread, self._process)
+        """End all texts, and wait for that; more than once is allowed."""
+        if self._seat.is_here:  # else the thread is only the parent's
+            self._check_caller()
+        self._seat.close()
 
-    def _post(self, task: Callable[[], None]) -> None:
-        if os.getpid() != self._process:
+    def _post(self, do: Work, refuse: Work) -> None:
+        self._check_process()
+        self._seat.post(_Task(do, refuse))
+
+    def _check_process(self) -> None:
+        if not self._seat.is_here:
             raise ClosedError("this pair was opened before a fork; open it in the child process")
-        with self._starting:
-            if self._is_closed:
-                raise ClosedError("the pair is closed; open it again")
-            self._inbox.put(task)
-            if not self._thread.ident:
-                self._thread.start()
 
     def _check_caller(self) -> None:
         """Refuse what would wait for ever."""
-        if os.getpid() != self._process:
-            raise ClosedError("this pair was opened before a fork; open it in the child process")
-        if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "a drafter cannot wait for a text of its own pair; let it yield a ForwardRequest"
-            )
+        self._check_process()
+        if threading.get_ident() == self._seat.thread.ident:
+            raise RuntimeError("a drafter cannot wait for a text of a pair; let it yield a ForwardRequest")
 
 
-def _nothing() -> None:
-    """Wakes the thread."""
+class _Task(NamedTuple):
+    """What to do between two evaluations, or instead of it if the pair is closed by then."""
+
+    do: Work
+    refuse: Work
 
 
-def _work(scheduler: Scheduler, inbox: Inbox) -> None:
-    """Make steps while some text can go on; else wait for something to do."""
-    is_busy = False
-    while True:
+class _Seat:
+    """A scheduler's place in the compute thread, from its first task until it is closed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.thread = _shared
+        self.is_closed = False
+        self._is_used = False
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._ended = threading.Event()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread is one of this process, not of the parent before a fork."""
+        return self.thread is _shared
+
+    def post(self, task: _Task) -> None:
+        """Have the thread do a task, or refuse it."""
+        if self.is_closed or self.thread.is_stopped:
+            raise ClosedError("the pair is closed; open it again")
+        self._is_used = True  # before the task is there: from now on who closes waits for the thread
+        self._tasks.put(task)
+        self.thread.admit(self)
+
+    def wake(self) -> None:
+        """Have the thread look again whether a text can go on; never waits."""
+        if self._is_used and self.is_here and not self._ended.is_set():
+            self.thread.wake()
+
+    def leave(self) -> None:
+        """Have all texts ended soon; never waits, because a finalizer may run anywhere."""
+        self.is_closed = True
+        self.wake()
+
+    def close(self) -> None:
+        """End all texts, and wait for that."""
+        self.is_closed = True
+        if not self._is_used or not self.is_here or self._ended.is_set():
+            return
+        self.thread.admit(self)
+        while not self._ended.is_set():
+            self.scheduler.abort()
+            self._ended.wait(ABORT_SECONDS)
+
+    def take_turn(self) -> bool:
+        """Do the tasks that are there, and make a step; False if no text can go on."""
+        for _ in range(self._tasks.qsize()):
+            self._attempt(self._tasks.get().do)
+        return self._attempt(self.scheduler.step)
+
+    def end(self) -> None:
+        """End all texts, and refuse what nobody will do."""
+        self.is_closed = True
+        self.scheduler.end_all()
+        while not self._tasks.empty():
+            self._tasks.get().refuse()
+        self._ended.set()
+
+    def _attempt(self, work: Work) -> bool:
+        """Whether something was done. A fault of the scheduler ends all its texts, but not the thread."""
         try:
-            task = inbox.get(block=not is_busy)
-        except Empty:
-            is_busy = _attempt(scheduler, scheduler.step)
-            continue
-        if task is None:
-            break
-        _attempt(scheduler, task)
-        task, is_busy = None, True  # a task refers to the object whose end ends this thread
-    scheduler.end_all()
-    while not inbox.empty():  # what nobody will do
-        task = inbox.get()
-        if task is not None:
-            _attempt(scheduler, task)
-    scheduler.end_all()
+            return bool(work())
+        except BaseException as error:  # noqa: BLE001  # all readers are told
+            self.scheduler.end_all(error)
+            return False
 
 
-def _attempt(scheduler: Scheduler, task: Callable[[], object]) -> bool:
-    """Whether something was done. A fault of the scheduler itself ends all texts, but not the thread."""
-    try:
-        return bool(task())
-    except Exception as error:  # noqa: BLE001  # all readers are told
-        scheduler.end_all(error)
-        return False
+class _SharedThread:
+    """The compute thread of a process; it runs while a seat is taken.
+
+    Whoever wants something first puts it into `_news`, then looks whether a thread runs. A thread that ends
+    first gives up its role, then looks into `_news`. So nobody waits for a lock while a thread starts: a
+    finalizer that runs in the new thread might want the same lock.
+    """
+
+    def __init__(self) -> None:
+        self.ident: int | None = None  # of the thread that computes
+        self.is_stopped = False
+        self._news: SimpleQueue[tuple[_Seat, ...]] = SimpleQueue()  # seats to admit; none = look again
+        self._role = threading.Lock()  # held by the thread that computes
+        self._computing: Scheduler | None = None
+
+    def admit(self, seat: _Seat) -> None:
+        """Give a seat turns, in a new thread if none runs."""
+        self._news.put((seat,))
+        if not self._role.locked():
+            threading.Thread(target=self._run, name="llamaspec-compute", daemon=True).start()
+
+    def wake(self) -> None:
+        """Have the thread give every seat a turn."""
+        self._news.put(())
+
+    def stop(self) -> None:
+        """End all texts of all seats, and never compute again."""
+        self.is_stopped = True
+        self.wake()
+        while not self._role.acquire(timeout=ABORT_SECONDS):
+            computing = self._computing
+            if computing is not None:
+                computing.abort()
+
+    def _run(self) -> None:
+        while not self._news.empty() and self._role.acquire(blocking=False):  # else another thread computes
+            try:
+                self.ident = threading.get_ident()
+                self._work()
+            finally:
+                self.ident = None
+                self._role.release()
+
+    def _work(self) -> None:
+        """Let all seats take turns until none is left."""
+        seats: set[_Seat] = set()
+        is_busy = True
+        while seats or not self._news.empty():
+            for _ in range(max(self._news.qsize(), not is_busy)):  # waits if no text can go on
+                seats.update(self._news.get())
+            is_busy = self._give_turns(seats)
+
+    def _give_turns(self, seats: set[_Seat]) -> bool:
+        """One step for each seat; False if no text can go on."""
+        is_busy = False
+        for seat in tuple(seats):
+            if seat.is_closed or self.is_stopped:
+                seats.remove(seat)
+                seat.end()
+            else:
+                self._computing = seat.scheduler
+                is_busy |= seat.take_turn()
+        self._computing = None  # it would keep a forgotten pair
+        return is_busy
 
 
-def _stop(scheduler: Scheduler, inbox: Inbox, thread: threading.Thread, process: int) -> None:
-    """End the thread, from any other; from itself (a finalizer may run anywhere) soon."""
-    if os.getpid() != process or not thread.ident:
-        return
-    inbox.put(None)
-    if thread is threading.current_thread():
-        return
-    thread.join(0.01)  # an idle thread ends at once; aborting it would abort a model's next evaluation
-    while thread.is_alive():
-        scheduler.abort()
-        thread.join(0.05)
+_shared = _SharedThread()
+
+
+def _start_anew() -> None:
+    """A child process has none of its parent's threads."""
+    global _shared
+    _shared = _SharedThread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Stop the thread before models are freed: what is registered after their finalizers runs first."""
+    atexit.register(lambda: _shared.stop())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ quartiles; the speed-up is that of each run against the plain run beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from llamaspec.drafters.fallback import NoDrafter
@@ -126,18 +127,19 @@ def run_compare(
         "target alone": lambda task: task.run_plain(pair),
         "speculative": lambda task: task.run(pair, policy),
     }
-    if pair.draft is not None:
-        alone = Pair(pair.draft, None, 0.0)
-        prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
-        ways["draft alone"] = lambda task: replace(task, prompt=prompt).run_plain(alone)
-    runs: dict[str, list[Completion]] = {name: [] for name in ways}
-    for run in range(-1, n_runs):  # run -1 warms up
-        for i, (name, start) in enumerate(ways.items()):
-            pair.forget()
-            completion = start(replace(task, seed=task.seed + run))
-            if run >= 0:
-                runs[name].append(completion)
-            report(((run + 1) * len(ways) + i + 1) / ((n_runs + 1) * len(ways)))
+    with ExitStack() as opened:
+        if pair.draft is not None:
+            alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # whose draft stays the pair's
+            prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
+            ways["draft alone"] = lambda task: replace(task, prompt=prompt).run_plain(alone)
+        runs: dict[str, list[Completion]] = {name: [] for name in ways}
+        for run in range(-1, n_runs):  # run -1 warms up
+            for i, (name, start) in enumerate(ways.items()):
+                pair.forget()
+                completion = start(replace(task, seed=task.seed + run))
+                if run >= 0:
+                    runs[name].append(completion)
+                report(((run + 1) * len(ways) + i + 1) / ((n_runs + 1) * len(ways)))
     arms = {name: Arm(name, tuple(completions)) for name, completions in runs.items()}
     same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
     return Comparison(arms["target alone"], arms.get("draft alone"), arms["speculative"], same_file)

@@ -414,14 +414,14 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
 
 def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Clock) -> Finding:
     """What a short trial accepts, with the usual sampling."""
-    pair, begin = Pair(target, draft, 0.0, common=common, clock=clock), clock()
-    prompt = sample_tokens(target.vocabulary, N_PROMPT)
-    stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
-    for _ in stream:
-        if clock() - begin > TRIAL_SECONDS:
-            break
-    stream.close()
-    pair.forget()
+    begin, prompt = clock(), sample_tokens(target.vocabulary, N_PROMPT)
+    with Pair(target, draft, 0.0, common=common, clock=clock) as pair:
+        stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
+        for _ in stream:
+            if clock() - begin > TRIAL_SECONDS:
+                break
+        stream.close()
+        pair.forget()
     summary = stream.completion.summary
     if summary.acceptance_rate is None:
         return Finding(OK, "acceptance", "not tried: the draft proposed nothing")

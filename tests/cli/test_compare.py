@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from command import Answer, invoke, naming, run
-from llamaspec import FixedLength, Sampling, open_pair
+from llamaspec import FixedLength, Pair, Sampling, open_pair
 from llamaspec.measure.compare import Task, run_compare
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -135,6 +135,24 @@ def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models:
     assert alone[0] != alone[1]
     assert found.same_text
     assert {run.n_cached for arm in found.arms for run in arm.runs} == {0}, "each reads the whole prompt"
+
+
+def test_the_draft_stays_the_pairs_and_what_runs_it_alone_is_closed(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Pair] = []
+    close = Pair.close
+
+    def noted(pair: Pair) -> None:
+        closed.append(pair)
+        close(pair)
+
+    monkeypatch.setattr(Pair, "close", noted)
+    with open_pair(*models) as pair:
+        task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(), 5, 8, "coupled")
+        run_compare(pair, task, 1, FixedLength(2))
+        assert [alone.target for alone in closed] == [pair.draft]
+        assert task.run(pair, FixedLength(2)).summary.n_drafted
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:

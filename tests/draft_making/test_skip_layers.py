@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
+from llama_cpp import llama_cpp as lib
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
@@ -86,6 +88,21 @@ def test_the_known_best_draft_is_found(widened: Path) -> None:
         summary = pair.stream("def f(", seed=3, max_tokens=24, policy=FixedLength(3)).run().summary
     assert summary.n_accepted == summary.n_verified > 0
     path.unlink()
+
+
+def test_one_thread_evaluates(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and acceptance were measured in the main thread: its OpenMP threads then slowed all timings."""
+    seen: set[str] = set()
+    decode = lib.llama_decode
+
+    def noted(*arguments: object) -> object:
+        seen.add(threading.current_thread().name)
+        return decode(*arguments)
+
+    monkeypatch.setattr(lib, "llama_decode", noted)
+    found = made(widened, KnownCosts(measured=0.9), types=(COPY,))
+    assert found.found[0].acceptance == 1.0
+    assert seen == {"llamaspec-compute"}
 
 
 def test_nothing_is_written_where_nothing_pays(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from fakes import CountingUp, Length, tokens
+from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import TextStream
@@ -169,6 +169,27 @@ def test_a_drafter_that_fails_ends_its_own_row(how: str) -> None:
     n = len(bad.completion.tokens)
     assert n >= 4  # the last round before the fault is not lost
     assert bad.completion.tokens == alone(seed=2)[:n]
+
+
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+def test_a_model_that_fails_to_release_a_text_loses_no_end(name: str) -> None:
+    """The reader of such a text waited for ever, and the other model kept what it held of the text."""
+    models = {TARGET: target(), DRAFT: draft()}
+    scheduler = Stepped(models)
+
+    def fail(row: int) -> None:
+        if row == 0:
+            raise OSError("broken on purpose")
+        FakeModel.release(models[name], row)
+
+    models[name].release = fail  # type: ignore[method-assign]
+    of, other = (stream(scheduler, models, seed=i) for i in range(2))
+    assert rest(of) == alone()
+    assert rest(other) == alone(seed=1)
+    sequence = of._begun()
+    assert isinstance(sequence.error, OSError)
+    assert scheduler.next_event(other._begun()) is None
+    assert sorted(models[TARGET].released + models[DRAFT].released) == [0, 1, 1]
 
 
 def test_a_drafter_that_will_not_be_closed() -> None:

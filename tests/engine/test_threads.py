@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Generator, Mapping, Sequence
 
 import pytest
 
-from fakes import CountingUp, FakeModel, tokens
+from fakes import CountingUp, FakeModel, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import StopReason
@@ -22,8 +23,8 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import ClosedError
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
-from patience import PATIENCE
+from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
+from patience import PATIENCE, until
 from texts import V, alone, draft, stream, target
 
 
@@ -121,6 +122,7 @@ def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
 
     assert asyncio.run(both()) < PATIENCE / 2
     assert doomed.completion.stop_reason is StopReason.INTERRUPT
+    thread.call(lambda: None)  # what has been read to its end is released soon
     assert models[TARGET].released == [0, 1]
     assert other.completion.tokens == alone(seed=1)
 
@@ -180,15 +182,14 @@ def test_a_forgotten_stream_ends() -> None:
 def test_a_forgotten_thread_ends_but_not_before_its_streams() -> None:
     models = {TARGET: target()}
     thread = computing(models)
-    of, own = stream(thread, models), thread._thread
+    of, scheduler = stream(thread, models), weakref.ref(thread._scheduler)
     next(of)
     del thread
     gc.collect()
     assert of.run().tokens == alone()
     del of
     gc.collect()
-    own.join(PATIENCE)
-    assert not own.is_alive()
+    until(lambda: scheduler() is None)
 
 
 def test_closing_during_an_evaluation() -> None:
@@ -226,6 +227,106 @@ def test_what_a_call_raises_is_raised_to_the_caller_alone() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         thread.call(fails)
     assert of.run().tokens == alone()
+
+
+RAISED = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+
+
+class Breaks(CountingUp):
+    """Raises something at one place, as its own length policy, too."""
+
+    def __init__(self, where: str, raised: BaseException) -> None:
+        super().__init__(V)
+        self.where, self.raised, self.asks = where, raised, threading.Event()
+
+    def at(self, place: str) -> None:
+        if place == self.where:
+            raise self.raised
+
+    def prepare(self, context: TokenArray) -> None:
+        self.at("prepare")
+
+    def propose(  # type: ignore[override]
+        self, context: TokenArray, length: SequenceLength
+    ) -> Generator[ForwardRequest, Forward, Draft]:
+        self.at("propose")
+        try:
+            while self.where == "close":
+                self.asks.set()
+                yield ForwardRequest(TARGET, context)
+        finally:
+            self.at("close")
+        return Draft()
+
+    def width(self, n: int) -> int:
+        self.at("width")
+        return n
+
+
+def read_on(thread: ComputeThread, of: TextStream) -> None:
+    while thread.next_event(of._begun()) is not None:
+        pass
+
+
+@pytest.mark.parametrize("where", ["prepare", "propose", "close", "width", "notify"])
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+def test_a_text_that_raises_what_is_no_exception_ends_alone(where: str, raised: BaseException) -> None:
+    """It ended the compute thread: all readers waited for ever."""
+    models = {TARGET: target()}
+    thread = computing(models)
+    breaks = Breaks(where, raised)
+    other = stream(thread, models, seed=1)
+    next(other)
+    of = stream(thread, models, drafter=breaks, length=Length(2, breaks.width))
+    of.begin(lambda: breaks.at("notify"))
+    if where == "close":
+        assert breaks.asks.wait(PATIENCE)
+        of.close()
+    with pytest.raises(RuntimeError, match=type(raised).__name__):
+        read_on(thread, of)
+    assert other.run().tokens == alone(seed=1)
+    assert stream(thread, models, seed=2).run().tokens == alone(seed=2)
+    thread.close()
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+def test_a_step_that_raises_what_is_no_exception_is_told_to_all_and_the_thread_goes_on(
+    raised: BaseException,
+) -> None:
+    def fail(n: int) -> None:
+        if n == 4:
+            assert begun.wait(PATIENCE)
+        if n == 5:
+            raise raised
+
+    begun = threading.Event()
+    models = {TARGET: target(before=fail)}
+    thread = computing(models)
+    streams = [stream(thread, models, seed=i, drafter=NoDrafter()) for i in range(2)]
+    for of in streams:
+        of.begin()
+    begun.set()
+    for of in streams:
+        with pytest.raises(RuntimeError, match=type(raised).__name__) as told:
+            of.run()
+        assert told.value.__cause__ is raised
+    assert stream(thread, models, seed=2).run().tokens == alone(seed=2)
+    thread.close()
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+def test_a_task_that_raises_what_is_no_exception_does_not_end_the_thread(raised: BaseException) -> None:
+    models = {TARGET: target()}
+    thread = computing(models)
+
+    def fail() -> None:
+        raise raised
+
+    with pytest.raises(type(raised)):
+        thread.call(fail)
+    thread._post(fail, fail)
+    assert stream(thread, models, seed=2).run().tokens == alone(seed=2)
+    thread.close()
 
 
 def test_a_drafter_that_waits_for_its_own_pair_is_told() -> None:

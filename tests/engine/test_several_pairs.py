@@ -1,0 +1,407 @@
+"""Several pairs in one process: one compute thread for all, which begins and ends with them.
+
+In a thread each, they had a team of OpenMP threads each, and an evaluation took several times as long.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fakes import FakeModel, tokens
+from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.thread import ComputeThread
+from llamaspec.errors import ClosedError
+from llamaspec.values import TARGET, Forward, ForwardRequest
+from patience import PATIENCE, until
+from texts import alone, stream, target
+
+Models = dict[str, FakeModel]
+
+
+def pairs(*befores: Callable[[int], None]) -> list[tuple[ComputeThread, Models]]:
+    """A pair for each function, which is told the number of every evaluation."""
+    models = [{TARGET: target(before=before)} for before in befores]
+    return [(ComputeThread(Scheduler(each)), each) for each in models]
+
+
+def nothing(n: int) -> None:
+    pass
+
+
+def evaluations(n: int | None = None) -> Generator[ForwardRequest, Forward, None]:
+    """A measurement of `n` evaluations, or one without end."""
+    done = 0
+    while done != n:
+        yield ForwardRequest(TARGET, tokens(1, 2))
+        done += 1
+
+
+def in_threads(*works: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_they_share_a_thread_and_close_apart() -> None:
+    seen: set[int] = set()
+    opened = pairs(*[lambda n: seen.add(threading.get_ident())] * 3)
+    streams = [stream(*pair, seed=i, max_tokens=40) for i, pair in enumerate(opened)]
+    for of in streams:
+        next(of)
+    opened[1][0].close()
+    assert streams[0].run().tokens == alone(seed=0, max_tokens=40)
+    assert streams[2].run().tokens == alone(seed=2, max_tokens=40)
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
+    with pytest.raises(ClosedError):
+        stream(*opened[1]).run()
+    for thread, _ in opened:
+        thread.close()
+
+
+def test_they_make_an_evaluation_each_in_turn() -> None:
+    order: list[str] = []
+    all_wait = threading.Event()
+
+    def first(n: int) -> None:
+        assert all_wait.wait(PATIENCE)
+        order.append("a")
+
+    (a, _), (b, _), (c, _) = pairs(first, lambda n: order.append("b"), lambda n: order.append("c"))
+    running = in_threads(*(partial(pair.run, evaluations(30)) for pair in (a, b, c)))
+    until(lambda: b._seat._is_used and c._seat._is_used)
+    all_wait.set()
+    join(running)
+    together = order[max(map(order.index, "abc")) :]
+    for i in range(60):
+        assert sorted(together[i : i + 3]) == ["a", "b", "c"]
+    for pair in (a, b, c):
+        pair.close()
+
+
+def test_endless_work_of_one_holds_others_up_for_one_evaluation() -> None:
+    """What is asked for during an evaluation of one pair is done after it, and the work can be ended."""
+    n_before: list[int] = []
+
+    def asks(n: int) -> None:
+        if n == 5:
+            b._post(lambda: n_before.append(a_models[TARGET].n_attempts), lambda: None)
+
+    (a, a_models), (b, _) = pairs(asks, nothing)
+    stopped: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            a.run(evaluations())
+        except ClosedError as error:
+            stopped.append(error)
+
+    running = in_threads(work)
+    until(lambda: bool(n_before))
+    assert n_before[0] <= 6
+    b.call(lambda: None)
+    b.close()
+    a.close()
+    join(running)
+    assert len(stopped) == 1
+
+
+def test_a_fault_of_one_is_not_the_others() -> None:
+    def fail(n: int) -> None:
+        if n == 3:
+            raise SystemExit
+
+    broken, sound = pairs(fail, nothing)
+    streams = [stream(*pair, drafter=NoDrafter()) for pair in (broken, sound)]
+    for of in streams:
+        of.begin()
+    assert streams[1].run().tokens == alone()
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        streams[0].run()
+    for thread, _ in (broken, sound):
+        thread.close()
+
+
+def test_a_drafter_that_waits_for_another_pair_is_told() -> None:
+    """It would wait for the thread that it is in."""
+    (a, a_models), b = pairs(nothing, nothing)
+    with pytest.raises(RuntimeError, match="yield a ForwardRequest"):
+        a.call(stream(*b).run)
+    with pytest.raises(RuntimeError, match="yield a ForwardRequest"):
+        a.call(b[0].close)
+    assert stream(*b).run().tokens == alone()
+    assert stream(a, a_models).run().tokens == alone()
+
+
+def test_closing_ends_no_evaluation_of_another_pair() -> None:
+    (a, a_models), (b, b_models) = pairs(nothing, nothing)
+    b.call(lambda: None)
+    gate, reached = threading.Event(), threading.Event()
+
+    def held(n: int) -> None:
+        reached.set()
+        assert gate.wait(PATIENCE)
+
+    a_models[TARGET].before = held
+    of = stream(a, a_models)
+    of.begin()
+    assert reached.wait(PATIENCE)
+    closing = in_threads(b.close)
+    until(lambda: b._seat.is_closed)
+    gate.set()
+    join(closing)
+    assert of.run().tokens == alone()
+    assert a_models[TARGET].n_attempts == len(a_models[TARGET].evaluated)
+    assert not b_models[TARGET].aborted.is_set()
+    a.close()
+
+
+def test_what_a_pair_was_asked_for_when_it_was_closed_is_refused() -> None:
+    """Whoever waits is told, and nothing touches a model that is free by then."""
+    gate, reached = threading.Event(), threading.Event()
+
+    def held() -> None:
+        reached.set()
+        assert gate.wait(PATIENCE)
+
+    ((thread, models),) = pairs(nothing)
+    told: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            thread.call(lambda: told.append(AssertionError("it was done")))
+        except ClosedError as error:
+            told.append(error)
+
+    threads = in_threads(lambda: thread.call(held))
+    assert reached.wait(PATIENCE)
+    of = stream(thread, models)
+    of.begin()
+    threads += in_threads(ask)
+    until(lambda: thread._seat._tasks.qsize() == 2)
+    threads += in_threads(*[thread.close] * 3)
+    until(lambda: thread._seat.is_closed)
+    gate.set()
+    join(threads)
+    assert list(of) == []
+    assert [type(each) for each in told] == [ClosedError]
+    assert not models[TARGET].evaluated
+
+
+@contextmanager
+def collecting_in_new_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a compute thread, and nobody else, collect garbage: before it tells that it has started."""
+    begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def collect(self: threading.Thread) -> None:
+        if self.name == "llamaspec-compute":
+            gc.collect()
+        begin(self)
+
+    gc.collect()
+    gc.disable()
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", collect)
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
+        gc.enable()
+
+
+def test_a_finalizer_in_the_thread_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for a lock, whose owner waited for the thread to start: everything stood still."""
+    ((used, _), (unused, _), pair) = pairs(nothing, nothing, nothing)
+    used.call(lambda: None)
+    used.close()
+    until_no_thread_computes()
+    forgotten = [weakref.ref(used), weakref.ref(unused)]
+    for each in (used, unused):
+        each.circle = each  # type: ignore[attr-defined]
+    with collecting_in_new_threads(monkeypatch):
+        del used, unused, each
+        of = stream(*pair)
+        join(in_threads(of.run))
+    assert [each() for each in forgotten] == [None, None]
+    assert of.completion.tokens == alone()
+    pair[0].close()
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, *, has_started: bool) -> None:
+    """By Ctrl-C, or because there can be no more threads: that text is cancelled, and the next is right."""
+    usual = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        monkeypatch.undo()
+        if has_started:
+            usual(self)
+        raise KeyboardInterrupt if has_started else RuntimeError("can't start new thread")
+
+    ((thread, models),) = pairs(nothing)
+    until_no_thread_computes()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt if has_started else RuntimeError):
+        stream(thread, models).run()
+    assert stream(thread, models, seed=1).run().tokens == alone(seed=1)
+    assert sorted(models[TARGET].released) == [0, 1]
+    thread.close()
+
+
+def until_no_thread_computes() -> None:
+    """Wait for the end of the thread, which what other tests left may keep for a while."""
+
+    def has_ended() -> bool:
+        gc.collect()
+        return "llamaspec-compute" not in {thread.name for thread in threading.enumerate()}
+
+    until(has_ended)
+
+
+def test_the_thread_ends_with_the_last_pair() -> None:
+    """An idle team of OpenMP threads would slow those of the program."""
+    opened = pairs(nothing, nothing)
+    for pair in opened:
+        stream(*pair).run()
+    opened[0][0].close()
+    assert "llamaspec-compute" in {thread.name for thread in threading.enumerate()}
+    opened.clear()
+    del pair
+    until_no_thread_computes()
+
+
+def test_pairs_that_are_opened_closed_and_forgotten_in_several_threads() -> None:
+    """Each text is right, and nothing hangs, whenever garbage is collected."""
+    wrong: list[object] = []
+    expected = [alone(seed=seed) for seed in range(4)]
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        kept: list[object] = []
+        try:
+            for _ in range(40):
+                (pair,) = pairs(nothing)
+                seed = chance.randrange(4)
+                of = stream(*pair, seed=seed)
+                kind = chance.choice(["run", "close", "forget", "call", "unused"])
+                if kind == "run":
+                    assert of.run().tokens == expected[seed]
+                elif kind == "call":
+                    assert pair[0].call(lambda: 7) == 7
+                elif kind != "unused":
+                    next(of)
+                if kind == "close":
+                    join(in_threads(pair[0].close, pair[0].close))
+                    assert of.completion.tokens == expected[seed][: len(of.completion.tokens)]
+                circle: list[object] = [pair, of]
+                circle.append(circle)
+                kept = chance.choice([kept, circle])
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        join(in_threads(*(partial(work, i) for i in range(4))))
+    finally:
+        gc.set_threshold(*before)
+    assert wrong == []
+    until_no_thread_computes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork with several threads
+def test_a_child_has_a_thread_of_its_own() -> None:
+    """Whatever the parent's does at that moment."""
+    held, pair = pairs(nothing, nothing)
+    gate, reached = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reached.set()
+        assert gate.wait(PATIENCE)
+
+    holding = in_threads(lambda: held[0].call(hold))
+    assert reached.wait(PATIENCE)
+    of = stream(*pair)
+    of.begin()
+    child = os.fork()
+    if not child:
+        os._exit(_in_child(held[0], pair[0]))
+    watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # where it hangs
+    watch.start()
+    status = os.waitpid(child, 0)[1]
+    watch.cancel()
+    gate.set()
+    join(holding)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert of.run().tokens == alone()
+
+
+def _in_child(*parents: ComputeThread) -> int:
+    """0 if all is well; the child must not go on with the tests."""
+    try:
+        own = pairs(nothing, nothing)
+        if any(stream(*pair, seed=3).run().tokens != alone(seed=3) for pair in own):
+            return 1
+        for thread in parents:
+            with pytest.raises(ClosedError):
+                thread.call(lambda: None)
+            thread.close()
+        if stream(*own[0]).run().tokens != alone():
+            return 2
+        for thread, _ in own:
+            thread.close()
+        return 0
+    except BaseException:  # noqa: BLE001
+        return 99
+
+
+LEFT = """
+import threading
+from contextlib import suppress
+from llamaspec.errors import ClosedError
+from test_several_pairs import evaluations, nothing, pairs
+from texts import stream
+def told(n):
+    computes.set()
+computes = threading.Event()
+(a, a_models), (b, _), (c, _) = pairs(told, nothing, nothing)
+c.call(lambda: None)
+of = stream(a, a_models, max_tokens=60)
+next(of)
+def work():
+    with suppress(ClosedError):  # what it is told at the end
+        b.run(evaluations())
+threading.Thread(target=work, daemon=True).start()
+assert computes.wait(300)
+print("left")
+"""
+
+
+def test_a_program_may_end_while_the_thread_computes() -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
