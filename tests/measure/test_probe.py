@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from llamaspec import LlamaModel, MemoryFullError, ModelOptions, Pair
+from llamaspec.errors import ClosedError
 from llamaspec.measure.attention import MOST_SECONDS, TURNS, measure_in_turns, other_attention
 from llamaspec.measure.probe import (
     FULL,
@@ -17,6 +18,7 @@ from llamaspec.measure.probe import (
     AttentionTiming,
     Effort,
     Probe,
+    Report,
     Spread,
     compare_widths,
     measure,
@@ -177,8 +179,10 @@ def test_every_position_is_compared_where_time_allows() -> None:
 # Both ways of attention
 
 
-def in_turns(target: SlowModel, other: SlowModel, *depths: int) -> list[AttentionTiming]:
-    return list(measure_in_turns(pair_of(target, other), cast(Any, other), depths, lambda done: None))
+def in_turns(
+    target: SlowModel, other: SlowModel, *depths: int, report: Report = lambda done: None
+) -> list[AttentionTiming]:
+    return list(measure_in_turns(pair_of(target, other), cast(Any, other), depths, report))
 
 
 def always(seconds: float) -> Spread:
@@ -205,6 +209,12 @@ def test_a_slow_target_reads_no_long_text_twice(more: float, depths: list[int]) 
     assert other.now < MOST_SECONDS + 64 * more
 
 
+def test_reading_is_shown_and_never_looks_finished() -> None:
+    told: list[float] = []
+    in_turns(SlowModel(), SlowModel(), 64, 128, report=told.append)
+    assert told == pytest.approx([64 / 129, 128 / 129])
+
+
 def test_a_small_context_has_fewer_turns() -> None:
     target, other = SlowModel(context_size=70), SlowModel(context_size=70)
     assert [timing.depth for timing in in_turns(target, other, 64)] == [64]
@@ -226,6 +236,8 @@ def test_the_other_attention_is_opened_over_the_same_weights(
         assert found is not None
         assert (found.options.flash_attention, found.context_size) == (other, 70)
         assert found.weights is target.weights
+    with pytest.raises(ClosedError):
+        found.forget()
     assert target.description  # its weights are still there
     with other_attention(target, 1 << 20) as found:
         assert found is not None
