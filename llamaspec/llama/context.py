@@ -102,7 +102,7 @@ class Context:
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
         self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | RecurrentCache
-        store, owner = store or PrefixStore(0), self if owner is None else owner
+        store, owner = store or PrefixStore(0), object() if owner is None else owner
         if keeps_states:
             can_restore = _can_restore_states(weights)
             self.cache = RecurrentCache(

@@ -73,6 +73,11 @@ class KVCache:
         return self._table.top
 
     @property
+    def can_store(self) -> bool:
+        """Whether texts can go to the store."""
+        return bool(self._store.limit and self._cells.block)
+
+    @property
     def n_rows(self) -> int:
         """Texts that are running."""
         return len(self._of_row)

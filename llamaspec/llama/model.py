@@ -10,19 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
+from llamaspec.errors import ContextFullError, ModelFileError
 from llamaspec.llama import runtime
 from llamaspec.llama.context import Context, leaves_main_memory
-from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.prompt_reader import MIN_GAIN, PromptReader
+from llamaspec.llama.prompt_reader import MIN_GAIN, make_reader
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.sequences import CachedSequence
@@ -32,7 +33,6 @@ from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MOST_STORED = 4, 8 << 30  # of the free memory, and bytes
-NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
@@ -96,13 +96,14 @@ class LlamaModel:
         self._abort = AbortFlag()
         self.store = store or PrefixStore(default_store_bytes(self.weights.facts().weights_bytes))
         self._owner = object()
+        self._open = partial(Context, abort=self._abort, store=self.store, owner=self._owner)
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
                     f"{path} is no whole model but a part of one ({self.weights.architecture}); "
                     "give a whole one"
                 )
-            context = self._open_context(self.weights, self.options)
+            context = self._open(self.weights, self.options)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -111,7 +112,7 @@ class LlamaModel:
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
-        self._reader = self._make_reader(context)
+        self._reader = make_reader(self.weights, self.options, context, self._open)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
             0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
@@ -320,35 +321,6 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def _open_context(self, weights: Weights, options: ModelOptions) -> Context:
-        return Context(weights, options, abort=self._abort, store=self.store, owner=self._owner)
-
-    def _make_reader(self, context: Context) -> PromptReader | None:
-        """What reads long prompts, if weights are repacked and everything is computed here."""
-        options, weights = self.options, self.weights
-        if (
-            not (options.reads_apart and options.repack and runtime.repacking_is_safe() and self.store.limit)
-            or options.heads
-            or not isinstance(context.cache, KVCache)
-            or leaves_main_memory(weights, options)
-            or (weights.metadata("general.file_type") or "0") in NEVER_REPACKED
-        ):
-            return None
-        options = replace(options, repack=False, n_ctx=context.context_size, n_cells=None, max_scored=2)
-
-        def open_context() -> tuple[Weights, Context]:
-            n_bytes = weights.facts().weights_bytes
-            if runtime.available_bytes() < n_bytes:  # the file would not stay in memory
-                raise MemoryFullError("no room to read prompts apart")
-            as_in_file = Weights(self.path, options)
-            try:
-                return as_in_file, self._open_context(as_in_file, options)
-            except BaseException:
-                as_in_file.close()
-                raise
-
-        return PromptReader(context.cache, open_context)
-
     def _read(self, row: int, request: ForwardRequest) -> list[Logits]:
         """Evaluate a part of a prompt, apart if that was prepared."""
         reader, context = self._reader, self._contexts[0]
@@ -370,7 +342,7 @@ class LlamaModel:
                     return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
                 options = replace(self.options, n_ctx=self.context_size)
-                free = [self._open_context(self.weights, options)]
+                free = [self._open(self.weights, options)]
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
         return self._of_row[row].prepare([entry])[0]

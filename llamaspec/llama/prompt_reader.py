@@ -11,14 +11,17 @@ tests/llama/test_prompt_reader.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from llamaspec.errors import ContextFullError, LlamaspecError
-from llamaspec.llama.context import Context
+from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError
+from llamaspec.llama import runtime
+from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest
 
+NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 MIN_TOKENS = 64  # new tokens of a prompt that is read apart
 MIN_GAIN = 1.1  # times as fast as with repacked weights
 PART = 128  # tokens of each part of the prompt with which both ways are measured
@@ -170,3 +173,34 @@ class PromptReader:
             self._cache.release(row)
             if self._trial is None:
                 self._read.add(row)
+
+
+def make_reader(
+    weights: Weights,
+    options: ModelOptions,
+    main: Context,
+    open_context: Callable[[Weights, ModelOptions], Context],
+) -> PromptReader | None:
+    """What reads long prompts of a model; None if its weights are not repacked, or not computed here."""
+    if (
+        not (options.reads_apart and options.repack and runtime.repacking_is_safe())
+        or options.heads
+        or not isinstance(main.cache, KVCache)
+        or not main.cache.can_store
+        or leaves_main_memory(weights, options)
+        or (weights.metadata("general.file_type") or "0") in NEVER_REPACKED
+    ):
+        return None
+    options = replace(options, repack=False, n_ctx=main.context_size, n_cells=None, max_scored=2)
+
+    def opened() -> tuple[Weights, Context]:
+        if runtime.available_bytes() < weights.facts().weights_bytes:  # the file would not stay in memory
+            raise MemoryFullError("no room to read prompts apart")
+        as_in_file = Weights(weights.path, options)
+        try:
+            return as_in_file, open_context(as_in_file, options)
+        except BaseException:
+            as_in_file.close()
+            raise
+
+    return PromptReader(main.cache, opened)

@@ -31,7 +31,7 @@ LONG = Recipe(n_context=2048)
 @pytest.fixture(autouse=True)
 def f32_counts_as_repacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that answers of both ways can be compared: kernels for quantized weights round differently."""
-    monkeypatch.setattr("llamaspec.llama.model.NEVER_REPACKED", frozenset())
+    monkeypatch.setattr("llamaspec.llama.prompt_reader.NEVER_REPACKED", frozenset())
 
 
 @pytest.fixture
