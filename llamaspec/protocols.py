@@ -237,6 +237,15 @@ class Closing(Protocol):
         """The sequence has ended; more than once is allowed."""
 
 
+@runtime_checkable
+class Failing(Protocol):
+    """A drafter whose model may fail, and is not asked any more then."""
+
+    @property
+    def fault(self) -> str | None:
+        """What the model failed with in this sequence."""
+
+
 class Stream(IntEnum):
     """What a random number is for: numbers of different streams are independent."""
 

@@ -153,6 +153,7 @@ def test_the_timings_of_an_answer() -> None:
         "overhead_ms": 875.0,
         "mask_ms": 375.0,
         "unused_draft": None,
+        "draft_fault": None,
         "speedup_estimate": 1.25,
     }
     cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]
