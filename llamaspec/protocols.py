@@ -192,7 +192,7 @@ class SequenceLength(Protocol):
 
 @runtime_checkable
 class PromptReading(Protocol):
-    """A sequence's length that also decides when a draft model reads the prompt."""
+    """A sequence's length that knows costs: it also decides when a draft model reads the prompt."""
 
     @property
     def n_to_read(self) -> int:
@@ -210,6 +210,9 @@ class PromptReading(Protocol):
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """The draft has read `n` tokens of the text."""
+
+    def plain_seconds(self, n_sequences: int) -> float | None:
+        """What a round of so many texts without drafts is believed to take; None before one was timed."""
 
 
 class LengthPolicy(Protocol):

@@ -508,6 +508,8 @@ class ReadsBeside(Length):
 
     def observe_reading(self, n: int, seconds: float) -> None: ...
 
+    def plain_seconds(self, n_sequences: int) -> float | None: ...
+
 
 @pytest.mark.parametrize(
     "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: ReadsBeside(3)]
