@@ -79,6 +79,9 @@ class ScoresError(EvaluationError):
     """The scores of a model are not finite numbers: its file is damaged."""
 
 
+EVALUATION_FAULTS = (EvaluationError, MemoryFullError)  # in place of the answer to a `ForwardRequest`
+
+
 def printable(text: str, keep: str = "") -> str:
     """Text of models, files and hubs as a terminal may show it: control characters become escapes.
 

@@ -195,7 +195,7 @@ class SequenceLength(Protocol):
 
 @runtime_checkable
 class PromptReading(Protocol):
-    """A sequence's length that also decides when a draft model reads the prompt."""
+    """A sequence's length that knows costs: it also decides when a draft model reads the prompt."""
 
     @property
     def n_to_read(self) -> int:
@@ -213,6 +213,9 @@ class PromptReading(Protocol):
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """The draft has read `n` tokens of the text."""
+
+    def plain_seconds(self, n_sequences: int) -> float | None:
+        """What a round of so many texts without drafts is believed to take; None before one was timed."""
 
 
 class LengthPolicy(Protocol):
@@ -238,6 +241,15 @@ class Closing(Protocol):
 
     def close(self) -> None:
         """The sequence has ended; more than once is allowed."""
+
+
+@runtime_checkable
+class Failing(Protocol):
+    """A drafter whose model may fail, and is not asked any more then."""
+
+    @property
+    def fault(self) -> str | None:
+        """What the model failed with in this sequence."""
 
 
 class Stream(IntEnum):

@@ -267,6 +267,7 @@ class Round:
     n_prefill: int = 0  # of `width`: positions of a prompt of another sequence, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance
+    plain_seconds: float | None = None  # what it was believed to take without a draft, beside as many rows
 
     @property
     def n_drafted(self) -> int:

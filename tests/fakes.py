@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError, EvaluationAbortedError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import (
     NO_DRAFT,
@@ -191,13 +191,20 @@ def shared(a: TokenArray, b: TokenArray) -> int:
 
 
 def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
-    """Run a coroutine by answering each request at once, without a scheduler: what else it yields."""
+    """Run a coroutine by answering each request at once, without a scheduler: what else it yields.
+
+    It is told where a model fails.
+    """
     said: list[Any] = []
     try:
         wanted = next(text)
         while True:
             if isinstance(wanted, ForwardRequest):
-                logits = models[wanted.model].logits(wanted)
+                try:
+                    logits = models[wanted.model].logits(wanted)
+                except EVALUATION_FAULTS as error:
+                    wanted = text.throw(error)
+                    continue
                 wanted = text.send(Forward(logits, 0.0, wanted.n_scored, 1, 0, len(said)))
             else:
                 said.append(wanted)

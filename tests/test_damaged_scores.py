@@ -12,6 +12,7 @@ from fuzz_gguf import put_together, take_apart
 from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.errors import ScoresError
 from model_store import ModelStore
+from serving import served
 from tiny_models import Recipe
 
 CPU = ModelOptions(threads=1)
@@ -73,6 +74,21 @@ def test_a_silent_draft_is_asked_once(target_file: Path, bad: Path, monkeypatch:
         monkeypatch.setattr(pair.draft, "evaluate", counted)
         pair.stream("x", seed=1, max_tokens=20, policy=FixedLength(3)).run()
         assert len(asked) == 2  # the prompt, and the first draft token
+
+
+def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
+    """By the command, in JSON, and by the server."""
+    why = f"{bad} gives scores that are not numbers; download or convert it again"
+    arguments = ["generate", "x", *naming([target_file, bad]), "-n", "5", "--draft-length", "2"]
+    for detail in ("short", "full"):
+        told = invoke(*arguments, "--stats", detail).stderr
+        assert f"the draft failed and was not used any more: {why}\n" in told
+    assert invoke(*arguments, "--json").json["statistics"]["draft_fault"] == why
+    with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair, served(pair) as server:
+        body = {"prompt": "x", "max_tokens": 5}
+        assert server.post("/v1/completions", body).json()["timings"]["draft_fault"] == why
+        plain = {**body, "speculative": {"enabled": False}}
+        assert server.post("/v1/completions", plain).json()["timings"]["draft_fault"] is None
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fakes import Partly, all_but_last, every_second, nothing, sure
+from fakes import Length, Partly, all_but_last, every_second, nothing, sure
 from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, scores
 from llamaspec import (
@@ -29,6 +30,7 @@ from llamaspec import (
     Sampling,
     open_pair,
 )
+from llamaspec.errors import EvaluationError
 from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
@@ -38,6 +40,7 @@ from model_store import ModelStore
 from tiny_models import Recipe
 
 CPU = ModelOptions(threads=1, gpu_layers=0)
+Q8_0 = Recipe(dtype="q8_0")
 CLOSE = 0.05  # nats; a tiny model's scores differ by up to 0.03 between widths
 TEMPERATURES = (0.0, 0.5, 0.8, 1.5)
 LENGTHS = (0, 1, 2, 3, 5, 8)
@@ -480,6 +483,64 @@ def test_texts_beside_each_other_of_which_a_part_is_verified(store: ModelStore) 
             pass
         assert [each.completion.tokens for each in streams] == alone
         assert max(round_.n_sequences for each in streams for round_ in each.completion.rounds) > 2
+
+
+FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | list[Path] | str]]] = {
+    "draft": lambda store: (store.path("llama", Q8_0), store.path("llama", Q8_0.draft(0.1))),
+    "cascade": lambda store: (
+        store.path("llama", Q8_0),
+        [store.path("llama", Q8_0.draft(noise)) for noise in (0.1, 0.2)],
+    ),
+    "heads": lambda store: (store.path("step35", Q8_0), "mtp"),
+    "assistant": lambda store: (store.path("gemma4"), store.path("gemma4-assistant")),
+}
+
+
+class ReadsBeside(Length):
+    """Lets a draft read the prompt in chunks, beside rounds."""
+
+    n_to_read, unused = 64, None
+
+    def reads_prompt(self, n_unread: int) -> bool:
+        return False
+
+    def observe_prompt(self, n: int, seconds: float) -> None: ...
+
+    def observe_reading(self, n: int, seconds: float) -> None: ...
+
+    def plain_seconds(self, n_sequences: int) -> float | None: ...
+
+
+@pytest.mark.parametrize(
+    "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: ReadsBeside(3)]
+)
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_draft_that_fails_ends_no_text(
+    store: ModelStore, kind: str, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text ended with it, in the prompt or later. It is the same text without the draft."""
+    target, draft = FAILING[kind](store)
+    prompt = "the end of the beginning, " * 12
+    with open_pair(target, draft, ngram=False, target_options=CPU, draft_options=CPU) as pair:
+        for level in pair.cascade:
+            level.length = Length(2)
+        right = plain(pair, prompt, Sampling(), 1, 40)
+        for model in (*pair.draft_models, pair.heads):
+            for number in (1, 2, 4) if model is not None else ():
+                left = [number]
+
+                def fail(*batch: Any, evaluate: Any = model and model.evaluate, left: Any = left) -> Any:
+                    left[0] -= 1
+                    if left[0] <= 0:
+                        raise EvaluationError("llama.cpp failed")
+                    return evaluate(*batch)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(model, "evaluate", fail)
+                    found = assisted(pair, prompt, Sampling(), 1, 40, policy())
+                assert found.tokens == right.tokens
+                assert found.draft_fault == "llama.cpp failed"
+                assert left[0] == 0, "it was asked again"
 
 
 def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:

@@ -122,6 +122,7 @@ class AnswerStream:
             prefill_seconds=before.prefill_seconds + last.prefill_seconds,
             # Thinking that was ended before it began has evaluated nothing.
             n_cached=before.n_cached if before.rounds else min(last.n_cached, before.n_prompt_tokens),
+            draft_fault=before.draft_fault or last.draft_fault,
         )
 
     def _part(self, piece: Piece | None) -> AnswerPart:

@@ -211,6 +211,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
                 "mask": completion.mask_seconds,
             },
             "unused_draft": None if completion.unused_draft is None else completion.unused_draft._asdict(),
+            "draft_fault": completion.draft_fault,
         },
     }
 
@@ -265,6 +266,8 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
 
 def _unused_draft(completion: Completion) -> list[str]:
     unused = completion.unused_draft
+    if completion.draft_fault is not None:
+        return [f"the draft failed and was not used any more: {printable(completion.draft_fault)}"]
     if unused is None or unused.reading_seconds < NOTABLE:
         return []
     reading, saved = unused

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, preparing
+from llamaspec.drafters.fallback import drafting, fault_of, preparing
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.fixed import SequenceAtMost
 from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceLength
 from llamaspec.sampling.acceptance_rules import counterfactual
@@ -38,10 +38,16 @@ class CascadeDrafter:
     streams: CascadeStreams  # made from the model's own
     max_scored: int | None = None  # positions of one evaluation that the model scores
 
+    @property
+    def fault(self) -> str | None:
+        """What the model or its helper failed with."""
+        return fault_of(self.model, self.helper)
+
     def prepare(self, context: TokenArray) -> Preparing:
         """Let the model and its helper read a prompt."""
         yield from self.model.prepare(context)
-        yield from preparing(self.helper, self.model.known(context))
+        if self.model.fault is None:
+            yield from preparing(self.helper, self.model.known(context))
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy has enough."""
@@ -49,7 +55,7 @@ class CascadeDrafter:
         self.streams.start = len(context)
         context = model.known(context)
         sampler = Sampler(model.sampling, model.n_prompt, model.constraint, model.n_drawn)
-        while not model.is_silent and length.wants_more(draft):
+        while model.fault is None and length.wants_more(draft):
             path = np.concatenate((context, draft.tokens))
             only = sampler.only_allowed(path)
             if only is not None:
@@ -57,10 +63,9 @@ class CascadeDrafter:
                 continue
             try:
                 draft = yield from self._longer(draft, path, sampler, length)
-            except ContextFullError:
+            except EVALUATION_FAULTS as error:
+                model.note_fault(error)
                 break
-            except ScoresError:
-                model.is_silent = True
         return draft
 
     def close(self) -> None:
@@ -122,7 +127,7 @@ def _metered(proposing: Drafting) -> Metered:
         while True:
             try:
                 forward = yield request
-            except (ContextFullError, ScoresError) as error:  # the helper can do without
+            except EVALUATION_FAULTS as error:  # the helper can do without
                 request = proposing.throw(error)
                 continue
             spent.append((request, forward.seconds))

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceConstraint, SequenceLength
+from llamaspec.protocols import (
+    Closing,
+    Drafter,
+    Drafting,
+    Failing,
+    Preparing,
+    SequenceConstraint,
+    SequenceLength,
+)
 from llamaspec.values import NO_DRAFT, Distribution, Draft, Source, TokenArray
 
 
@@ -23,6 +31,12 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     prepared = drafter.prepare(context)
     if prepared is not None:
         yield from prepared
+
+
+def fault_of(*drafters: Drafter) -> str | None:
+    """What the first of some drafters failed with whose model is asked no more."""
+    faults = (drafter.fault for drafter in drafters if isinstance(drafter, Failing))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 class NoDrafter:
@@ -62,6 +76,11 @@ class FallbackDrafter:
     """Asks drafters in turn until one has a draft."""
 
     drafters: Sequence[Drafter]
+
+    @property
+    def fault(self) -> str | None:
+        """What the first of them failed with that is asked no more."""
+        return fault_of(*self.drafters)
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Let every drafter read the prompt."""

@@ -1,19 +1,19 @@
 """Draft tokens from a small model, one after the other, each from the model's own distribution.
 
-What the draft model has read stays in its KV cache, so every token costs one step.
+What the draft model has read stays in its KV cache, so every token costs one step. A model that fails is not
+asked again in this sequence; the tokens drawn before stay in the draft, or the law of the text would change.
 tests/drafters/test_model.py counts the evaluations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import (
     Drafting,
     Preparing,
@@ -46,7 +46,7 @@ class ModelDrafter:
     constraint: SequenceConstraint | None = None  # what the text must look like
     reading: PromptReading | None = None  # when the model reads a prompt; None = at once
     n_cached: Callable[[TokenArray], int] | None = None  # tokens of a text that the model need not read
-    is_silent: bool = field(default=False, init=False)  # its scores were not numbers: it drafts no more
+    fault: str | None = field(default=None, init=False)  # what the model failed with: it drafts no more
     _is_asleep: bool | None = field(default=None, init=False)  # it has not read the prompt; None = undecided
     _n_read: int = field(default=0, init=False)  # tokens of the prompt that it has read, while it is asleep
 
@@ -63,6 +63,8 @@ class ModelDrafter:
         """Draft until the policy has enough, or the draft's KV cache has no room."""
         sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
         tokens, draft, known = self._tokens, Draft(source=self.source), self.known(context)
+        if self.fault is not None:
+            return draft
         if self._is_asleep and self.reading is not None:
             if length.wants_more(draft):  # it wakes
                 path = self.window(known)[:-1]
@@ -70,7 +72,7 @@ class ModelDrafter:
                 yield from self._read(path[:n])
                 self._n_read, self._is_asleep = n, n < len(path)
             return draft
-        while not self.is_silent and len(draft) != self.longest and length.wants_more(draft):
+        while len(draft) != self.longest and length.wants_more(draft):
             text = np.concatenate([context, draft.tokens])
             allowed = sampler.allowed(text)
             if allowed is not None:
@@ -83,8 +85,8 @@ class ModelDrafter:
             path = np.concatenate([known, tokens.spelled(draft.tokens)])
             try:
                 forward = yield ForwardRequest(self.model, self.window(path))
-            except (ContextFullError, ScoresError) as error:
-                self.is_silent = isinstance(error, ScoresError)
+            except EVALUATION_FAULTS as error:
+                self.note_fault(error)
                 break
             logits = tokens.scores(forward.logits[0])
             q = sampler.distribution(logits, text, allowed)
@@ -93,11 +95,22 @@ class ModelDrafter:
         return draft
 
     def _read(self, prefix: TokenArray) -> Preparing:
-        if len(prefix):
-            with suppress(ContextFullError):  # without the draft it is only slower
-                forward = yield ForwardRequest(self.model, prefix, n_logits=0)
-                if self.reading is not None:
-                    self.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
+        if not len(prefix) or self.fault is not None:
+            return
+        try:
+            forward = yield ForwardRequest(self.model, prefix, n_logits=0)
+        except EVALUATION_FAULTS as error:
+            self.note_fault(error)  # without the draft it is only slower
+            return
+        if self.reading is not None:
+            self.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
+
+    def note_fault(self, error: Exception) -> None:
+        """Ask the model no more, unless it had no room: that may have changed in the next round."""
+        if isinstance(error, EvaluationAbortedError):
+            raise error
+        if not isinstance(error, ContextFullError):
+            self.fault = str(error)
 
     @property
     def n_drawn(self) -> int:

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.costs import Array
 from llamaspec.length.tree import DEPTHS, WIDEST, TreePlan, looked_ahead
 from llamaspec.protocols import Drafting, SequenceLength
@@ -114,18 +114,18 @@ class TreeDrafter(ModelDrafter):
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """A tree, or a chain."""
         has_room = len(context) + DEEPEST <= self.context_size
-        can_grow = has_room and not self.is_silent and self.tokens is None and self.constraint is None
+        can_grow = has_room and self.fault is None and self.tokens is None and self.constraint is None
         growth = self.trees.tree(TreeGrowth) if can_grow else None
         return ModelDrafter.propose(self, context, length) if growth is None else self._grow(context, growth)
 
     def _grow(self, context: TokenArray, growth: Growth) -> Drafting:
         known, tree = self.known(context), CandidateTree()
         sampler = Sampler(self.sampling, self.n_prompt)
-        while (nodes := growth.expand(tree)) and not self.is_silent:
+        while nodes := growth.expand(tree):
             try:
                 forward = yield tree.request(self.model, known, nodes)
-            except (ContextFullError, ScoresError) as error:
-                self.is_silent = isinstance(error, ScoresError)
+            except EVALUATION_FAULTS as error:
+                self.note_fault(error)
                 break
             for node, logits in zip(nodes, forward.logits[:, : self.n_drawn], strict=True):
                 path = np.concatenate([known, tree.path(node)])

@@ -19,7 +19,7 @@ from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.engine.sequence import Text
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.statistics import Summary
-from llamaspec.errors import ContextFullError, PromptError, ScoresError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, PromptError
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray, UnusedDraft
@@ -92,6 +92,7 @@ class Completion:
     prefill_seconds: float  # reading the prompt, by target and draft
     n_cached: int = 0  # tokens of the prompt that the target's KV cache held before
     unused_draft: UnusedDraft | None = None  # why the draft has read nothing
+    draft_fault: str | None = None  # what the draft failed with: it was not used from there on
     mask_seconds: float = 0.0  # computing what the constraint allows: a part of drafting and of overhead
 
 
@@ -184,7 +185,7 @@ def _prepare_drafter(
     while wanted is not None:
         try:
             forward = yield wanted
-        except ContextFullError as error:  # noqa: PERF203
+        except EVALUATION_FAULTS as error:  # noqa: PERF203
             wanted = _advance(preparation, error=error)
         else:
             seconds += forward.seconds
@@ -199,7 +200,7 @@ def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, 
         while wanted is not None:
             try:
                 answer = yield wanted
-            except (ContextFullError, ScoresError) as error:
+            except EVALUATION_FAULTS as error:
                 try:
                     wanted = _advance(loop, error=error)  # a drafter can do without
                 except ContextFullError:

@@ -18,8 +18,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting
-from llamaspec.length.fixed import SequenceAtMost
-from llamaspec.protocols import Closing, Drafter, RandomStreams, Rule, SequenceConstraint, SequenceLength
+from llamaspec.length.fixed import SequenceAtMost, prompt_reading
+from llamaspec.protocols import (
+    Closing,
+    Drafter,
+    PromptReading,
+    RandomStreams,
+    Rule,
+    SequenceConstraint,
+    SequenceLength,
+)
 from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.logprobs import round_logprobs
@@ -70,12 +78,15 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
         To be sent the same round with its seconds. Each adds at least one token.
     """
     sampler = Sampler(config.sampling, len(tokens), config.constraint)
+    costs = prompt_reading(config.length)
     while len(tokens) < limit:
-        round_ = yield from _next_round(tokens, limit - len(tokens) - 1, config, sampler)
+        round_ = yield from _next_round(tokens, limit - len(tokens) - 1, config, sampler, costs)
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler) -> NextRound:
+def _next_round(
+    tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler, costs: PromptReading | None
+) -> NextRound:
     """One round behind `tokens`, of at most `n_draft` draft tokens."""
     drafter, length = config.drafter, config.length
     at_most = SequenceAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
@@ -105,6 +116,7 @@ def _next_round(tokens: TokenArray, n_draft: int, config: Speculation, sampler: 
         n_prefill=forward.n_prefill,
         n_dropped=len(made) - len(draft),
         counterfactual=counterfactual(made, draft, verification, config.rule, p),
+        plain_seconds=None if costs is None else costs.plain_seconds(forward.n_sequences),
     )
     length.observe(round_)
     return round_

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 
+from llamaspec.drafters.fallback import fault_of
 from llamaspec.engine.generation import (
     Completion,
     Ended,
@@ -182,6 +183,7 @@ class TextStream:
             prefill_seconds=self._prefilled.seconds,
             n_cached=self._prefilled.n_cached,
             unused_draft=None if reading is None else reading.unused,
+            draft_fault=fault_of(speculation.drafter),
             mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
 

@@ -306,6 +306,10 @@ class AutoSequence:
         """Learn from `n` tokens of the prompt that the draft has read."""
         self._policy.costs.observe_reading(n, seconds)
 
+    def plain_seconds(self, n_sequences: int) -> float | None:
+        """As the policy's."""
+        return self._policy.plain_seconds(n_sequences)
+
     def close(self) -> None:
         """The text has ended."""
         policy = self._policy

@@ -209,6 +209,7 @@ def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
         "mask_ms": 1e3 * done.mask_seconds,
         "speedup_estimate": end.speedup,
         "unused_draft": None if done.unused_draft is None else done.unused_draft._asdict(),
+        "draft_fault": done.draft_fault,
     }
     if not options.rounds:
         return {"timings": timings}

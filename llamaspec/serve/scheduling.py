@@ -20,7 +20,6 @@ from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.fixed import AtMost
-from llamaspec.length.policy import AutoLength
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
@@ -202,10 +201,15 @@ class RequestQueue:
         if stream is None or state.is_over or state.is_unread:
             return
         try:
-            parts = tuple(stream.ready())
+            last = self._send_ready(state, stream)
         except Exception as error:  # noqa: BLE001  # the client is told
-            self._finish(state, error)
-            return
+            last = error
+        if last is not None:
+            self._finish(state, last)
+
+    def _send_ready(self, state: SequenceState, stream: AnswerStream) -> Event | None:
+        """Send what is ready; the last event, if the text has ended."""
+        parts = tuple(stream.ready())
         self._count_rounds(state)
         events: list[Event] = [*state.progress]
         state.progress.clear()
@@ -213,9 +217,10 @@ class RequestQueue:
             state.first_text_at = self._clock() if state.first_text_at is None else state.first_text_at
             events.append(parts)
         state.submission.send(state, events)
-        if stream.is_over or self._is_late(state, stream):
-            done = stream.completion
-            self._finish(state, Finished(done, speedup(done.rounds, self._policy), stream.n_thought))
+        if not stream.is_over and not self._is_late(state, stream):
+            return None
+        done = stream.completion
+        return Finished(done, speedup(done.rounds), stream.n_thought)
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
         """Whether a text has taken its time, and has a whole line."""
@@ -258,25 +263,30 @@ class RequestQueue:
         if state.is_over:
             return
         state.is_over = True
-        if state.stream is not None:
-            with suppress(Exception):  # whatever it is, the sequence has ended
-                state.stream.close()
-        self._count_rounds(state)
         if state in self._running:
             self._running.remove(state)
         else:
             with suppress(ValueError):
                 self._waiting.remove(state)
+        state.submission.send(state, [*state.progress, last])
+        with suppress(Exception):  # the client is told, and others go on, whatever is wrong with this one
+            self._end(state, last)
+        if not self.is_stopping:
+            self._admit()
+
+    def _end(self, state: SequenceState, last: Event) -> None:
+        """Stop generating, and count what was generated."""
+        completion = None
+        if state.stream is not None:
+            state.stream.close()
+            self._count_rounds(state)
+            completion = state.stream.completion
         now, first = self._clock(), state.first_text_at
-        completion = None if state.stream is None else state.stream.completion
         reason = StopReason.INTERRUPT.value if state.submission.is_cancelled else "error"
         if isinstance(last, Finished):
             reason = last.completion.stop_reason.value
         waited = (state.started_at or now) - state.asked_at
         self._metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
-        state.submission.send(state, [*state.progress, last])
-        if not self.is_stopping:
-            self._admit()
 
 
 def _server_stopping() -> RequestError:
@@ -327,16 +337,17 @@ def open_stream(
     )
 
 
-def speedup(rounds: Sequence[Round], policy: LengthPolicy) -> float | None:
-    """How many times as fast as plain decoding a text was, by the expected time of plain rounds.
+def speedup(rounds: Sequence[Round]) -> float | None:
+    """How many times as fast as plain decoding a text was, by the latest beliefs of what plain rounds take.
 
     Rounds that shared their evaluation with a prompt do not count: their own share is not known. No round
     costs less than a plain one, so the tokens of a round bound what a belief may claim.
     """
     rounds = [round_ for round_ in rounds if not round_.n_prefill]
-    if not isinstance(policy, AutoLength) or not rounds:
+    if not rounds:
         return None
-    expected = [policy.plain_seconds(round_.n_sequences) for round_ in rounds]
+    latest = {round_.n_sequences: round_.plain_seconds for round_ in rounds}
+    expected = [latest[round_.n_sequences] for round_ in rounds]
     seconds = sum(round_.seconds for round_ in rounds)
     tokens = [round_.n_accepted + 1 for round_ in rounds]
     plain = sum(n * each for n, each in zip(tokens, expected, strict=True) if each)

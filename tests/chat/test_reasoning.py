@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
 from command import invoke, naming
-from llamaspec import ModelOptions, Pair, Sampling, StopReason, open_pair
+from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser, message_of
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.engine.stream import TextStream
+from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray
 
 REASONING = Reasoning("<think>", "</think>", "\n\n")
@@ -24,11 +26,13 @@ THINKING = TEMPLATE + "{{ '<think>\n' if enable_thinking is not defined else '<t
 SEED = 9
 
 
-def answer(pair: Pair, budget: int | None, max_tokens: int = 30) -> AnswerStream:
+def answer(
+    pair: Pair, budget: int | None, max_tokens: int = 30, policy: LengthPolicy | None = None
+) -> AnswerStream:
     prompt = pair.target.vocabulary.tokenize(b"Why?<think>\n")
 
     def open_stream(prompt: TokenArray, n: int) -> TextStream:
-        return pair.stream(prompt, seed=SEED, max_tokens=n, sampling=Sampling(temperature=1.0))
+        return pair.stream(prompt, seed=SEED, max_tokens=n, sampling=Sampling(temperature=1.0), policy=policy)
 
     parser = AnswerParser(THINKS, thinking=True)
     return AnswerStream(prompt, max_tokens, open_stream, parser, pair.target.vocabulary, budget)
@@ -71,6 +75,26 @@ def test_thinking_is_ended(pair: Pair, budget: int) -> None:
     assert done.tokens[budget + len(cut) :] == rest.tokens
     assert whole(parts).text == rest.text.lstrip("\n")
     assert done.summary.n_tokens == budget + n_left
+
+
+def test_a_draft_that_fails_while_it_thinks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts for the answer, and the fault is told all the same."""
+    assert pair.draft is not None
+    right, faults = answer(pair, 7), [EvaluationError("llama.cpp failed")]
+    said, evaluate = whole(list(right)), pair.draft.evaluate
+
+    def fails_once(*batch: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return evaluate(*batch)
+
+    monkeypatch.setattr(pair.draft, "evaluate", fails_once)
+    pair.forget()
+    stream = answer(pair, 7, policy=FixedLength(2))
+    assert whole(list(stream)) == said
+    assert stream.completion.draft_fault == "llama.cpp failed"
+    assert stream.completion.summary.n_drafted > 0
+    assert right.completion.draft_fault is None
 
 
 def test_no_room_to_end_it(pair: Pair) -> None:

@@ -239,6 +239,7 @@ def test_the_line_of_json_after_a_text() -> None:
             "mask": 0.0,
         },
         "unused_draft": None,
+        "draft_fault": None,
     }  # fmt: skip
     assert told == {
         "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "stop_reason": "limit", "seed": 7,

@@ -19,7 +19,7 @@ KEYS = {
 STATISTICS = {
     "rounds", "rounds_without_guesses", "drafted", "verified", "accepted", "acceptance_rate",
     "accepted_histogram", "mean_tokens_per_round", "tokens_per_second", "seconds",
-    "unused_draft",
+    "unused_draft", "draft_fault",
 }  # fmt: skip
 SECONDS = {"load", "prefill", "draft", "verify", "rest", "decode", "mask"}
 LONG = Recipe(dtype="q8_0", n_context=1 << 15)

@@ -44,7 +44,7 @@ from fakes import (
 from llamaspec.drafters.cascade import CascadeDrafter, used
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
 from llamaspec.engine.speculate import Speculation
-from llamaspec.errors import ContextFullError, LlamaspecError, ScoresError
+from llamaspec.errors import ContextFullError, EvaluationError, LlamaspecError, MemoryFullError, ScoresError
 from llamaspec.protocols import Drafter, RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams
@@ -247,14 +247,16 @@ def test_without_room_for_the_draft_there_is_what_there_is() -> None:
     assert len(draft) == 2
 
 
-def test_a_draft_whose_scores_are_no_numbers_is_asked_no_more() -> None:
+@pytest.mark.parametrize("fault", [ScoresError, EvaluationError, MemoryFullError])
+def test_a_draft_that_failed_is_asked_no_more(fault: type[LlamaspecError]) -> None:
     for name, n_tokens in ((DRAFT, 0), (SECOND, 5)):
 
         def fails(request: ForwardRequest, name: str = name) -> bool:
             return request.model == name
 
         drafter = cascade_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
-        assert len(proposed(drafter, WIDE, PROMPT, Length(5), fails, ScoresError)[0]) == n_tokens
+        assert len(proposed(drafter, WIDE, PROMPT, Length(5), fails, fault)[0]) == n_tokens
+        assert drafter.fault == "not this time"
         asked = proposed(drafter, WIDE, PROMPT, Length(5))[1]
         assert name not in {request.model for request in asked}
 

@@ -10,7 +10,14 @@ import pytest
 from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import (
+    ContextFullError,
+    EvaluationAbortedError,
+    EvaluationError,
+    MemoryFullError,
+    ScoresError,
+    WorkerError,
+)
 from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
@@ -62,15 +69,36 @@ def test_a_token_without_a_choice_costs_no_evaluation() -> None:
     assert made.distributions[0].tokens.tolist() == [2]
 
 
-def test_a_model_whose_scores_are_no_numbers_is_asked_no_more() -> None:
-    silenced = drafter()
-    drafting = silenced.propose(tokens(1, 2), Length(3))
-    next(drafting)
+FAULTS = (ScoresError("not numbers"), EvaluationError("failed"), MemoryFullError("full"), WorkerError("lost"))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("where", ["prepare", "propose", "behind a token"])
+def test_a_model_that_failed_is_asked_no_more(where: str, fault: Exception) -> None:
+    silenced, model = drafter(), FakeModel(vocabulary_size=5)
+    failing = (
+        silenced.prepare(tokens(1, 2)) if where == "prepare" else silenced.propose(tokens(1, 2), Length(3))
+    )
+    wanted = next(failing)
+    if where == "behind a token":
+        failing.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
     with pytest.raises(StopIteration) as end:
-        drafting.throw(ScoresError("x.gguf gives scores that are not numbers"))
-    assert len(end.value.value) == 0
-    with pytest.raises(StopIteration):
-        next(silenced.propose(tokens(1, 2, 3), Length(3)))
+        failing.throw(fault)
+    if where != "prepare":
+        assert len(end.value.value) == (where == "behind a token")  # it was drawn, and stays
+    assert silenced.fault == str(fault)
+    assert list(silenced.prepare(tokens(1, 2, 3))) == []
+    assert asked(silenced.propose(tokens(1, 2, 3), Length(3)), model)[0] == []
+
+
+@pytest.mark.parametrize("way", ["prepare", "propose"])
+def test_an_aborted_evaluation_is_no_fault_of_the_model(way: str) -> None:
+    aborted = drafter()
+    asking = aborted.prepare(tokens(1, 2)) if way == "prepare" else aborted.propose(tokens(1, 2), Length(3))
+    next(asking)
+    with pytest.raises(EvaluationAbortedError):
+        asking.throw(EvaluationAbortedError("aborted"))
+    assert aborted.fault is None
 
 
 def test_heads_may_draft_no_further_than_there_are_heads() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeModel, Length, answer_alone, tokens
 from fixed_tree import FixedTree
 from llamaspec.drafters.tree import CONTEXT, CandidateTree, Growth, TreeDrafter, TreeGrowth, TreeLength
-from llamaspec.errors import ContextFullError, ScoresError
+from llamaspec.errors import ContextFullError, EvaluationError, LlamaspecError, MemoryFullError, ScoresError
 from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
@@ -96,14 +96,16 @@ def test_without_room_the_tree_stays_as_it_is() -> None:
     assert len(end.value.value) == 2
 
 
-def test_scores_that_are_no_numbers_end_all_drafting() -> None:
+@pytest.mark.parametrize("fault", [ScoresError, EvaluationError, MemoryFullError])
+def test_a_fault_ends_all_drafting(fault: type[LlamaspecError]) -> None:
     length = FixedTree((2, 2))
     drafter = tree_drafter(length)
     proposing = drafter.propose(TEXT, length)
     next(proposing)
     with pytest.raises(StopIteration) as end:
-        proposing.throw(ScoresError("x.gguf gives scores that are not numbers"))
+        proposing.throw(fault("of the model"))
     assert len(end.value.value) == 0
+    assert drafter.fault == "of the model"
     assert not answer_alone(drafter.propose(TEXT, length), {DRAFT: MODEL})
 
 

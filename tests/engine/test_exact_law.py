@@ -32,14 +32,23 @@ from exact_law import (
     text,
     walk,
 )
-from fakes import Branching, Length
+from fakes import Branching, FakeModel, Length
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
+from llamaspec.errors import ScoresError
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
 from llamaspec.sampling.filters import Floats
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Verification
+from llamaspec.values import (
+    DRAFT,
+    TARGET,
+    Distribution,
+    Draft,
+    ForwardRequest,
+    Logits,
+    Verification,
+)
 
 
 @pytest.mark.parametrize("drafter", list(CHAINS))
@@ -54,6 +63,31 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, drafter: 
         return text(rounds(THREE, chosen, LENGTHS[length], RULES[rule], chain, streams))
 
     assert distance(walk(run), plain_law(THREE[TARGET], chain)) < 1e-12
+
+
+class Fails(FakeModel):
+    """Has no scores behind a 0."""
+
+    def logits(self, request: ForwardRequest) -> Logits:
+        if 0 in (*request.tokens.tolist(), *request.draft.tolist()):
+            raise ScoresError("scores that are not numbers")
+        return super().logits(request)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_draft_that_fails_behind_a_token_keeps_it(rule: str) -> None:
+    """To drop it for what it is would change the law."""
+    chain, faults = SAMPLINGS["plain"], set[str | None]()
+    models = {**THREE, DRAFT: Fails(THREE[DRAFT].seed)}
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        drafter = model_drafter(models, chain, RULES[rule], streams)
+        made = text(rounds(models, drafter, Length(3), RULES[rule], chain, streams))
+        faults.add(drafter.fault)
+        return made
+
+    assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12
+    assert faults == {None, "scores that are not numbers"}
 
 
 def error_of(rule: Rule, models: Models, length: Length) -> float:

@@ -10,7 +10,7 @@ from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import TextStream
-from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError
+from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError, ScoresError
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
 from stepped import Stepped
@@ -57,15 +57,14 @@ def test_a_draft_that_never_has_room_for_the_prompt(number: int) -> None:
     assert stream(Stepped(models), models, prompt).run().tokens == alone(prompt)
 
 
-@pytest.mark.parametrize("name", [TARGET, DRAFT])
 @pytest.mark.parametrize("number", range(1, 8))
-def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(name: str, number: int) -> None:
+def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(number: int) -> None:
     def fail(n: int) -> None:
         if n == number:
             raise EvaluationError("llama.cpp failed")
 
     models = {TARGET: target(), DRAFT: draft()}
-    models[name].before = fail
+    models[TARGET].before = fail
     scheduler = Stepped(models)
     of = stream(scheduler, models, (1, 2, 3))
     with pytest.raises(EvaluationError):
@@ -78,13 +77,16 @@ def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(name: str, 
     assert models[TARGET].released == models[DRAFT].released == [0, 1]
 
 
-FAULTS = {"fails": EvaluationError("llama.cpp failed"), "is full": MemoryFullError("the KV cache is full")}
+FAULTS = {
+    "fails": EvaluationError("llama.cpp failed"),
+    "is full": MemoryFullError("the KV cache is full"),
+    "is damaged": ScoresError("scores that are not numbers"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", [TARGET, DRAFT])
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None:
+def test_a_fault_among_several_texts(number: int, fault: str) -> None:
     """In a prompt, in a draft or in a verification: who was evaluated is told, all keep what they have."""
 
     def fail(n: int) -> None:
@@ -96,7 +98,7 @@ def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None
     streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(3)]
     for of in streams[:2]:
         of.begin()
-    models[name].before = fail
+    models[TARGET].before = fail
     n_told = 0
     for i, of in enumerate(streams):
         try:
@@ -109,6 +111,28 @@ def test_a_fault_among_several_texts(name: str, number: int, fault: str) -> None
     assert n_told >= 1
     assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
     assert sorted(models[TARGET].released) == sorted(models[DRAFT].released) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n_texts", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_draft_that_fails_is_not_asked_again(number: int, fault: str, n_texts: int) -> None:
+    """In a prompt or in a draft. It ended the texts that it drafted for, though it is needed for none."""
+
+    def fail(n: int) -> None:
+        if n >= number:
+            raise FAULTS[fault]
+
+    models = {TARGET: target(), DRAFT: draft()}
+    models[DRAFT].before = fail
+    scheduler = Stepped(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(n_texts)]
+    for of in streams:
+        of.begin()
+    assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
+    assert {of.completion.draft_fault for of in streams} == {str(FAULTS[fault])}
+    assert {of.completion.stop_reason for of in streams} == {StopReason.LIMIT}
+    assert models[DRAFT].n_attempts < number + n_texts
 
 
 @pytest.mark.parametrize("n_texts", [1, 3])
@@ -126,6 +150,7 @@ def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_
     for of in streams:
         of.begin()
     assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
+    assert {of.completion.draft_fault for of in streams} == {None}
     assert models[name].n_attempts == len(models[name].evaluated) + 1
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from llamaspec import AutoLength, FixedLength, Pair
+from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.deltas import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished, speedup
-from llamaspec.values import Source
+from llamaspec.values import Round, Source
 from rounds import a_round, a_text
 from serving import Gate, Served, served, until
 
@@ -153,35 +154,33 @@ def test_the_timings_of_an_answer() -> None:
         "overhead_ms": 875.0,
         "mask_ms": 375.0,
         "unused_draft": None,
+        "draft_fault": None,
         "speedup_estimate": 1.25,
     }
     cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]
     assert (cached["prompt_n"], cached["prompt_per_token_ms"], cached["prompt_per_second"]) == (0, None, None)
 
 
-class Believing(AutoLength):
-    """What plain rounds take, by their rows."""
-
-    def __init__(self, believed: dict[int, float]) -> None:
-        super().__init__()
-        self.believed = believed
-
-    def plain_seconds(self, n_sequences: int = 1) -> float | None:
-        return self.believed.get(n_sequences)
+def believing(seconds: dict[int, float], rounds: Sequence[Round]) -> list[Round]:
+    """Rounds of which a policy knew what plain ones take, by the rows beside each."""
+    return [replace(round_, plain_seconds=seconds.get(round_.n_sequences)) for round_ in rounds]
 
 
 def test_the_speed_next_to_plain_decoding() -> None:
     """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
-    made, policy = [ALONE, SHARED, PLAIN], Believing({1: 1.0, 4: 2.5})
-    assert speedup(made, policy) == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
-    assert speedup(made, Believing({1: 2.0, 4: 3.5})) == 2.0, "no more than the tokens of a round"
+    made, seconds = [ALONE, SHARED, PLAIN], {1: 1.0, 4: 2.5}
+    told = speedup(believing(seconds, made))
+    assert told == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
+    assert speedup(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
+    for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another belief
+        assert speedup([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
     beside = replace(SHARED, n_prefill=30, verify_seconds=0.01)  # a prompt: not to be compared
-    assert speedup([*made, beside], policy) == speedup(made, policy)
-    assert speedup([beside], policy) is None
-    assert speedup(made, Believing({1: 1.0})) is None  # four rows were never seen without drafts
-    assert speedup([a_round(seconds=(0.0, 0.0, 0.0))], policy) is None
-    assert speedup([], policy) is None
-    assert speedup(made, FixedLength(3)) is None
+    assert speedup(believing(seconds, [*made, beside])) == told
+    assert speedup(believing(seconds, [beside])) is None
+    assert speedup(believing({1: 1.0}, made)) is None  # four rows were never seen without drafts
+    assert speedup(believing(seconds, [a_round(seconds=(0.0, 0.0, 0.0))])) is None
+    assert speedup([]) is None
+    assert speedup(made) is None
 
 
 def test_a_prompt_with_several_choices_counts_once() -> None:

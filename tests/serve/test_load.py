@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
-from llamaspec.chat.answer_stream import AnswerPart
+from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD as MAX_AHEAD
 from llamaspec.errors import PromptError
+from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
 from llamaspec.serve.deltas import Delta, deltas_of
 from llamaspec.serve.metrics import Metrics
@@ -240,6 +242,55 @@ def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
         assert (failed.status_code, "purpose" in failed.text) == (500, False)
         text = server.post("/v1/completions", body).json()["choices"][0]["text"]
     assert text == said(alone, "def f(", 1, 5)
+
+
+@pytest.mark.parametrize("fails", ["speedup", "completion", "metrics"])
+def test_an_end_with_a_fault_is_told_all_the_same(
+    demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Where the figures of an end failed, nobody was told of it: the client waited for ever, and so did the
+    requests behind it.
+    """
+
+    def fail(*_: object) -> None:
+        raise IndexError("of a bug")
+
+    with decoding(demo, parallel=1) as queue:
+
+        async def ask() -> tuple[Any, list[str]]:
+            with monkeypatch.context() as patch:
+                first = queue.submit([job(demo, "def f(", 1, 5)])
+                second = queue.submit([job(demo, "import os", 2, 5)])
+                if fails == "speedup":
+                    patch.setattr("llamaspec.serve.scheduling.speedup", fail)
+                elif fails == "completion":
+                    patch.setattr(AnswerStream, "completion", property(fail))
+                else:
+                    patch.setattr(Metrics, "ended", fail)
+                told = (await asyncio.gather(read(first), return_exceptions=True))[0]
+            return told, await read(second)
+
+        told, after = run(ask())
+    assert after == [said(alone, "import os", 2, 5)]
+    if fails == "metrics":  # they are not what the client has asked for
+        assert told == [said(alone, "def f(", 1, 5)]
+    else:
+        assert isinstance(told, IndexError)
+
+
+def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop read them at the end of a text, while the compute thread wrote them for others."""
+    readers, padded = set[str](), Costs.padded_seconds
+
+    def noted(costs: Costs, *widths: int) -> Any:
+        readers.add(threading.current_thread().name)
+        return padded(costs, *widths)
+
+    monkeypatch.setattr(Costs, "padded_seconds", noted)
+    with served(demo, AutoLength()) as server:
+        answer = server.post("/v1/completions", {"prompt": "def f(", "max_tokens": 60, "seed": 1}).json()
+    assert answer["timings"]["speedup_estimate"] > 0
+    assert readers == {"llamaspec-compute"}
 
 
 def test_no_request_is_taken_while_the_server_stops(

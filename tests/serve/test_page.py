@@ -346,6 +346,11 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
             "25.0 tokens/s",
             "The draft model was not used, because no gain was expected.",
         ),
+        (
+            {"draft_n": 0, "draft_fault": "out of memory"},
+            "25.0 tokens/s",
+            "The draft model failed and was not used any more: out of memory.",
+        ),
         ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted, because no gain was expected."),
     ],
 )

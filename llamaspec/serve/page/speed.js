@@ -21,7 +21,7 @@ export const isGain = (timings) => gain(timings) >= 1.1;
 // The reason, in a sentence.
 export function reason(timings) {
   const { draft_n: nDrafted, draft_n_accepted: nAccepted, copied } = timings;
-  if (!nDrafted) return timings.unused_draft ? unused(timings) : "Nothing was drafted, because no gain was expected.";
+  if (!nDrafted) return unused(timings) ?? "Nothing was drafted, because no gain was expected.";
   const areCopies = copied?.drafted === nDrafted;
   const right = areCopies
     ? `${nAccepted} of ${nDrafted} tokens copied from earlier text were right`
@@ -31,7 +31,11 @@ export function reason(timings) {
   return `${right}, so the model wrote ${timings.predicted_n} tokens in ${timings.rounds} steps.`;
 }
 
-function unused({ unused_draft: { reading_seconds: reading, saved_seconds: saved } }) {
+// Why the draft model was not used, or no more; null where it was.
+function unused({ draft_fault: fault, unused_draft: unread }) {
+  if (fault) return `The draft model failed and was not used any more: ${fault}.`;
+  if (!unread) return null;
+  const { reading_seconds: reading, saved_seconds: saved } = unread;
   if (saved < 0.05) return "The draft model was not used, because no gain was expected.";
   return (
     `The draft model was not used: it would have taken ${reading.toFixed(1)} s to read the prompt, ` +
@@ -44,11 +48,12 @@ export function account(timings) {
   const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
   const cached = timings.cache_n ? ` (${timings.cache_n} more were known)` : "";
   const factor = gain(timings);
+  const why = timings.draft_n ? unused(timings) : null;
   const plain = factor ? ` Without a draft it would have taken about ${seconds(timings.predicted_ms * factor)}.` : "";
   return (
     `Read ${timings.prompt_n} ${timings.prompt_n === 1 ? "token" : "tokens"} of the prompt in ${seconds(timings.prompt_ms)}${cached}. ` +
     `Wrote ${timings.predicted_n} in ${seconds(timings.predicted_ms)}, ${rate(timings)}.${plain}` +
-    (timings.draft_n && timings.unused_draft ? ` ${unused(timings)}` : "")
+    (why ? ` ${why}` : "")
   );
 }
 
