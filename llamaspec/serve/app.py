@@ -96,7 +96,7 @@ async def _metrics(http: Request) -> Response:
     service = service_of(http)
     running, n_waiting = service.queue.sequences()
     n_used, size = service.pair.target.cache_use()
-    text = service.metrics.text(len(running), n_waiting, n_used, size)
+    text = service.metrics.text(len(running), n_waiting, n_used, size, service.pair.target.store.n_bytes)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -37,6 +37,7 @@ _GAUGES = {
     "num_requests_waiting": "Sequences that wait to run.",
     "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
     "kv_cache_tokens": "Tokens in the target's KV cache.",
+    "prefix_store_bytes": "Main memory that finished texts take.",
 }
 
 
@@ -97,9 +98,10 @@ class Metrics:
         (family,) = self._counters[name].collect()
         return {sample.labels["rows"]: sample.value for sample in family.samples}
 
-    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int) -> bytes:
+    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int, n_stored_bytes: int) -> bytes:
         """Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
-        for gauge, value in zip(self._gauges, (n_running, n_waiting, n_used / n_cells, n_used), strict=True):
+        values = (n_running, n_waiting, n_used / n_cells, n_used, n_stored_bytes)
+        for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(value)
         return generate_latest(self._registry)
 

@@ -78,7 +78,7 @@ NONE, ROUNDS = SpeculativeFields(), SpeculativeFields(rounds=True)
 
 def counted(metrics: Metrics) -> dict[str, float]:
     """What is not zero, by name and label."""
-    text = metrics.text(0, 0, 0, 1).decode()
+    text = metrics.text(0, 0, 0, 1, 0).decode()
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     found = {name.removeprefix("llamaspec:"): float(value) for name, _, value in lines}
     return {name: value for name, value in found.items() if value}
