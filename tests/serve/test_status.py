@@ -27,6 +27,7 @@ def test_metrics_add_up(demo: Pair) -> None:
             0.0,
             *demo.target.cache_use(),
             demo.target.cache_use()[0] / demo.target.cache_use()[1],
+            demo.target.store.n_bytes,
         }
         answers = [server.post("/v1/completions", {**BODY, "n": n}).json() for n in (1, 2)]
         after = numbers(server)
