@@ -20,7 +20,6 @@ from llamaspec import AutoLength, FixedLength, Pair, Sampling
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.sequence import MAX_UNREAD as MAX_AHEAD
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import RequestError, SpeculativeFields
