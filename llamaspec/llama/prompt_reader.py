@@ -24,7 +24,7 @@ from llamaspec.values import ForwardRequest
 NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 MIN_TOKENS = 64  # new tokens of a prompt that is read apart
 MIN_GAIN = 1.1  # times as fast as with repacked weights
-PART = 128  # tokens of each part of the prompt with which both ways are measured
+PART = 96  # tokens of each part of the prompt with which both ways are measured
 N_PARTS, APART = 4, range(1, 3)  # these are read apart
 
 
@@ -66,7 +66,7 @@ class PromptReader:
         self._has_failed = False  # it could not be opened
         self.gain: float | None = None  # times as fast as with repacked weights; None = not known yet
         self._ends: dict[int, int] = {}  # by row: tokens of its prompt that are read apart
-        self._read: set[int] = set()  # rows whose prompt was read
+        self._read: dict[int, int] = {}  # by row: tokens of its prompt that were known when it was read
         self._trial: Trial | None = None
 
     @property
@@ -91,17 +91,20 @@ class PromptReader:
         """
         row, request, _ = entry
         n_before = len(request.tokens) - request.n_logits
-        if row not in self._ends and not self._begin(row, n_cached, n_before):
-            return n_cached
-        end = min(self._ends[row], n_before)
-        beginning = ForwardRequest(request.model, request.tokens[:end], n_logits=0)
-        (n_read,) = self._cache.prepare_all([(row, beginning, 0)])
-        if isinstance(n_read, int):
-            if n_read < end:
-                return n_read
-            self._cache.store_row(row)
-        self._end(row)
-        return self._main.prepare_all([entry])[0]
+        while row in self._ends or self._begin(row, n_cached, n_before):
+            end = min(self._ends[row], n_before)
+            beginning = ForwardRequest(request.model, request.tokens[:end], n_logits=0)
+            (n_read,) = self._cache.prepare_all([(row, beginning, 0)])
+            if isinstance(n_read, int):
+                if n_read < end:
+                    return n_read
+                self._cache.store_row(row)
+            self._end(row)
+            (answer,) = self._main.prepare_all([entry])
+            if not isinstance(answer, int):
+                return answer
+            n_cached = answer
+        return n_cached
 
     def note(self, row: int, n_tokens: int, n_new: int, seconds: float) -> None:
         """Learn from an evaluation of a part of a prompt, up to `n_tokens` tokens."""
@@ -119,7 +122,7 @@ class PromptReader:
     def release(self, row: int) -> None:
         """The row has ended."""
         self._end(row)
-        self._read.discard(row)
+        self._read.pop(row, None)
         if self._trial is not None and self._trial.row == row:
             self._trial = None
 
@@ -152,7 +155,7 @@ class PromptReader:
     def _begin(self, row: int, n_cached: int, n_before: int) -> bool:
         """Whether the next tokens of a row are read apart; if so, the store gets what is known of it."""
         n_new, end = n_before - n_cached, n_before
-        if n_new < MIN_TOKENS or row in self._read:
+        if n_new < MIN_TOKENS or n_cached < self._read.get(row, 0):  # what was read here got lost
             return False
         if self.gain is None:
             if self._trial is None and self._main.n_rows == 1 and n_new >= N_PARTS * PART and self.open():
@@ -169,10 +172,10 @@ class PromptReader:
         return True
 
     def _end(self, row: int) -> None:
-        if self._ends.pop(row, None) is not None:
+        end = self._ends.pop(row, None)
+        if end is not None:
             self._cache.release(row)
-            if self._trial is None:
-                self._read.add(row)
+            self._read[row] = end
 
 
 def make_reader(

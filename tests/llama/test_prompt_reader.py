@@ -125,6 +125,20 @@ def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(model: LlamaModel
     assert evaluated.taken() == 488
 
 
+def test_a_prompt_that_comes_in_parts_is_read_apart_as_a_whole(
+    model: LlamaModel, other: LlamaModel, evaluated: Count
+) -> None:
+    """A text asks for 512 tokens of its prompt at a time: only the first of them were read apart."""
+    apart = 0
+    for n in (512, 1024, 1100):
+        model.prepare([(0, request(n, n_logits=0), 0)])
+        apart += not model.can_share(0)
+        evaluate(model, [(0, request(n, n_logits=0))])
+    assert apart == 3
+    assert evaluated.taken() == 1100
+    assert_same(evaluate(model, [(0, request(1101))])[0], fresh(other, request(1101)))
+
+
 def test_two_prompts_behind_one_beginning_read_it_once(model: LlamaModel, evaluated: Count) -> None:
     first, second = (np.append(text(600), text(100, seed)) for seed in (1, 2))
     evaluate(model, [(0, ForwardRequest(TARGET, first)), (1, ForwardRequest(TARGET, second))])
@@ -136,7 +150,7 @@ def test_both_ways_are_measured_on_the_first_long_prompt(
 ) -> None:
     """Nothing is read twice for it, and short prompts measure nothing."""
     made = opened("llama", LONG, **EXACT)
-    evaluate(made, [(0, request(500))])
+    evaluate(made, [(0, request(4 * PART))])
     made.release(0)
     assert made.reading_gain is None
     evaluated.taken()
