@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import LlamaspecError, WorkerError
+from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
 from llamaspec.files import cache_folder, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
 from llamaspec.llama.prefix_file import PrefixFolder
@@ -110,6 +110,8 @@ def serve(
     opened = open_socket(settings)
     with opened, learning(files, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
         pair.target.open_reader()
+        with suppress(ConstraintError):
+            pair.json_schema({})  # so that the first request with a schema need not wait for the vocabulary
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             told = f"{service.model_name} is served at {url_of(opened)}"
