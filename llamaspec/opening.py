@@ -111,6 +111,7 @@ def open_pair(
             opts = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
             if len(drafts) < len(others):  # it verifies a draft of its own
                 opts = replace(opts, max_scored=MAX_DRAFT + 1)
+            opts = replace(opts, reads_apart=False)  # a draft is small: a second context gains little
             drafts.append(LlamaModel(place, opts, on_load, store=target_model.store))
             opened.callback(drafts[-1].close)
             if others:
