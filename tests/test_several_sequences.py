@@ -181,7 +181,7 @@ def tiny_pair(store: ModelStore, kind: str, dtype: str = "f32", **options: objec
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_texts_among_others_are_the_texts_alone(store: ModelStore, kind: str) -> None:
-    """With so few cells that prefixes are evicted, cells are moved, and some text has to end."""
+    """With so few cells that texts go to the store, cells are moved, and some text has to end."""
     rng = np.random.default_rng(5)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     with tiny_pair(store, kind, n_ctx=160, n_cells=512, **EXACT) as pair:

@@ -21,7 +21,7 @@ from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
 TAKE_OVER = 32  # tokens that must be missing for a running row to look for them elsewhere
-WORTH_COPYING = 8  # tokens to or from the store; reading fewer again is as fast
+WORTH_COPYING = 8  # tokens that are worth a copy to the store or back
 GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others then pays within 50 steps
 
 

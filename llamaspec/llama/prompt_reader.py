@@ -1,7 +1,7 @@
 """Reads long prompts with the weights as they lie in the file, where that is faster than with repacked ones.
 
 llama.cpp rearranges 4-bit weights for decoding. With the weights as they lie in the file, some processors
-have faster kernels for many positions at once (AVX-512 with VNNI: 1.4 to 1.5 times as fast for Q4_K). The
+have faster kernels for many positions at once (AVX-512 with VNNI: 1.3 to 1.5 times as fast for Q4_K). The
 file is mapped anyway, so a second model over it costs only its KV cache. What it has read reaches the context
 that decodes through the prefix store. Which one is faster is measured once, on the first long prompt: both
 read parts of it. After that only the number of new tokens decides, so a text still follows from its seed.
@@ -30,7 +30,10 @@ N_PARTS, APART = 4, range(1, 3)  # these are read apart
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """Both ways read parts of one prompt, those in the middle apart, because later tokens cost more."""
+    """Times both ways on parts of one prompt: the first and last as usual, those between them apart.
+
+    So a part's depth in the prompt, which makes tokens dearer, favours neither way.
+    """
 
     row: int
     start: int  # tokens that were known before

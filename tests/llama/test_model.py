@@ -184,7 +184,7 @@ def evaluate_padded(model: LlamaModel, wanted: ForwardRequest, n_padding: int) -
 
 
 def test_cells_are_copied_whole(opened: OpenModel) -> None:
-    """What defragmentation relies on: the content of some cells, put into others, gives the same scores."""
+    """What moving cells relies on: the content of some cells, put into others, gives the same scores."""
     model = opened(**EXACT)
     expected = model.forward(request(50), row=0).copy()
     model.forward(request(40, 1), row=1)
