@@ -205,8 +205,8 @@ class PromptReading(Protocol):
     def unused(self) -> UnusedDraft | None:
         """Why the draft has not read the text, if it has not."""
 
-    def reads_prompt(self, n_unread: int) -> bool:
-        """Whether the draft reads the prompt at once, of which it has not read so many tokens."""
+    def start_prompt(self, n_unread: int) -> None:
+        """Start a completion whose prompt has `n_unread` tokens that the draft has not processed."""
 
     def observe_prompt(self, n: int, seconds: float) -> None:
         """The target has read `n` tokens of the prompt in one evaluation."""

@@ -501,8 +501,7 @@ class ReadsBeside(Length):
 
     n_to_read, unused = 64, None
 
-    def reads_prompt(self, n_unread: int) -> bool:
-        return False
+    def start_prompt(self, n_unread: int) -> None: ...
 
     def observe_prompt(self, n: int, seconds: float) -> None: ...
 

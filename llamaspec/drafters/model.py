@@ -55,7 +55,8 @@ class ModelDrafter:
         if self.reading is not None and self._is_asleep is None:
             self._n_read = 0 if self.n_cached is None else self.n_cached(self.known(context))
             n_unread = max(self.n_prompt, len(context)) - self._n_read
-            self._is_asleep = not self.reading.reads_prompt(n_unread)
+            self.reading.start_prompt(n_unread)
+            self._is_asleep = True
         if not self._is_asleep:
             yield from self._read(self.window(self.known(context))[:-1])
 
@@ -66,12 +67,14 @@ class ModelDrafter:
         if self.fault is not None:
             return draft
         if self._is_asleep and self.reading is not None:
-            if length.wants_more(draft):  # it wakes
-                path = self.window(known)[:-1]
-                n = min(self._n_read + (self.reading.n_to_read or len(path)), len(path))
-                yield from self._read(path[:n])
-                self._n_read, self._is_asleep = n, n < len(path)
-            return draft
+            if not length.wants_more(draft):
+                return draft
+            path, n_to_read = self.window(known)[:-1], self.reading.n_to_read
+            n = min(self._n_read + (n_to_read or len(path)), len(path))
+            yield from self._read(path[:n])
+            self._n_read, self._is_asleep = n, n < len(path)
+            if n_to_read:
+                return draft
         while len(draft) != self.longest and length.wants_more(draft):
             text = np.concatenate([context, draft.tokens])
             allowed = sampler.allowed(text)

@@ -21,10 +21,12 @@ SHORTEST, LONGEST = 1e-12, 1e6  # seconds: what lies beyond was not measured
 DENSE = 16  # each width up to this is known by itself, then the powers of two
 PLAIN_SECONDS, STEP, POSITION = 0.03, 0.12, 0.2  # guesses: width 1; next to it a draft step, a position more
 PROBED, MOST = 2, 15  # timings that a prior counts for; that an average remembers
+CALIBRATED, TIMINGS = (2, 4, 8, 16), 2  # widths that plain rounds are padded to, so often each, to be timed
+AGAIN = 4.0  # times what it costs must be to spare to time a width once more: its timing may be a hiccup
 TRUSTED = 5  # timings of a width that may be padded to another
 TOGETHER = 0.1  # part of a surprise by which all widths move
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
-LINEAR, HICCUP = 1.1, 1.05  # of the positions one by one: a first timing counts as at most this; is doubted
+LINEAR = 1.1  # of the positions one by one: a first timing counts as at most this
 PAD = 0.96  # padding must save this much
 READING = 0.1  # of a draft step, for each token that the draft has not read, until that was timed
 PROMPT = 64  # positions of a part of a prompt from which on its time tells what such a width costs
@@ -102,7 +104,9 @@ class Costs:
         self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
         reading = prior.draft_reading_seconds
         self._reading = Average(log(reading), PROBED) if reading else None
-        self._parts: dict[int, float] = {}  # width -> seconds of parts of a prompt that was read first
+        # Timed before plain decoding, which tells how fast the machine is:
+        self._parts: dict[int, float] = {}  # width -> seconds of parts of a prompt
+        self._first_step: float | None = None  # seconds
         self._scale = 0.0  # logarithm
         self._allowed, self._pads = allowed, pads
         self._latest: list[Average] = []  # that were timed
@@ -175,6 +179,25 @@ class Costs:
         doubted = n in self.averages and self.averages[n].n < TRUSTED  # it would stay untimed
         return n if doubted or wider[best] >= PAD * wider[0] else n + best
 
+    def calibration(self) -> tuple[int, float] | None:
+        """The width that a plain round should be padded to, to be timed, and the seconds to spare for it.
+
+        None once all are known.
+        """
+        if not self._pads or not self.n_timed:
+            return None
+        widths = CALIBRATED if self._allowed is None else {
+            min(wider) for least in CALIBRATED if (wider := [w for w in self._allowed if least <= w <= DENSE])
+        }  # fmt: skip
+        n_timings = {width: self.averages[width].n if width in self.averages else 0 for width in widths}
+        rarest = min(sorted(widths), key=n_timings.__getitem__, default=None)
+        if rarest is None or n_timings[rarest] >= TIMINGS:
+            return None
+        if n_timings[rarest]:
+            return rarest, AGAIN * (self.seconds(rarest) - self.seconds(1))
+        below = max((width for width in self.averages if 1 < width < rarest), default=2)
+        return rarest, (rarest - 1) * (self.seconds(below) - self.seconds(1)) / (below - 1)
+
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
         if seconds <= 0:
@@ -197,6 +220,8 @@ class Costs:
         parts, self._parts = self._parts, {}
         for wide, of_part in parts.items():
             self.observe_prompt(wide, of_part)
+        if self._first_step is not None:
+            self._step, self._first_step = Average(log(self._first_step) - self._scale, 1), None
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn from a part of a prompt that the target has read: what an evaluation of this width takes.
@@ -212,6 +237,11 @@ class Costs:
         if knot not in self.averages or self.averages[knot].n <= 1:
             self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
             self._seconds = np.empty(0)
+
+    def observe_first_step(self, seconds: float) -> None:
+        """Learn from a draft step that was timed before anything else."""
+        if seconds > 0:
+            self._first_step = seconds
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` tokens that the draft has read."""
@@ -239,16 +269,6 @@ class Costs:
             surprise = max(-OUTLIER, min(surprise, OUTLIER))
             self._scale += TOGETHER * surprise
             average.learn((1.0 - TOGETHER) * surprise)
-
-    def forget_hiccups(self) -> None:
-        """Forget widths that were timed once and seemed to cost more than their positions one by one.
-
-        Else they would not be timed again.
-        """
-        for width, each in [*self.averages.items()]:
-            if width > 1 and each.n == 1 and self.seconds(width) > HICCUP * width * self.seconds(1):
-                del self.averages[width]
-                self._seconds = np.empty(0)
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
         """Learn from the draft steps of one round."""

@@ -35,8 +35,9 @@ FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
 TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
-SURE = 0.95  # acceptance: where not even that would pay, exploring is rare
+SURE = 0.95  # acceptance: where not even that would pay, no draft is explored
 SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
+CALIBRATION_SHARE, CALIBRATION_CREDIT = 0.015, 4.0  # the same, of timing the widths
 AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
 USUAL = 256.0  # tokens of a text, before any ended
@@ -78,9 +79,9 @@ class Exploration:
     distance: int = NEAREST
     n_since: int = 0  # rounds
 
-    def is_due(self, *, could_pay: bool = True) -> bool:
+    def is_due(self) -> bool:
         """Whether it is time."""
-        return self.n_since >= (self.distance if could_pay else FARTHEST)
+        return self.n_since >= self.distance
 
     def learn(self, *, paid: bool) -> None:
         """It was tried."""
@@ -136,7 +137,7 @@ class AutoLength:
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
         self.trees = TreeAcceptance() if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
-        self.credit = 0.0  # seconds that exploring may cost
+        self.credit = self.calibration_credit = 0.0  # seconds that exploring may cost; that calibrating may
         self.sequences: list[AutoSequence] = []
         self.n_tokens = 0
         self.usual_length = USUAL  # tokens of a text
@@ -153,6 +154,11 @@ class AutoLength:
         if not self.costs.n_timed:
             return None
         return float(self.costs.padded_seconds(n_sequences, n_sequences)[0])
+
+    def calibration(self, n_sequences: int) -> int | None:
+        """The width that a round of so many texts is padded to, so that its cost is known; None: to none."""
+        wanted = self.costs.calibration() if self.sources and n_sequences == 1 else None
+        return wanted[0] if wanted is not None and wanted[1] <= self.calibration_credit else None
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
@@ -173,6 +179,7 @@ class AutoLength:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
         self.credit += SHARE * round_.seconds / round_.n_sequences
+        self.calibration_credit += CALIBRATION_SHARE * round_.seconds / round_.n_sequences
         if round_.evaluation == self.latest and round_.n_sequences > 1:
             return
         self.latest = round_.evaluation
@@ -182,6 +189,7 @@ class AutoLength:
             return
         if not self.costs.n_timed:
             self.credit += CREDIT * round_.verify_seconds
+            self.calibration_credit += CALIBRATION_CREDIT * round_.verify_seconds
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
         if round_.width == round_.n_sequences:
@@ -212,6 +220,7 @@ class AutoSequence:
         self._limits: dict[Source, int] = {}  # draft tokens, at most
         self._explored: Source | None = None  # whose draft is not expected to pay
         self._checks = False  # nothing is drafted, so that plain decoding is timed again
+        self._calibrated: int | None = None  # the width that the round is padded to, to be timed
 
     @property
     def n_to_read(self) -> int:
@@ -258,6 +267,8 @@ class AutoSequence:
     def width(self, n_positions: int) -> int | None:
         """The cheapest allowed width of at least `n_positions`, of all texts together."""
         policy = self._policy
+        if self._calibrated is not None and n_positions <= self._calibrated:
+            return self._calibrated
         if self._checks and n_positions <= len(policy.running()) and policy.costs.allows(n_positions):
             return n_positions  # not padded, to be timed
         return policy.costs.padded_width(n_positions)
@@ -278,6 +289,8 @@ class AutoSequence:
         policy.observe(round_)
         if self._checks:
             policy.plain.n_since = 0
+        if self._calibrated is not None:
+            policy.calibration_credit -= max(round_.verify_seconds - n_made * self._plain, 0.0)
         if n_steps and self._explored is policy.drafting:
             policy.drafts.learn(paid=any(outcome > 0.5 for _, outcome in found))
             policy.credit -= max(round_.seconds / round_.n_sequences - n_made * self._plain, 0.0)
@@ -296,11 +309,11 @@ class AutoSequence:
         """Learn from a part of the prompt that the target has read: `n` tokens."""
         self._policy.costs.observe_prompt(n, seconds)
 
-    def reads_prompt(self, n_unread: int) -> bool:
-        """Whether the draft reads a prompt at once, of which it has not read so many tokens."""
+    def start_prompt(self, n_unread: int) -> None:
+        """Start a completion whose prompt has `n_unread` tokens that the draft has not processed."""
         self._begin()
         self.is_open = False
-        return self.reading.begin(n_unread, self._saving(), self._plain)
+        self.reading.begin(n_unread, self._saving())
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` tokens of the prompt that the draft has read."""
@@ -333,6 +346,7 @@ class AutoSequence:
         policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
         reading = self.reading
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
+        self._calibrated = None
         reading.n_to_read = 0
         others = [sequence for sequence in policy.running() if sequence is not self]
         n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
@@ -353,8 +367,9 @@ class AutoSequence:
             return
         self._copy_prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
         self._prices = self._copy_prices[: n + 1]
-        if source not in policy.sources:
-            return
+        self._calibrated = policy.calibration(n_sequences)
+        if source not in policy.sources or self._calibrated is not None or not self.n_written:
+            return  # the first token comes before a draft reads the prompt
         spent = self._prices + self._step * np.arange(n + 1)
         rates = (1.0 + expected_accepted(self._acceptance[source].probability(), n)) / (self._plain + spent)
         could_pay = bool((expected_accepted(SURE, n)[1:] > self._rate * spent[1:]).any())
@@ -369,17 +384,15 @@ class AutoSequence:
             elif not self._checks:
                 self._limits[source] = limit
         elif reading.is_waking or (
-            policy.drafts.is_due(could_pay=could_pay)
-            and costs.drafting_seconds(1, reading.n_unread if reading.unused or not could_pay else 0)
-            <= policy.credit
+            could_pay
+            and policy.drafts.is_due()
+            and costs.drafting_seconds(1, reading.n_unread if reading.unused else 0) <= policy.credit
         ):
             policy.drafts.n_since = 0
             self._explored, self._limits[source] = source, limit if self._drops else 1
         reading.is_waking = bool(self._limits) and reading.is_asleep
         if reading.is_waking:
             reading.wake(self._plain)
-        if self._checks or self._explored:
-            costs.forget_hiccups()
 
     def _plan_free(self, source: Source, ahead: Sequence[float]) -> int:
         """How many tokens to take that cost no draft step: they must be worth more than a draft.
@@ -390,6 +403,8 @@ class AutoSequence:
         n_most = len(prices) - 1
         if not n_most or self._checks or source not in {*policy.sources, Source.GRAMMAR}:
             return 0
+        if self._calibrated is not None:
+            return self._calibrated - 1  # the positions are evaluated anyway
         if source is Source.GRAMMAR:
             return int((expected_accepted(1.0, n_most) - self._rate * prices).argmax())
         expected = self._expected(source, ahead[: self._copies.longest(ahead, prices, self._plain)])

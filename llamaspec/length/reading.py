@@ -1,8 +1,9 @@
 """When a draft model reads what it has not read of a text.
 
-To read a prompt takes a draft seconds before its first token. So it sleeps until it is expected to save more
-than that. It then reads a short prompt at once, a long one in chunks beside the rounds of the target: of
-`CHUNK` tokens at least, because on CPUs each token of a chunk of 32 costs 1.5 times as much as one of 64.
+Prompt processing takes a draft seconds before its first token. So the target writes the first token alone,
+and the draft sleeps until it is expected to save more than that. It then processes a short prompt at once,
+and a long one in chunks beside the rounds of the target. A chunk has `CHUNK` tokens at least, because on CPUs
+each token of a chunk of 32 costs 1.5 times as much as one of 64.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from llamaspec.length.costs import Costs
 from llamaspec.values import CHUNK, UnusedDraft
 
 LITTLE = 64  # tokens that a draft reads without a plan
-SHORT = 8  # plain tokens: a prompt that takes the draft longer to read is not read at once
+SHORT = 8  # plain tokens: a prompt that takes the draft longer to process is processed in chunks
 WAIT = 4  # it waits for a fourth of the tokens that plain decoding writes meanwhile, at most for 2 * PACE
 PACE = 8  # tokens over which the pace of a text is averaged
 
@@ -50,25 +51,24 @@ class DraftReading:
         has_waited = not self.is_asleep or self._n_written >= min(self.seconds / plain / WAIT, 2 * PACE)
         return has_waited and saving > self.seconds
 
-    def begin(self, n_unread: int, saving: float, plain: float) -> bool:
-        """Whether a prompt is read at once, of which `n_unread` tokens are unread."""
-        self.n_unread = n_unread
-        is_read = self.pays(saving, plain) and self.seconds <= SHORT * plain
-        self.is_asleep = not is_read and n_unread > LITTLE
-        if is_read:
-            self.n_unread = 0
-        else:
-            self.unused = UnusedDraft(self.seconds, saving)
-        return is_read
+    def begin(self, n_unread: int, saving: float) -> None:
+        """Start a completion whose prompt has `n_unread` tokens that the draft has not processed."""
+        self.n_unread, self.is_asleep = n_unread, n_unread > LITTLE
+        self.sleep_on(saving)
 
     def sleep_on(self, saving: float) -> None:
-        """It is not worth waking up for."""
+        """Keep sleeping: the draft would not earn back its prompt."""
         self.unused = UnusedDraft(self.seconds, saving)
 
     def wake(self, plain: float) -> None:
-        """Read a chunk in the coming round: a pause of about a plain one."""
+        """Process the rest before the next draft token; if that takes long, a chunk beside each round.
+
+        A chunk takes about as long as a plain round.
+        """
         self.unused = None
-        self.n_to_read = min(self.n_unread, max(CHUNK, int(plain / self._costs.reading_seconds)))
+        is_short = self.seconds <= SHORT * plain
+        chunk = max(CHUNK, int(plain / self._costs.reading_seconds))
+        self.n_to_read = 0 if is_short else min(self.n_unread, chunk)
 
     def learn(self, n_made: int, n_read: int, pace: float, *, drafted: bool, has_read: bool) -> None:
         """A round has ended.

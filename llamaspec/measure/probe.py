@@ -263,6 +263,19 @@ class _AtDepth:
         return (clock() - start) / DRAFT_STEPS
 
 
+def time_draft_step(pair: Pair) -> float:
+    """Seconds of a draft step behind a single token; five steps are made."""
+
+    def measure(n_steps: int) -> Measurement[float]:
+        drafter = pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
+        start = pair.clock()
+        yield from drafting(drafter, sample_tokens(pair.target.vocabulary, 1), FixedLength(n_steps))
+        return (pair.clock() - start) / n_steps
+
+    pair.run(measure(1))  # reads the weights
+    return min(pair.run(measure(2)) for _ in range(2))
+
+
 def _folded(parts: Sequence[_AtDepth], left_out: tuple[int, ...]) -> Probe:
     """One answer from all depths; widths that the time did not allow at some depth are left out."""
     step = parts[0].seconds.get(STEP)

@@ -23,10 +23,11 @@ from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.probe import Probe, exact_widths
+from llamaspec.measure.probe import Probe, exact_widths, time_draft_step
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import CascadeLevel
+from llamaspec.values import Source
 
 FORMAT = 8  # of what is kept
 HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
@@ -137,7 +138,7 @@ def auto_length(
 ) -> AutoLength:
     """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
 
-    The pair's drafts that have drafts get one, too.
+    The pair's drafts that have drafts get one, too. Where nothing is kept of a draft model, a step is timed.
     """
 
     def begun(level: Pair | CascadeLevel, widths: frozenset[int] | None, trees: bool) -> AutoLength:
@@ -149,7 +150,11 @@ def auto_length(
     pads = pair.target.can_pad
     for level in pair.cascade:
         level.length = begun(level, None, trees=False)
-    return begun(pair, widths, trees)
+    policy = begun(pair, widths, trees)
+    if Source.MODEL in pair.sources and not policy.costs.knows_step:
+        with suppress(LlamaspecError):  # a draft that fails says so when it is used
+            policy.costs.observe_first_step(time_draft_step(pair))
+    return policy
 
 
 def known_exact_widths(pair: Pair) -> frozenset[int]:

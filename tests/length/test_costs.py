@@ -62,16 +62,27 @@ def test_one_evaluation_that_was_held_up_changes_little(hiccup: float) -> None:
     assert costs.is_surprised
 
 
-def test_a_first_timing_that_was_held_up_is_corrected_by_the_second_or_forgotten() -> None:
+def test_a_first_timing_that_was_held_up_is_corrected_by_the_second() -> None:
     costs = timed({1: 10.0})
     costs.observe_verify(4, 300.0)
     assert costs.seconds(4) == pytest.approx(44.0, rel=0.02)  # no more than one by one
     costs.observe_verify(4, 20.0)
     assert costs.seconds(4) == pytest.approx(20.0, rel=0.02)
-    costs.observe_verify(8, 300.0)
-    costs.forget_hiccups()
-    assert costs.widest == 4
-    assert costs.seconds(4) == pytest.approx(20.0, rel=0.02)
+
+
+def test_each_width_is_timed_once_and_later_once_more() -> None:
+    """Plain rounds are padded to them; the seconds to spare are what wider ones are expected to cost more."""
+    costs, spare = timed({1: 10.0}), []
+    assert Costs().calibration() is None, "first plain decoding"
+    while (wanted := costs.calibration()) is not None:
+        width, seconds = wanted
+        spare.append((width, round(seconds, 1)))
+        costs.observe_verify(width, 10.0 + 2.0 * (width - 1))
+    assert spare == [(2, 2.0), (4, 6.0), (8, 14.0), (16, 30.0), (2, 8.0), (4, 24.0), (8, 56.0), (16, 120.0)]
+    exact = timed({1: 10.0}, costs=Costs(allowed={1, 3, 12, 64}))
+    assert (exact.calibration() or (None,))[0] == 3
+    assert timed({1: 10.0}, costs=Costs(pads=False)).calibration() is None
+    assert timed({1: 10.0}, costs=Costs(allowed={1})).calibration() is None
 
 
 def test_a_machine_that_gets_slower_as_a_whole_is_followed_at_all_widths() -> None:
@@ -108,6 +119,14 @@ def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> N
     assert costs.drafting_seconds(2, 30) == pytest.approx(0.01)
     costs.observe_draft(1, 0, 0.2)
     assert costs.step_seconds < 0.0022
+
+
+def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None:
+    costs = Costs()
+    costs.observe_first_step(0.002)
+    costs.observe_verify(1, 0.5)
+    assert costs.knows_step
+    assert costs.step_seconds == pytest.approx(0.002)
 
 
 def test_what_was_learned_is_what_the_next_run_begins_with() -> None:

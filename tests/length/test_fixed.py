@@ -21,9 +21,9 @@ def test_a_fixed_length_is_reached_and_verified_whole() -> None:
 def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     policy = AutoLength(widths={1, 4})
     row = AtMost(1, policy).start_sequence(drops=True)
-    for _ in range(3):
-        row.observe(Round(Draft(), (), 0, 1, verify_seconds=0.01))
-    assert policy.n_tokens == 3
+    for width in (1, 1, 4, 4):
+        row.observe(Round(Draft(), (), 0, width, verify_seconds=0.01))
+    assert policy.n_tokens == 4
     assert row.wants_more(Draft())
     assert not row.wants_more(Draft.certain([1]))
     assert (row.width(2), row.n_verified(Draft())) == (4, 0)

@@ -57,8 +57,10 @@ def test_a_text_looks_ahead_to_its_most_valuable_tokens() -> None:
 def test_trees_are_off_unless_asked_for(trees: bool, curve: CostCurve, grows: bool) -> None:
     policy = AutoLength(curve, trees=trees)
     row = policy.start_sequence(drops=True)
-    for _ in range(2):
-        row.observe(Round(NO_DRAFT, (), 0, 1, verify_seconds=0.010))
+    for i in range(16):  # widths are timed, too
+        row.wants_more(NO_DRAFT)
+        width = row.width(1) or 1
+        row.observe(Round(NO_DRAFT, (), 0, width, evaluation=i, verify_seconds=policy.costs.seconds(width)))
     plan = row.tree(lambda plan: plan)
     assert (plan is not None) == grows
     assert row.n_verified(BRANCHED) == 4  # the tree has chosen
