@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
-from llamaspec.drafters.ngram import PastTexts
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.hub import AUTO, has_draft, locate_model, may_have_heads, resolve_draft, resolve_model
 from llamaspec.llama.heads import PredictionHeads
@@ -41,7 +40,6 @@ def open_pair(
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
     ngram: bool | None = None,
-    past: PastTexts | None = None,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
     cache_ram: int | None = None,
@@ -59,9 +57,6 @@ def open_pair(
     ngram : bool, optional
         Copy from earlier text where it goes on alike. Default: yes, but where a draft is asked for a fixed
         number of tokens, which nobody weighs against copies.
-    past : PastTexts, optional
-        Earlier texts of this target that may be copied from, too.
-
     cache_ram : int, optional
         Bytes of main memory for finished texts, so that a text that begins like one of them need not be read
         again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
@@ -122,7 +117,7 @@ def open_pair(
     first, *below = drafts or (None,)
     seconds = time.perf_counter() - start
     return Pair(
-        target_model, first, seconds, cascade=below, heads=heads, common=common, ngram=ngram, past=past,
+        target_model, first, seconds, cascade=below, heads=heads, common=common, ngram=ngram,
         owns_models=True,
     )  # fmt: skip
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.drafters.ngram import PastTexts
 from llamaspec.engine.generation import GenerationRequest
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
@@ -57,18 +56,14 @@ class Pair:
         heads: PredictionHeads | None = None,
         common: CommonTokens | None = None,
         ngram: bool | None = None,
-        past: PastTexts | None = None,
         owns_models: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
-        self.cascade = () if draft is None else cascade_of([draft, *cascade], past, ngram=bool(ngram))
+        self.cascade = () if draft is None else cascade_of([draft, *cascade], ngram=bool(ngram))
         self.common = common  # tokens, where the draft's vocabulary is not the target's
         self.ngram = ngram  # copy earlier text; None: yes, but not beside drafts of a fixed length
-        if past is not None:
-            past.keep_below(target.vocabulary_size)
-        self.past = past  # texts that are copied from, too; every text becomes one of them
-        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram, past)
+        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram)
         self.load_seconds = load_seconds
         self._owns_models = owns_models
         self.clock = clock  # seconds
@@ -94,7 +89,6 @@ class Pair:
             Source.STAGE if self.cascade else Source.MODEL: self.draft is not None,
             Source.MTP: self.heads is not None,
             Source.NGRAM: self.ngram is not False,
-            Source.STORE: self.ngram is not False and self.past is not None,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
 

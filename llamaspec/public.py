@@ -5,7 +5,6 @@ So the command can start, and show its help, without numpy and llama.cpp.
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.ngram import PastTexts
 from llamaspec.engine.generation import Completion, Piece, StopReason
 from llamaspec.engine.statistics import Summary
 from llamaspec.engine.stream import TextStream
@@ -53,7 +52,6 @@ __all__ = [
     "NoDrafter",
     "Pair",
     "PairError",
-    "PastTexts",
     "Piece",
     "PromptError",
     "Round",

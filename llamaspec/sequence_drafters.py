@@ -10,7 +10,7 @@ from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.ngram import MIN_MATCH, MIN_PAST_MATCH, NgramDrafter, PastTexts
+from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.drafters.tree import TreeDrafter, TreeLength
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
@@ -29,7 +29,6 @@ class CascadeLevel:
 
     target: LlamaModel
     draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
-    past: PastTexts | None = None  # is copied from, too
     ngram: bool = False  # earlier text is copied before the draft is asked
     heads: None = None
     length: LengthPolicy = field(init=False)  # for all sequences
@@ -41,15 +40,12 @@ class CascadeLevel:
     def sources(self) -> frozenset[Source]:
         """Who drafts for it."""
         model = Source.MODEL if len(self.draft_models) == 1 else Source.STAGE
-        copies = {Source.NGRAM} if self.past is None else {Source.NGRAM, Source.STORE}
-        return frozenset({model, *copies} if self.ngram else {model})
+        return frozenset({model, Source.NGRAM} if self.ngram else {model})
 
 
-def cascade_of(
-    models: Sequence[LlamaModel], past: PastTexts | None = None, *, ngram: bool = False
-) -> tuple[CascadeLevel, ...]:
+def cascade_of(models: Sequence[LlamaModel], *, ngram: bool = False) -> tuple[CascadeLevel, ...]:
     """Each of the models drafts for the one before it; the first drafts for the target."""
-    return tuple(CascadeLevel(model, models[i + 1 :], past, ngram) for i, model in enumerate(models[:-1]))
+    return tuple(CascadeLevel(model, models[i + 1 :], ngram) for i, model in enumerate(models[:-1]))
 
 
 def draft_name(level: int) -> str:
@@ -80,7 +76,6 @@ class SequenceDrafters:
     ngram: (
         bool | None
     )  # whether earlier text is copied; None: yes, but not beside a model that drafts a fixed number
-    past: PastTexts | None  # texts that are copied from, too
 
     def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:
         """All that can draft, for a sequence whose length is decided by `length`.
@@ -93,8 +88,8 @@ class SequenceDrafters:
         if copies is None:  # else nobody weighs them against what the model drafts
             copies = not has_model or prompt_reading(length) is not None
         if copies or len(prediction):
-            least = MIN_PAST_MATCH if has_model and self.ngram is None else MIN_MATCH
-            drafters.append(NgramDrafter(least, self.past, prediction=prediction))
+            least = MIN_MATCH_BESIDE_MODEL if has_model and self.ngram is None else MIN_MATCH
+            drafters.append(NgramDrafter(least, prediction=prediction))
         if self.cascade:
             drafters.append(self._cascaded(drawing))
         elif has_model:
@@ -129,7 +124,7 @@ class SequenceDrafters:
         model = self._asking(here.target, drawing, draft_name(level))
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
         if here.ngram:
-            helper = FallbackDrafter([NgramDrafter(past=here.past, keeps=False), helper])
+            helper = FallbackDrafter([NgramDrafter(), helper])
         length = here.length.start_sequence(drops=RULES[drawing.rule].drops)
         return CascadeDrafter(model, helper, length, streams, here.target.max_scored)
 

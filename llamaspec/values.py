@@ -38,13 +38,12 @@ class Source(str, Enum):
     MODEL = "model"  # a draft model, one token at a time
     STAGE = "stage"  # a draft model that has a draft of its own
     NGRAM = "ngram"  # copied from earlier in the same text, at no cost
-    STORE = "store"  # copied from an earlier text, at no cost
     PREDICTION = "prediction"  # copied from what the caller expects, at no cost
     GRAMMAR = "grammar"  # the only tokens that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
 
 
-COPIES = frozenset({Source.NGRAM, Source.STORE, Source.PREDICTION})
+COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
 CHUNK = (
     64  # positions of one text that an evaluation may always have; on CPUs attention takes as many at once

@@ -53,7 +53,7 @@ COMMANDS = {
     "generate the same": Command(("generate", "-n", "40", "--seed", "7", "def f(")),
     "generate --json": Command(("generate", "-n", "100", "--json", PROMPT)),
     "generate -f -": Command(("generate", "-n", "60", "-f", "-", *PAIR), PROMPT),
-    "generate --ngram": Command(("generate", "-n", "120", "--ngram", "--past-texts", PROMPT)),
+    "generate --ngram": Command(("generate", "-n", "120", "--ngram", PROMPT)),
     "generate --json-schema": Command(("generate", "-n", "40", "--json-schema", SHAPE, "x")),
     "generate --timeline": Command(("generate", "-n", "60", "--timeline", "{own}/timeline.html", PROMPT)),
     "generate damaged": Command(("generate", "-n", "4", "--target", DAMAGED, "x"), code=1),

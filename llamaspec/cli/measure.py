@@ -16,7 +16,6 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.text import Text
 
-from llamaspec import suffix_store
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli.model_options import (
@@ -371,7 +370,6 @@ _SETTINGS = {  # by the settings that findings name
     "draft": "--draft FILE",
     "heads": "--draft mtp",
     "ngram": "--draft ngram",
-    "past_texts": "--forget-texts",
 }
 
 
@@ -382,19 +380,12 @@ Examples:
   llamaspec doctor                                            this machine, with the embedded pair
   llamaspec doctor --target big.gguf --draft small.gguf
   llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
-  llamaspec doctor --forget-texts                             delete what --ngram keeps of earlier texts
 """,
 )
 @model_options
 @shared.JSON_OPTION
-@click.option("--forget-texts", is_flag=True,
-              help="Delete the texts that are kept for --ngram, of all models, "
-                   "and do nothing else.")  # fmt: skip
-def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
+def doctor(models: ModelChoice, as_json: bool) -> None:
     """Find out what will go wrong or be slow here, with remedies. Exit code 1 where there is a problem."""
-    if forget_texts:
-        _forget_texts()
-        return
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         out.say("no --target given, using the small embedded pair")
@@ -411,16 +402,6 @@ def doctor(models: ModelChoice, as_json: bool, forget_texts: bool) -> None:
         _show_findings(found)
     if counts[PROBLEM]:
         sys.exit(1)
-
-
-def _forget_texts() -> None:
-    try:
-        dropped = suffix_store.forget_texts()
-    except OSError as error:
-        fault = f"cannot delete {error.filename}: {error.strerror}"
-        raise LlamaspecError(f"{fault}; delete it by hand") from error
-    size = f"{dropped.n_bytes / 1e6:.1f} MB forgotten" if dropped.n_models else "no texts were kept"
-    click.echo(size, err=True)
 
 
 def _told(finding: Finding) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from llamaspec.measure.store import (
 from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself, open_pair
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.suffix_store import SuffixStore
 from llamaspec.values import MTP
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
@@ -67,9 +66,6 @@ _NAMES: tuple[Decorator, ...] = (
     click.option("--ngram/--no-ngram", default=None,
                  help="Copy draft tokens from the prompt and from earlier text where it goes on alike; they "
                       "cost nothing. Default: yes, but not before a draft with a fixed --draft-length."),
-    click.option("--past-texts/--no-past-texts", envvar="LLAMASPEC_PAST_TEXTS",
-                 help="With ngram: look up draft tokens in texts of earlier runs, too, and keep this one, in "
-                      "the cache folder, readable by you alone. Default: nothing is kept."),
 )  # fmt: skip
 _SIZE: dict[str, Any] = {
     "type": int,
@@ -118,7 +114,6 @@ class ModelChoice:
     draft: str | None
     stages: tuple[str, ...]  # the draft's draft, and so on
     ngram: bool | None
-    past_texts: bool
     no_draft: bool
     verbose: bool
     draft_ctx: int | None
@@ -142,7 +137,7 @@ class ModelChoice:
 
 
 def _choice(
-    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None, past_texts: bool,
+    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
     """From the command line, where a pair in the environment gives way to names that are nearer."""
@@ -176,7 +171,7 @@ def _choice(
         max_scored=DRAFT_SCORED,
     )
     return ModelChoice(
-        target, first, tuple(stages), ngram, past_texts, no_draft, verbose, draft_ctx,
+        target, first, tuple(stages), ngram, no_draft, verbose, draft_ctx,
         target_options, draft_options,
     )  # fmt: skip
 
@@ -264,17 +259,11 @@ def open_files(files: PairFiles, choice: ModelChoice, cache_ram: int | None = No
     elif choice.draft is None and not choice.no_draft and _has_known_draft(str(choice.target)):
         say("no --draft given, only earlier text is copied; try --draft auto")
     named = [model.path for model in files.draft_models]
-    past = None
-    if files.ngram is not False and choice.past_texts:
-        past, fault = SuffixStore.of(files.target.path).read()
-        if fault is not None:
-            say(fault)
     with SlowProgress("loading") as progress:
         pair = open_pair(
             files.target.path,
             MTP if files.heads else named,
             ngram=files.ngram,
-            past=past,
             target_options=files.target.options,
             draft_options=files.draft.options if files.draft is not None else None,
             cache_ram=cache_ram,
@@ -292,7 +281,7 @@ def _has_known_draft(target: str) -> bool:
 def learning(
     files: PairFiles, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """Open a pair and make its policy; at the end keep what was learnt, and texts if asked for."""
+    """Open a pair and make its policy; at the end keep what was learnt."""
     if decoding.exact:  # other kernels round differently
         options = replace(files.target.options, reads_apart=False)
         files = replace(files, target=replace(files.target, options=options))
@@ -304,9 +293,6 @@ def learning(
         finally:
             keep_prior(pair, policy)
             keep_reading_gain(pair)
-            if pair.past is not None:
-                with suppress(OSError):  # the text is what people came for
-                    SuffixStore.of(pair.target.path).add(pair.past.added)
 
 
 def _warn(pair: Pair) -> None:

@@ -1,20 +1,18 @@
 """Prompt lookup: draft tokens copied from where the same tokens occurred before.
 
-A copy begins at the longest end of the text that also occurs earlier: in the text itself, in an earlier text,
-or in a prediction that the caller gave. From there on the text is aligned with its source: after an
+A copy begins at the longest end of the text that also occurs earlier, in the text itself or in a prediction
+that the caller gave. From there on the text is aligned with its source: after an
 insertion, deletion or replacement the copy resumes in the same passage, and a replacement that was seen once
 is proposed where the replaced tokens come next. Copies cost nothing to make; which of them are verified is
 decided by their confidences. tests/drafters/test_ngram.py.
 
-References: prompt lookup decoding (Saxena, 2023); SuffixDecoding, arXiv 2411.04975, with earlier texts.
+Reference: prompt lookup decoding (Saxena, 2023).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +23,14 @@ from llamaspec.values import LONGEST_COPY, NO_TOKENS, Distribution, Draft, Sourc
 Array = npt.NDArray[np.float64]
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
-MIN_PAST_MATCH = 4  # tokens; shorter ones occur everywhere in much text
+MIN_MATCH_BESIDE_MODEL = 4  # tokens; behind a shorter match a draft model guesses better
 LONGEST_MATCH = 32  # tokens; longer ones are not told apart
-MAX_TOKENS = 1 << 18  # of all past texts together; older ones are dropped
 SURE = 8  # strength of an alignment that is not compared with other matches
 SWITCH = 4  # tokens of a match that an alignment is given up for, or begins with
 BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, where a text is looked for
 FAR = 48  # lost tokens that end an alignment
 NEEDED, LONGEST_REPLACED = 2, 8  # tokens that must match to resume; of a replacement
 UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
-_GAP = -1  # between past texts
-
-
-class Match(NamedTuple):
-    """Where the end of a text occurred before."""
-
-    length: int  # tokens, at most LONGEST_MATCH
-    following: TokenArray  # [n] int32, n >= 1
-
-
-NO_MATCH = Match(0, NO_TOKENS)
 
 
 def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[int, int]:
@@ -61,7 +47,6 @@ def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[
     for i in range(1, at_least):
         alike &= tokens[at_least - 1 - i : -1 - i] == path[-1 - i]
     ends = np.flatnonzero(alike) + at_least  # [n] index behind each place
-    ends = ends[tokens[ends] != _GAP]
     if not len(ends):
         return 0, 0
     length = at_least
@@ -72,59 +57,6 @@ def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[
             break
         ends, length = longer, length + 1
     return length, int(ends[-1])
-
-
-class PastTexts:
-    """Texts of one model, the latest last; the oldest beyond MAX_TOKENS are dropped. From any thread."""
-
-    def __init__(self, texts: Sequence[TokenArray] = ()) -> None:
-        self._lock = threading.Lock()
-        self.added: tuple[TokenArray, ...] = ()  # since it was made
-        self._keep(latest(texts))
-
-    def keep_below(self, n_tokens: int) -> None:
-        """Drop texts with token ids that are not below this: they belong to another model."""
-        self._keep([text for text in self.texts if text.min() >= 0 and text.max() < n_tokens])
-
-    def add(self, text: TokenArray) -> None:
-        """Add a text; it replaces those that it continues."""
-        text = text[-MAX_TOKENS // 4 :].copy()
-        if len(text) <= MIN_PAST_MATCH:
-            return
-        with self._lock:
-            self.added = latest([*self.added, text])
-            self._keep(latest([*self.texts, text]))
-
-    def find(self, path: TokenArray) -> Match:
-        """The longest end of `path` that occurs in a text, the latest of several."""
-        tokens = self._tokens
-        length, begin = longest_match(tokens, path, MIN_PAST_MATCH)
-        following = tokens[begin : begin + LONGEST_COPY]
-        gaps = np.flatnonzero(following == _GAP)
-        return Match(length, following[: gaps[0]] if len(gaps) else following) if length else NO_MATCH
-
-    def _keep(self, texts: Sequence[TokenArray]) -> None:
-        self.texts = tuple(text for text in texts if len(text))
-        gap = np.full(1, _GAP, np.int32)
-        self._tokens = np.concatenate([NO_TOKENS, *(part for text in self.texts for part in (text, gap))])
-
-
-def latest(texts: Sequence[TokenArray], max_tokens: int = MAX_TOKENS) -> tuple[TokenArray, ...]:
-    """The latest texts that fit; of the last one and those that it continues, only the longest."""
-    if not texts:
-        return ()
-    last, kept = texts[-1], list[TokenArray]()
-    for text in texts[:-1]:
-        n = min(len(text), len(last))
-        if np.array_equal(text[:n], last[:n]):
-            last = max(text, last, key=len)
-        else:
-            kept.append(text)
-    kept.append(last)
-    n_tokens = sum(map(len, kept))
-    while len(kept) > 1 and n_tokens > max_tokens:
-        n_tokens -= len(kept.pop(0))
-    return tuple(kept)
 
 
 class Alignment:
@@ -249,19 +181,11 @@ class Replacement:
 class NgramDrafter:
     """Copies what followed the longest earlier occurrence of the text's end, and follows that passage.
 
-    Matches shorter than `min_match` in the text itself give no draft. Where it `keeps`, the text is added to
-    the past ones when it ends; not where the text is a draft's own, whose end may be rejected.
+    Matches shorter than `min_match` give no draft.
     """
 
-    def __init__(
-        self,
-        min_match: int = MIN_MATCH,
-        past: PastTexts | None = None,
-        *,
-        keeps: bool = True,
-        prediction: TokenArray = NO_TOKENS,
-    ) -> None:
-        self._min_match, self._past, self._keeps, self._prediction = min_match, past, keeps, prediction
+    def __init__(self, min_match: int = MIN_MATCH, *, prediction: TokenArray = NO_TOKENS) -> None:
+        self._min_match, self._prediction = min_match, prediction
         self._read = NO_TOKENS
         self._alignment: Alignment | None = None
         self._source = Source.NGRAM  # of the alignment
@@ -282,12 +206,9 @@ class NgramDrafter:
         alignment = self._alignment
         if alignment is not None and alignment.strength >= SURE and not alignment.lost:
             return self._aligned(alignment, context, length)
-        found = NO_MATCH if self._past is None else self._past.find(context)
         n, begin = longest_match(context, context, self._min_match)
-        if alignment is not None and alignment.strength >= max(n, found.length, 1):
+        if alignment is not None and alignment.strength >= max(n, 1):
             return self._aligned(alignment, context, length)
-        if found.length > n and len(draft := _copied(Source.STORE, *_plain(found), length)):
-            return draft
         if not n:
             return (
                 Draft(source=Source.NGRAM) if alignment is None else self._aligned(alignment, context, length)
@@ -296,13 +217,7 @@ class NgramDrafter:
             self._alignment, self._source = Alignment(begin, n), Source.NGRAM
         # What is copied may itself be copied from: a text that repeats goes on.
         following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
-        return _copied(Source.NGRAM, *_plain(Match(n, following)), length)
-
-    def close(self) -> None:
-        """Add the text to the past ones."""
-        if self._past is not None and self._keeps:
-            self._past.add(self._read)
-        self._read, self._alignment = NO_TOKENS, None
+        return _copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
 
     def _follow(self, context: TokenArray) -> None:
         """Align what was written since the last round."""
@@ -323,11 +238,6 @@ class NgramDrafter:
             more = strengths[-1] + np.arange(1, LONGEST_COPY + 1 - len(following))
             following, strengths = np.resize(following, LONGEST_COPY), np.concatenate((strengths, more))
         return _copied(self._source, following, strengths, length)
-
-
-def _plain(match: Match) -> tuple[TokenArray, Array]:
-    """Tokens that follow a match, and the length of the match that each would lengthen."""
-    return match.following, match.length + np.arange(float(len(match.following)))
 
 
 def _copied(source: Source, following: TokenArray, strengths: Array, length: SequenceLength) -> Draft:

@@ -29,7 +29,6 @@ from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.probe import sample_tokens
 from llamaspec.measure.store import PairFiles
 from llamaspec.pair import Pair
-from llamaspec.suffix_store import folder, kept_texts
 from llamaspec.values import TARGET, ForwardRequest
 
 Clock = Callable[[], float]  # seconds
@@ -340,7 +339,7 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
 
 
 def file_findings(files: PairFiles) -> Iterator[Finding]:
-    """The target's own heads, texts that are kept, and whether anything drafts."""
+    """The target's own heads, and whether anything drafts."""
     try:
         found = heads_in_file(files.target.path)
     except LlamaspecError:
@@ -352,12 +351,6 @@ def file_findings(files: PairFiles) -> Iterator[Finding]:
             can = "they draft" if files.heads else "they can draft"
             settings = () if files.heads else ("heads",)
             yield Finding(OK, "target heads", f"{found.n_heads} in the file; {can}", settings=settings)
-    kept = kept_texts()
-    if kept.n_bytes:
-        text = (
-            f"{kept.n_bytes / 1e6:.1f} MB of {kept.n_models} model{'s' if kept.n_models > 1 else ''} are kept"
-        )
-        yield Finding(OK, "past texts", f"{text} in {folder()}", settings=("past_texts",))
     if files.ngram is not False and files.draft is None and not files.heads:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
     elif not files.drafts:

@@ -7,16 +7,7 @@ import pytest
 
 from fakes import CountingUp, tokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
-from llamaspec.drafters.ngram import (
-    LONGEST_MATCH,
-    MAX_TOKENS,
-    MIN_PAST_MATCH,
-    Alignment,
-    NgramDrafter,
-    PastTexts,
-    latest,
-    longest_match,
-)
+from llamaspec.drafters.ngram import LONGEST_MATCH, Alignment, NgramDrafter, longest_match
 from llamaspec.length.fixed import FixedLength
 from llamaspec.protocols import Drafter, Preparing
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
@@ -116,129 +107,6 @@ def test_every_drafter_takes_in_the_prompt() -> None:
     requests = list(fallback.prepare(tokens(1, 2)))
     assert [request.tokens.tolist() for request in requests] == [[1, 2], [1, 2]]
     assert one.seen == other.seen == [[1, 2]]
-
-
-# -- earlier texts ------------------------------------------------------------------------------------------
-
-
-def random_text(rng: np.random.Generator, n: int, n_tokens: int = 3) -> TokenArray:
-    return rng.integers(0, n_tokens, n).astype(np.int32)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_what_is_found_in_past_texts(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    texts = [random_text(rng, int(rng.integers(1, 60))) for _ in range(6)]
-    past = PastTexts(texts[:3])
-    for text in texts[3:]:
-        past.add(text)
-    kept = [text.tolist() for text in past.texts]
-    for _ in range(40):
-        source = texts[int(rng.integers(6))]
-        start = int(rng.integers(len(source)))
-        path = np.concatenate([random_text(rng, int(rng.integers(0, 9))), source[start : start + 20]])
-        match = past.find(path)
-        assert match.length == longest_end(path.tolist(), kept, MIN_PAST_MATCH)
-        if match.length:
-            place = [*path.tolist()[-match.length :], *match.following.tolist()]
-            assert any(place == text[i : i + len(place)] for text in kept for i in range(len(text)))
-
-
-def test_no_more_is_copied_than_pays() -> None:
-    past = PastTexts([np.arange(200, dtype=np.int32)])
-    assert past.find(tokens(0, 1, 2, 3)).following.tolist() == list(range(4, 200))
-    long = past.find(np.arange(190, dtype=np.int32))
-    assert (long.length, long.following.tolist()) == (32, list(range(190, 200)))
-
-
-def test_texts_too_short_to_be_found_are_not_kept() -> None:
-    past = PastTexts()
-    past.add(tokens(1, 2, 3, 4))
-    assert (past.texts, past.added) == ((), ())
-    past.add(tokens(1, 2, 3, 4, 5))
-    assert [len(text) for text in (*past.texts, *past.added)] == [5, 5]
-    assert past.find(tokens(2, 3, 4)).length == 0
-    assert past.find(tokens(1, 2, 3, 4)).length == 4
-
-
-def test_what_is_added_is_the_callers_no_longer() -> None:
-    past, text = PastTexts(), tokens(1, 2, 3, 4, 5)
-    past.add(text)
-    text[:] = 9
-    assert past.texts[0].tolist() == [1, 2, 3, 4, 5]
-
-
-def test_the_latest_of_several_places_counts() -> None:
-    past = PastTexts([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 6)])
-    assert past.find(tokens(9, 1, 2, 3, 4)).following.tolist() == [6]
-    past.add(tokens(1, 2, 3, 4, 7))
-    assert past.find(tokens(9, 1, 2, 3, 4)).following.tolist() == [7]
-
-
-def test_no_copy_reaches_from_one_text_into_the_next() -> None:
-    past = PastTexts([tokens(1, 2, 3, 4), tokens(5, 6, 7, 8, 9)])
-    assert past.find(tokens(1, 2, 3, 4)).length == 0
-    assert past.find(tokens(5, 6, 7, 8)).following.tolist() == [9]
-    assert past.find(tokens(3, 4, 5, 6)).length == 0
-
-
-def test_a_text_takes_the_place_of_its_beginning() -> None:
-    """A conversation grows from turn to turn and is kept once."""
-    past = PastTexts([tokens(*range(10)), tokens(7, 7, 7, 7, 7)])
-    past.add(tokens(*range(20)))
-    assert [len(text) for text in past.texts] == [5, 20]
-    past.add(tokens(*range(20)))
-    assert [len(text) for text in past.added] == [20]
-
-
-def test_the_oldest_texts_go_first() -> None:
-    texts = [tokens(*range(i, i + 10)) for i in range(5)]
-    assert [int(text[0]) for text in latest(texts, 25)] == [3, 4]
-    assert [int(text[0]) for text in latest(texts, 5)] == [4]
-    n = MAX_TOKENS // 4
-    past = PastTexts([np.full(n, i, np.int32) for i in range(4)])
-    past.add(np.full(9, 4, np.int32))
-    assert [int(text[0]) for text in past.texts] == [1, 2, 3, 4]
-
-
-def test_one_text_may_not_fill_everything() -> None:
-    past = PastTexts()
-    past.add(np.arange(MAX_TOKENS, dtype=np.int32))
-    assert [len(text) for text in past.texts] == [MAX_TOKENS // 4]
-    assert past.find(np.arange(MAX_TOKENS - 50, MAX_TOKENS - 10, dtype=np.int32)).following.tolist()
-
-
-def test_texts_of_another_vocabulary_are_dropped() -> None:
-    past = PastTexts([tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 99), tokens(1, 2, 3, 4, -5)])
-    past.keep_below(99)
-    assert [text.tolist() for text in past.texts] == [[1, 2, 3, 4, 5]]
-    assert past.find(tokens(1, 2, 3, 4)).following.tolist() == [5]
-
-
-# -- as draft tokens ----------------------------------------------------------------------------------------
-
-
-def test_the_longer_match_is_copied() -> None:
-    past = PastTexts([tokens(1, 2, 3, 4, 5, 6, 7)])
-    drafter = NgramDrafter(past=past)
-    draft = drafter.propose(tokens(3, 4, 9, 1, 2, 3, 4), FixedLength(8))
-    assert (draft.source, draft.tokens.tolist()) == (Source.STORE, [5, 6, 7])
-    assert draft.confidences == (4 / 5, 5 / 6, 6 / 7)
-    draft = NgramDrafter(past=past).propose(tokens(1, 2, 3, 4, 8, 1, 2, 3, 4), FixedLength(2))
-    assert (draft.source, draft.tokens.tolist()) == (Source.NGRAM, [8, 1])
-    assert len(NgramDrafter(past=past).propose(tokens(1, 2, 3, 4), FixedLength(0))) == 0
-
-
-def test_a_text_becomes_a_past_one_when_it_ends() -> None:
-    past = PastTexts()
-    drafter, other = NgramDrafter(past=past), NgramDrafter(past=past)
-    drafter.propose(tokens(1, 2, 3, 4, 5, 6), FixedLength(3))
-    assert len(other.propose(tokens(9, 1, 2, 3, 4), FixedLength(3))) == 0
-    NgramDrafter(past=past, keeps=False).propose(tokens(7, 7, 7, 7, 7, 7), FixedLength(3))
-    for _ in range(2):
-        drafter.close()
-    assert other.propose(tokens(9, 1, 2, 3, 4), FixedLength(3)).tokens.tolist() == [5, 6]
-    assert len(past.texts) == 1
 
 
 # Alignment

@@ -153,7 +153,7 @@ def test_copied_draft_tokens_are_counted_apart_and_forced_ones_are_not() -> None
         Round(Draft.certain([1] * n, source=source), tuple(range(k)), 0, n + 1)
         for source, n, k in (
             (Source.NGRAM, 3, 1),
-            (Source.STORE, 5, 2),
+            (Source.NGRAM, 5, 2),
             (Source.PREDICTION, 9, 9),
             (Source.GRAMMAR, 7, 7),
             (Source.MODEL, 2, 1),
