@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.serve import bodies, deltas, requests
-from llamaspec.serve.bodies import MessageFields, bad_field, not_supported, required
+from llamaspec.serve.bodies import MessageFields, required
+from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Form, event, parse_body, service_of
 
@@ -146,9 +147,14 @@ async def responses(http: Request) -> Response:
         if getattr(body, field):
             raise not_supported(field, "this server keeps no conversations; send the whole input")
     builder, seed = service.builder, body.seed_or_random()
-    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
-    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
     form = ResponsesForm(service.model_name, seed, body)
+    try:
+        prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
+    except ContextOverflowError as error:
+        if not body.stream:
+            raise
+        return form.refusal(error)  # Codex shortens its history only if the stream itself says so
+    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
     return await service.respond(http, asked, form, body.stream)
 
 
@@ -203,7 +209,7 @@ class ResponsesForm(Form):
         return self._events(self._last_events(end))
 
     def _error(self, exception: Exception) -> bytes:
-        error = bodies.openai_error(exception)["error"]
+        error = openai_error(exception)["error"]
         told = {"code": error["code"] or error["type"], "message": error["message"]}
         failed = {**self._response("failed"), "error": told}
         return self._events([{"type": "response.failed", "response": failed}])

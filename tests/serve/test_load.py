@@ -22,8 +22,9 @@ from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
-from llamaspec.serve.bodies import RequestError, SpeculativeFields
+from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.deltas import Delta, deltas_of
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import MAX_UNREAD, Finished, PromptProgress, RequestQueue, Submission
