@@ -256,7 +256,7 @@ class ResponsesForm(Form):
         """Close the open item and open another."""
         events, item_id = self._close("completed"), f"{prefix}_{secrets.token_hex(12)}"
         self._item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
-        added = {"output_index": len(self._done), "item": dict(self._item)}
+        added = {"item_id": item_id, "output_index": len(self._done), "item": dict(self._item)}
         events.append({"type": "response.output_item.added", **added})
         if kind != "function_call":
             part = {"part": self._part(), **self._place()}
@@ -281,7 +281,8 @@ class ResponsesForm(Form):
                 {"type": f"response.{part['type']}.done", "text": text, **logprobs, **place},
                 {"type": "response.content_part.done", "part": part, **place},
             ]
-        events.append({"type": "response.output_item.done", "output_index": len(self._done), "item": item})
+        ended = {"item_id": item["id"], "output_index": len(self._done), "item": item}
+        events.append({"type": "response.output_item.done", **ended})
         self._done.append(item)
         self._item, self._text = {"type": None}, ""
         return events
