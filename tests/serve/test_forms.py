@@ -239,7 +239,7 @@ def test_responses(name: str) -> None:
 @pytest.fixture
 def three_calls() -> list[Delta]:
     """What a model writes, fed one character at a time."""
-    tools = [{"name": name, "parameters": {}} for name in ("find", "nap")]
+    tools: Any = [{"name": name, "parameters": {}} for name in ("find", "nap")]
     parser = AnswerParser(AnswerFormat(HERMES), tools)
     calls = [("find", {"a": 1}), ("find", {"a": 1}), ("nap", {})]  # the same twice is two calls
     written = "\n".join(
@@ -286,9 +286,8 @@ def test_three_calls_of_one_response_are_told_apart(three_calls: list[Delta]) ->
     """Every event of an item names it: clients that put calls together by `item_id` alone lost them."""
     whole, events = forms(lambda: ResponsesForm("m", 1, ResponsesBody(input="a")), three_calls)
     of_items = [data for _, data in events if "response" not in data]
-    places = [
-        place for place, _ in itertools.groupby((data["item_id"], data["output_index"]) for data in of_items)
-    ]
+    named = [(data["item_id"], data["output_index"]) for data in of_items]
+    places = [place for place, _ in itertools.groupby(named)]
     done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
     assert places == [(item["id"], i) for i, item in enumerate(done)]
     assert len({item["call_id"] for item in done}) == 3
