@@ -135,7 +135,9 @@ class Service:
     async def respond(
         self, http: Request, requests: Sequence[GenerationRequest], form: Form, stream: bool | None
     ) -> Response:
-        """Generate, and answer in the form of an API."""
+        """Generate, and answer in the form of an API; nothing if the client has left meanwhile."""
+        if await http.is_disconnected():
+            return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(requests), self.settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)
