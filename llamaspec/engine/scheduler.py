@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llamaspec.engine.batching import Batching, Group
-from llamaspec.engine.sequence import Clock, RunningSequence
+from llamaspec.engine.sequence import Clock, RunningSequence, told
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, n_common
@@ -213,9 +213,9 @@ class Scheduler:
             logits = self._models[group.model].evaluate(batch, n_padding)
         except EvaluationAbortedError:
             return  # the sequences that were cancelled end at the next step, the others are evaluated again
-        except Exception as error:  # noqa: BLE001  # whoever reads one of the texts is told
+        except BaseException as error:  # noqa: BLE001  # whoever reads one of the texts is told
             for each in group.sequences:
-                self._resume(each, error=error)
+                self._resume(each, error=told(error))
             return
         finally:
             self._evaluating = ()
@@ -254,12 +254,12 @@ def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) ->
     """For each request how many of its tokens are cached, or why it cannot be evaluated."""
     try:
         return model.prepare(batch)
-    except Exception:  # noqa: BLE001  # find out whose request it is
+    except BaseException:  # noqa: BLE001  # find out whose request it is
         return [_prepared_alone(model, entry) for entry in batch]
 
 
 def _prepared_alone(model: Model, entry: tuple[int, ForwardRequest, int]) -> int | Exception:
     try:
         return model.prepare([entry])[0]
-    except Exception as error:  # noqa: BLE001  # whoever reads the text is told
-        return error
+    except BaseException as error:  # noqa: BLE001  # whoever reads the text is told
+        return told(error)
