@@ -13,6 +13,7 @@ from llamaspec.engine.sequence import RunningSequence
 from llamaspec.protocols import Model
 from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, ForwardRequest
 
+INTERACTIVE_SECONDS = 3.0  # for which interactive texts may hold up the prompts of others at a stretch
 SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
 
 
@@ -40,6 +41,8 @@ class Batching:
         self._prompts_wait = False  # a round has been made since the last part of a prompt was read
         self._last_read: str | None = None  # the model that has read a part of a prompt last
         self._speeds: dict[str, float] = {}  # positions per second, of the last chunk that a model has read
+        # That prompts have waited for interactive texts; None: none waits for one.
+        self._held_seconds: float | None = None
 
     def next_group(self, waiting: Sequence[RunningSequence[Any]]) -> Group | None:
         """The sequences of the next evaluation; None where nobody waits."""
@@ -51,8 +54,7 @@ class Batching:
                 others.setdefault(request.model, []).append(each)
             else:  # there is something to read before its logits
                 prompts.append(each)
-        if prompts and any(each.is_interactive for each in waiting):  # no other text begins meanwhile
-            prompts = [each for each in prompts if each.is_interactive or each.has_rounds]
+        prompts = self._prompts_now(prompts, is_interactive=any(each.goes_first for each in waiting))
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
             return self._reading(prompts)
@@ -66,11 +68,30 @@ class Batching:
             self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
         return group
 
-    def note_reading(self, group: Group, seconds: float) -> None:
-        """Learn how fast a model reads."""
-        part = group.sequences[-1].part
-        if part is not None and not part.n_scored and group.width >= CHUNK:
+    def _prompts_now(
+        self, prompts: list[RunningSequence[Any]], *, is_interactive: bool
+    ) -> list[RunningSequence[Any]]:
+        """The prompts that may be read: for a while only those of interactive texts, if one runs.
+
+        Of texts that have begun, too: they only read again.
+        """
+        urgent = [each for each in prompts if each.goes_first or each.has_rounds]
+        if not is_interactive or len(urgent) == len(prompts):
+            self._held_seconds = None
+        elif self._held_seconds is None:
+            self._held_seconds = 0.0
+        is_held = self._held_seconds is not None and self._held_seconds < INTERACTIVE_SECONDS
+        return urgent if is_held else prompts
+
+    def note(self, group: Group, seconds: float) -> None:
+        """Learn from an evaluation how fast a model reads, and how long prompts have waited."""
+        last = group.sequences[-1]
+        is_reading = last.part is not None and not last.part.n_scored
+        if is_reading and group.width >= CHUNK:
             self._speeds[group.model] = group.width / max(seconds, 1e-9)
+        if self._held_seconds is not None:
+            has_ended = is_reading and not (last.goes_first or last.has_rounds)
+            self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
     def chunk(self, name: str, *, is_alone: bool) -> int:
         """Positions of a prompt that a model reads at once: others wait so long for a token, or their prompt.

@@ -223,7 +223,7 @@ class Scheduler:
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
         serial, sequences = next(self._serials), group.sequences
-        self._batching.note_reading(group, seconds)
+        self._batching.note(group, seconds)
         n_rounds = len(sequences) - bool(group.n_prefill)
         reading = seconds * group.n_prefill / group.width  # of the last sequence's prompt
         for i, (each, scores) in enumerate(zip(sequences, logits, strict=True)):

@@ -19,6 +19,7 @@ Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
 Width: TypeAlias = Callable[[int], int | None]  # needed positions -> those to evaluate; None = not allowed
 Clock: TypeAlias = Callable[[], float]  # seconds
 
+INTERACTIVE_TOKENS = 128  # of an interactive text that go before others; editors ask for no more by default
 MAX_UNREAD = 16  # events; a sequence with as many waits for its reader
 
 
@@ -65,9 +66,14 @@ class RunningSequence(Generic[Event]):
     last_step: int = 0  # the last step of the scheduler that it had a part in; 0 = none yet
 
     @property
+    def goes_first(self) -> bool:
+        """Whether it goes before others: it is interactive, and not long yet."""
+        return self.is_interactive and len(self.tokens) - self.n_prompt < INTERACTIVE_TOKENS
+
+    @property
     def rank(self) -> tuple[bool, int]:
         """Who is to have room in the KV cache: the lowest."""
-        return not self.is_interactive, self.number
+        return not self.goes_first, self.number
 
     @property
     def is_unread(self) -> bool:
