@@ -129,7 +129,9 @@ class _Grammar:
     def _up_to(self, mark: str, name: str) -> str:
         """Any text up to a mark, and the mark."""
         if mark in self._controls:
-            self._rules.append(f"{name.upper()}: {_ANYTHING}")
+            # A parser takes the mark spelled by other tokens for the end of reasoning, too.
+            without = f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" if name == "thought" else ""
+            self._rules.append(f"{name.upper()}: {_ANYTHING}{without}")
             return f"{name.upper()} {self._mark(mark)}"
         self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
         return name
