@@ -121,7 +121,7 @@ class _Grammar:
         reasoning = self._format.reasoning
         if reasoning is None:
             return ""
-        self._rules.append(r"SPACE: /\s+/")
+        self._rules.append(r"SPACE: /\s{1,8}/")
         thought = f"{self._up_to(reasoning.closing, 'thought')} SPACE?"
         opening = self._mark(reasoning.opening.strip())
         return f"{thought} " if self._is_thinking else f"({opening} {thought})? "

@@ -263,7 +263,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
 def test_reasoning_does_not_spell_its_end() -> None:
-    """Where the mark is a control token, what followed the spelled one was taken for the answer: it was free."""
+    """Where the mark is a control token, what followed the spelled one counted as the answer: it was free."""
     words = Bytes(["<think>", "</think>"])
     grammar = answer_grammar(AnswerFormat(None, THINK), {"type": "integer"}, words.controls, thinking=True)
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
@@ -282,7 +282,7 @@ def test_reasoning_does_not_spell_its_end() -> None:
             AnswerFormat(None, THINK),
             True,
             ["Hm</think>\n\n5", "</think>5"],
-            ["5", "Hm</think>", "a</think>b"],
+            ["5", "Hm</think>", "a</think>b", "Hm</think>" + "\n" * 9 + "5"],  # blanks without end
         ),
         (
             AnswerFormat(families.HARMONY, families.CHANNELS),
