@@ -143,7 +143,7 @@ class Pair:
             What the text is expected to be mostly, such as the file that it edits: it is copied from. The
             text is the same without.
         is_interactive : bool
-            Somebody waits for it: until it ends, no text that is not begins.
+            Somebody waits for it: its first 128 tokens go before the prompts of others.
 
         Raises
         ------

@@ -12,7 +12,9 @@ begin alike, so that every prompt is read. Arms are interleaved turn by turn, be
 are medians over turns. A table goes to stderr, the last line of stdout is one JSON object.
 
 With --keys an editor asks for a completion after each of so many keys, with nobody beside and beside a
-chat that goes on: what is timed is a completion of 30 tokens, from the request to its end.
+chat that goes on: what is timed is a completion of 30 tokens, from the request to its end. With --agents it
+is timed again beside so many agents, which ask one long prompt after the other until the last key: of these
+the time to the first text is told, too.
 """
 
 from __future__ import annotations
@@ -140,6 +142,7 @@ class Figures:
 @click.option("--turns", "-r", type=COUNT, default=3, show_default=True)
 @click.option("--threads", type=COUNT, help="Of every server; default: what each chooses.")
 @click.option("--keys", type=COUNT, help="Completions of an editor at /infill, in place of the loads.")
+@click.option("--agents", type=COUNT, help="Beside the editor of --keys.")
 def main(
     targets: Sequence[Path],
     draft: Path,
@@ -152,6 +155,7 @@ def main(
     turns: int,
     threads: int | None,
     keys: int | None,
+    agents: int | None,
 ) -> None:
     """Measure the arms and print how they compare."""
     peer = None if llama_cpp is None else llama_cpp / PEER
@@ -159,9 +163,11 @@ def main(
         raise click.UsageError(f"{llama_cpp} has no {PEER}")
     if keys is not None:
         commands = [
-            command for target in targets for command in _commands(target, draft, peer, (), threads, 2)
+            command
+            for target in targets
+            for command in _commands(target, draft, peer, n_maxes[:1] if agents else (), threads, 4)
         ]
-        print(json.dumps({"completions": [asdict(each) for each in _completed(commands, keys)]}))
+        print(json.dumps({"completions": [asdict(each) for each in _completed(commands, keys, agents)]}))
         return
     cases = [
         Case(n, temperature, turn, requests, max_tokens)
@@ -354,34 +360,44 @@ class Completions:
     arm: str
     target: str
     n_chats: int  # beside
+    n_agents: int
     first: float  # with nothing in the KV cache
     p50: float  # of the following keys
     longest: float
     gap_p50: float | None  # between two arrivals of the chat's text, while the editor asks
     gap_max: float | None
+    agent_p50: float | None  # an agent's time to the first text
+    agent_max: float | None
+    n_agent_requests: int
 
 
-def _completed(commands: Iterable[tuple[str, list[str]]], n_keys: int) -> Iterator[Completions]:
+def _completed(
+    commands: Iterable[tuple[str, list[str]]], n_keys: int, n_agents: int | None
+) -> Iterator[Completions]:
     for name, command in commands:
         with _serving(command) as url:
-            for n_chats in (0, 1):
-                first, *rest, gaps = asyncio.run(_typed(url, n_keys, n_chats))
+            for n_chats, n_beside in ((0, 0), (1, 0), *([(0, n_agents)] if n_agents else [])):
+                first, *rest, gaps, firsts = asyncio.run(_typed(url, n_keys, n_chats, n_beside))
                 found = Completions(
                     name,
                     Path(command[command.index("--target" if "--target" in command else "-m") + 1]).name,
                     n_chats,
+                    n_beside,
                     first,
                     statistics.median(rest),
                     max(rest),
                     float(np.quantile(gaps, 0.5)) if gaps else None,
                     max(gaps, default=None),
+                    statistics.median(firsts) if firsts else None,
+                    max(firsts, default=None),
+                    len(firsts),
                 )
                 click.echo(found, err=True)
                 yield found
 
 
-async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
-    """Seconds of each completion, and the gaps in the text of a chat beside."""
+async def _typed(url: str, n_keys: int, n_chats: int, n_agents: int) -> tuple[Any, ...]:
+    """Seconds of each completion, the gaps in the text of a chat beside, and what agents waited for text."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     prefix, suffix = "".join(lines[20:60]), "".join(lines[60:68])
     body: dict[str, Any] = {
@@ -390,12 +406,14 @@ async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
         "ignore_eos": True,
         "temperature": 0,
     }
-    body["input_prefix"] = f"# {n_chats}\n{prefix}"  # nothing of the last turn is cached
+    body["input_prefix"] = f"# {n_chats} {n_agents}\n{prefix}"  # nothing of the last turn is cached
     chat = {"prompt": "Once upon a time", "max_tokens": 1500, "stream": True, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         chatting = asyncio.create_task(_gaps(client, chat)) if n_chats else None
-        if chatting is not None:
-            await asyncio.sleep(3)  # it is writing
+        is_typed = asyncio.Event()
+        agents = [asyncio.create_task(_works(client, number, is_typed)) for number in range(n_agents)]
+        if chatting is not None or agents:
+            await asyncio.sleep(3)  # they are at work
         seconds: list[float] = []
         for n in range(n_keys):
             typed = "    n_words = " + "len(text.split())"[:n]
@@ -408,7 +426,20 @@ async def _typed(url: str, n_keys: int, n_chats: int) -> tuple[Any, ...]:
         if chatting is not None:
             chatting.cancel()
             gaps = await chatting
-    return (*seconds, gaps)
+        is_typed.set()
+        firsts = [each for own in await asyncio.gather(*agents) for each in own]
+    return (*seconds, gaps, firsts)
+
+
+async def _works(client: httpx.AsyncClient, number: int, is_typed: asyncio.Event) -> list[float]:
+    """Ask one long prompt after the other, each unlike those before; seconds to the first text of each."""
+    text = Path(__file__).read_text(encoding="utf-8")[:4000]
+    body: dict[str, Any] = {"max_tokens": 32, "stream": True, "ignore_eos": True, "temperature": 0}
+    firsts: list[float] = []
+    while not is_typed.is_set():
+        answer = await _ask(client, {**body, "prompt": f"# {number}.{len(firsts)}\n{text}"})
+        firsts += [each - answer.begin for each in answer.times[:1]]
+    return firsts
 
 
 async def _gaps(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:

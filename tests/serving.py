@@ -79,12 +79,18 @@ class Served:
         assert response.headers["content-type"].startswith("text/event-stream")
         return parse_events(response.text)
 
-    def lose_client(self, path: str, body: Mapping[str, Any], gate: Gate) -> None:
-        """A client closes its connection while its text is being written; ends when the text has ended."""
+    @contextmanager
+    def sent(self, path: str, body: Mapping[str, Any]) -> Iterator[None]:
+        """A request whose client closes its connection at the end of the block, without reading anything."""
         address, content = urlsplit(self.url), json.dumps(body)
         head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
             connection.sendall((head + content).encode())
+            yield
+
+    def lose_client(self, path: str, body: Mapping[str, Any], gate: Gate) -> None:
+        """A client closes its connection while its text is being written; ends when the text has ended."""
+        with self.sent(path, body):
             until(lambda: self.n_running() == 1)
             (running,), _ = self.service.queue.sequences()
         until(lambda: running.submission.is_cancelled)

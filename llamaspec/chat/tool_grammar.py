@@ -121,7 +121,7 @@ class _Grammar:
         reasoning = self._format.reasoning
         if reasoning is None:
             return ""
-        self._rules.append(r"SPACE: /\s+/")
+        self._rules.append(r"SPACE: /\s{1,8}/")
         thought = f"{self._up_to(reasoning.closing, 'thought')} SPACE?"
         opening = self._mark(reasoning.opening.strip())
         return f"{thought} " if self._is_thinking else f"({opening} {thought})? "
@@ -129,7 +129,9 @@ class _Grammar:
     def _up_to(self, mark: str, name: str) -> str:
         """Any text up to a mark, and the mark."""
         if mark in self._controls:
-            self._rules.append(f"{name.upper()}: {_ANYTHING}")
+            # A parser takes the mark spelled by other tokens for the end of reasoning, too.
+            without = f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" if name == "thought" else ""
+            self._rules.append(f"{name.upper()}: {_ANYTHING}{without}")
             return f"{name.upper()} {self._mark(mark)}"
         self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
         return name

@@ -13,188 +13,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from llamaspec.engine.sequence import Clock, RunningSequence
+from llamaspec.engine.batching import Batching, Group
+from llamaspec.engine.sequence import Clock, RunningSequence, told
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, Forward, ForwardRequest, Logits, n_common
-
-SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
-
-
-class Group(NamedTuple):
-    """Sequences that are evaluated together."""
-
-    model: str
-    sequences: list[RunningSequence[Any]]
-    width: int  # positions to evaluate, with padding
-    n_prefill: int = 0  # of these, the last sequence's: chunked prefill beside the rounds of the others
-
-
-class Batching:
-    """Decides over the sequences of one scheduler.
-
-    Parameters
-    ----------
-    models : mapping of name -> Model
-        Asked in reverse order: drafts come before what they are for.
-    """
-
-    def __init__(self, models: Mapping[str, Model]) -> None:
-        self._models = models
-        self._order = tuple(reversed(list(models)))
-        self._prompts_wait = False  # a round has been made since the last part of a prompt was read
-        self._last_read: str | None = None  # the model that has read a part of a prompt last
-        self._speeds: dict[str, float] = {}  # positions per second, of the last chunk that a model has read
-
-    def next_group(self, waiting: Sequence[RunningSequence[Any]]) -> Group | None:
-        """The sequences of the next evaluation; None where nobody waits."""
-        prompts: list[RunningSequence[Any]] = []
-        others: dict[str, list[RunningSequence[Any]]] = {}
-        for each in waiting:
-            request = each.request
-            if request is not None and request is each.part and request.n_scored:
-                others.setdefault(request.model, []).append(each)
-            else:  # there is something to read before its logits
-                prompts.append(each)
-        if prompts and any(each.is_interactive for each in waiting):  # no other text begins meanwhile
-            prompts = [each for each in prompts if each.is_interactive or each.has_rounds]
-        if prompts and (self._prompts_wait or not others):
-            self._prompts_wait = False
-            return self._reading(prompts)
-        name = next((name for name in self._order if name in others), None)
-        if name is None:
-            return None
-        group = self._together(name, others[name])
-        if name == TARGET and prompts:
-            group = self._reading_beside(group, max(prompts, key=_is_of_target))
-            self._last_read = TARGET if group.n_prefill else self._last_read
-            self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
-        return group
-
-    def note_reading(self, group: Group, seconds: float) -> None:
-        """Learn how fast a model reads."""
-        part = group.sequences[-1].part
-        if part is not None and not part.n_scored and group.width >= CHUNK:
-            self._speeds[group.model] = group.width / max(seconds, 1e-9)
-
-    def chunk(self, name: str, *, is_alone: bool) -> int:
-        """Positions of a prompt that a model reads at once: others wait so long for a token, or their prompt.
-
-        Of a sequence that is alone always as many, because its bits may depend on that.
-        """
-        model = self._models[name]
-        most = min(model.prompt_chunk, model.batch_size)
-        if is_alone:
-            return most
-        n = int(WAIT_SECONDS * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
-        return min(max(n, CHUNK), most)
-
-    def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
-        """A request, or what is to be read before it.
-
-        That is a part of a prompt that is longer than a chunk. And the target scores only what needs logits,
-        because the width of that evaluation may be chosen so that its numbers are exact.
-        """
-        size, n_before = self.chunk(request.model, is_alone=is_alone), len(request.tokens) - request.n_logits
-        is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
-        if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
-            return request
-        return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
-
-    def padding(self, sequence: RunningSequence[Any], request: ForwardRequest, n_sequences: int) -> int:
-        """Positions that a sequence would want besides those of its request, alone or with others.
-
-        Together a little more, so that sequences stay together where one position more is believed cheaper:
-        apart they would never time whether it is.
-        """
-        if request.model != TARGET or not request.n_scored:
-            return 0
-        if not self._models[TARGET].can_share(sequence.number):
-            return 0
-        n = (sequence.padded(request.n_scored) or request.n_scored) - request.n_scored
-        n = max(n, SPARE) if n_sequences > 1 else n
-        return min(n, self._models[TARGET].context_size - request.n_tokens)
-
-    def _reading(self, prompts: Sequence[RunningSequence[Any]]) -> Group:
-        """One sequence reads a part of its prompt.
-
-        Drafts read fast, and never beside a round. They come first, but not twice in a row where the target
-        has prompts to read.
-        """
-        draft_is_next = self._last_read in (None, TARGET)
-        sequence = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
-        assert sequence.part is not None
-        self._last_read = sequence.part.model
-        return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
-
-    def _reading_beside(self, group: Group, sequence: RunningSequence[Any]) -> Group:
-        """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv
-        2308.16369).
-
-        As it is where the others may not be evaluated at such a width.
-        """
-        part = sequence.part
-        if part is None or part.model != TARGET or part.n_scored:
-            return group
-        if not all(self._models[TARGET].can_share(each.number) for each in (*group.sequences, sequence)):
-            return group
-        n_new = sum(each.n_new for each in group.sequences)
-        n_part, room = part.n_tokens - sequence.n_cached, self._models[TARGET].max_chunked_prefill - n_new
-        if 2 * room < min(sequence.n_new, self._models[TARGET].batch_size):  # two evaluations cost no more
-            return group
-        n_prefill = min(n_part, room)
-        width = n_new + n_prefill
-        if any(each.padded(width) != width for each in group.sequences):
-            return group
-        if n_prefill < n_part:
-            sequence.part = ForwardRequest(
-                part.model, part.tokens[: sequence.n_cached + n_prefill], n_logits=0
-            )
-        return Group(TARGET, [*group.sequences, sequence], width, n_prefill)
-
-    def _together(self, name: str, sequences: list[RunningSequence[Any]]) -> Group:
-        """As many sequences as fit one evaluation; those that came first, first."""
-        model = self._models[name]
-        if not model.can_share(sequences[0].number):
-            return Group(name, sequences[:1], sequences[0].n_new)
-        sequences = [each for each in sequences if model.can_share(each.number)]
-        for n in range(len(sequences), 1, -1):  # a narrower batch may be refused where a wider one is not
-            together = sequences[:n]
-            n_scored = sum(each.request.n_scored for each in together if each.request is not None)
-            width = _width(name, together) if n_scored <= model.max_scored else None
-            if width is not None and width <= model.batch_size:
-                return Group(name, together, width)
-        return Group(name, sequences[:1], _width(name, sequences[:1]) or sequences[0].n_new)
-
-
-def _is_of_target(sequence: RunningSequence[Any]) -> bool:
-    return sequence.part is not None and sequence.part.model == TARGET
-
-
-def _width(name: str, sequences: Sequence[RunningSequence[Any]]) -> int | None:
-    """Positions to evaluate for some sequences: the fewest that each accepts; None if there are none."""
-    n_new = room = 0
-    for each in sequences:
-        n_new += each.n_new
-        room += each.n_padding
-    if name != TARGET:
-        return n_new
-    width = n_new
-    while True:
-        widest = 0
-        for each in sequences:
-            wanted = each.padded(width)
-            if wanted is None or wanted > n_new + max(room, 0):
-                return None
-            widest = max(widest, wanted)
-        if widest == width:
-            return width
-        width = widest
-
+from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, n_common
 
 MARGIN = 64  # KV cells that a sequence may need besides its text for a while: draft tokens and padding
 HEADROOM = 256  # tokens that a sequence should be able to add before it is swapped in
@@ -386,9 +213,9 @@ class Scheduler:
             logits = self._models[group.model].evaluate(batch, n_padding)
         except EvaluationAbortedError:
             return  # the sequences that were cancelled end at the next step, the others are evaluated again
-        except Exception as error:  # noqa: BLE001  # whoever reads one of the texts is told
+        except BaseException as error:  # noqa: BLE001  # whoever reads one of the texts is told
             for each in group.sequences:
-                self._resume(each, error=error)
+                self._resume(each, error=told(error))
             return
         finally:
             self._evaluating = ()
@@ -396,7 +223,7 @@ class Scheduler:
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
         serial, sequences = next(self._serials), group.sequences
-        self._batching.note_reading(group, seconds)
+        self._batching.note(group, seconds)
         n_rounds = len(sequences) - bool(group.n_prefill)
         reading = seconds * group.n_prefill / group.width  # of the last sequence's prompt
         for i, (each, scores) in enumerate(zip(sequences, logits, strict=True)):
@@ -427,12 +254,12 @@ def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) ->
     """For each request how many of its tokens are cached, or why it cannot be evaluated."""
     try:
         return model.prepare(batch)
-    except Exception:  # noqa: BLE001  # find out whose request it is
+    except BaseException:  # noqa: BLE001  # find out whose request it is
         return [_prepared_alone(model, entry) for entry in batch]
 
 
 def _prepared_alone(model: Model, entry: tuple[int, ForwardRequest, int]) -> int | Exception:
     try:
         return model.prepare([entry])[0]
-    except Exception as error:  # noqa: BLE001  # whoever reads the text is told
-        return error
+    except BaseException as error:  # noqa: BLE001  # whoever reads the text is told
+        return told(error)

@@ -19,6 +19,7 @@ Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
 Width: TypeAlias = Callable[[int], int | None]  # needed positions -> those to evaluate; None = not allowed
 Clock: TypeAlias = Callable[[], float]  # seconds
 
+INTERACTIVE_TOKENS = 128  # of an interactive text that go before others; editors ask for no more by default
 MAX_UNREAD = 16  # events; a sequence with as many waits for its reader
 
 
@@ -65,9 +66,14 @@ class RunningSequence(Generic[Event]):
     last_step: int = 0  # the last step of the scheduler that it had a part in; 0 = none yet
 
     @property
+    def goes_first(self) -> bool:
+        """Whether it goes before others: it is interactive, and not long yet."""
+        return self.is_interactive and len(self.tokens) - self.n_prompt < INTERACTIVE_TOKENS
+
+    @property
     def rank(self) -> tuple[bool, int]:
         """Who is to have room in the KV cache: the lowest."""
-        return not self.is_interactive, self.number
+        return not self.goes_first, self.number
 
     @property
     def is_unread(self) -> bool:
@@ -84,7 +90,7 @@ class RunningSequence(Generic[Event]):
         try:
             return self.width(n_positions)
         except BaseException as error:  # noqa: BLE001  # it ends this sequence alone
-            self.fault = _told(error)
+            self.fault = told(error)
             return n_positions
 
     def count(self, seconds: float) -> None:
@@ -106,7 +112,8 @@ class RunningSequence(Generic[Event]):
         goes wrong in it.
         """
         drafts = self.request is not None and self.request.model != TARGET
-        self.request = self.part = self.n_cached_before = self.fault = None
+        self.request = self.part = self.n_cached_before = None
+        self.fault = self.fault if error is None else None  # one that came meanwhile is told next
         self.seconds = 0.0
         begin = clock()
         try:
@@ -135,7 +142,7 @@ class RunningSequence(Generic[Event]):
             self.text.close()
         except BaseException as raised:  # noqa: BLE001  # of a drafter that does not let itself be closed
             error = error or raised
-        self.request, self.error, self.is_done = None, None if error is None else _told(error), True
+        self.request, self.error, self.is_done = None, None if error is None else told(error), True
         with suppress(BaseException):  # of `notify`; the event is there
             self._put(None)
 
@@ -171,10 +178,10 @@ class RunningSequence(Generic[Event]):
         self.n_draft_steps = self.n_draft_scored = 0
 
 
-def _told(raised: BaseException) -> Exception:
+def told(raised: BaseException) -> Exception:
     """What is raised to the reader: in its thread, SystemExit and KeyboardInterrupt mean something else."""
     if isinstance(raised, Exception):
         return raised
-    told = RuntimeError(f"{raised!r} ended the text; drafters and length policies must raise an Exception")
-    told.__cause__ = raised
-    return told
+    error = RuntimeError(f"{raised!r} ended the text; what a text calls must raise an Exception")
+    error.__cause__ = raised
+    return error

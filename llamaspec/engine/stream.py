@@ -42,7 +42,7 @@ class TextStream:
     on_prefill : callable, optional
         Told how many tokens of the prompt have been read, of how many; by whoever iterates.
     is_interactive : bool
-        Its prompt is read before those of others.
+        Its prompt is read before those of others, and its first tokens are written before them.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.engine.generation import StopReason
-from llamaspec.serve import bodies, deltas, requests
+from llamaspec.serve import bodies, deltas, errors, requests
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Form, event, parse_body, service_of
 
@@ -113,7 +113,7 @@ class MessagesForm(Form):
         return _event("ping")
 
     def _error(self, exception: Exception) -> bytes:
-        return event(bodies.anthropic_error(exception), "error")
+        return event(errors.anthropic_error(exception), "error")
 
     def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
         if isinstance(delta, CallDelta):

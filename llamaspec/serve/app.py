@@ -33,7 +33,8 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve import ServeSettings, anthropic, infill, openai_chat, openai_responses
-from llamaspec.serve.bodies import Fields, RequestError, error_response, not_supported
+from llamaspec.serve.bodies import Fields
+from llamaspec.serve.errors import RequestError, error_response, not_supported
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder

@@ -1,7 +1,7 @@
-"""Request bodies: fields that the APIs share, the conversation they hold, and errors that name a field.
+"""Request bodies: fields that the APIs share, and the conversation they hold.
 
-Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused. Error messages
-never repeat what the client sent. tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
+Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused.
+tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
-from llamaspec.chat.template import Message, NoTemplateError, ToolCall
-from llamaspec.errors import LlamaspecError, PromptError
+from llamaspec.chat.template import Message, ToolCall
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling
+from llamaspec.serve.errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts
 MAX_STOPS = 32
@@ -38,108 +37,6 @@ CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-
-
-# Errors.
-
-_TYPES = {  # of errors, by HTTP status; others are an invalid_request_error
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
-_OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
-_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-
-
-class RequestError(Exception):
-    """A request cannot be answered; the message begins with the field that is wrong, if there is one.
-
-    `status` is HTTP's, `code` OpenAI's, `retry_after` in seconds.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        field: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        self.message = message if field is None else f"{field}: {message}"
-        super().__init__(self.message)
-        self.status, self.field, self.code, self.retry_after = status, field, code, retry_after
-
-
-def bad_field(field: str, message: str) -> RequestError:
-    """The error for a field with a wrong value."""
-    return RequestError(400, message, field=field)
-
-
-def not_supported(field: str, message: str = "not supported yet") -> RequestError:
-    """The error for a known field that this server cannot obey."""
-    return RequestError(400, message, field=field, code="unsupported_parameter")
-
-
-def as_request_error(error: Exception) -> RequestError:
-    """Any exception as an error for the client; of an internal error only its type is shown."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, ValidationError):
-        return _invalid(error)
-    if isinstance(error, NoTemplateError):
-        remedy = "use /v1/completions, or start the server with --chat-template"
-        return RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
-    if isinstance(error, (PromptError, ValueError)):
-        return RequestError(400, str(error))
-    if isinstance(error, LlamaspecError):
-        return RequestError(500, str(error))
-    return RequestError(500, f"internal error: {type(error).__name__}")
-
-
-def openai_error(exception: Exception) -> dict[str, Any]:
-    """An exception as an OpenAI error object."""
-    error = as_request_error(exception)
-    kind = _OPENAI_TYPES.get(error.status, "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
-
-
-def anthropic_error(exception: Exception) -> dict[str, Any]:
-    """An exception as an Anthropic error object."""
-    error = as_request_error(exception)
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def error_response(path: str, exception: Exception) -> JSONResponse:
-    """The response to a failed request, in the form of the API at this path."""
-    error = as_request_error(exception)
-    form = anthropic_error if path.startswith("/v1/messages") else openai_error
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else None
-    return JSONResponse(form(error), error.status, headers)
-
-
-def _invalid(error: ValidationError) -> RequestError:
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    # Of the alternatives of a union, the one that matched furthest is what the client meant.
-    paths = [
-        ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each["msg"])
-        for each in errors
-        if each["loc"][:1] == first["loc"][:1]
-    ]
-    path, message = max(paths, key=lambda found: len(found[0]))
-    return RequestError(400, message.removeprefix("Value error, "), field=".".join(path) or None)
-
-
-def _is_type_name(part: str) -> bool:
-    """Whether pydantic names an alternative of a union, not a field."""
-    return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()
 
 
 # Strings, the last of which may be cut off, and brackets outside of them.

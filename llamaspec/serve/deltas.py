@@ -19,7 +19,8 @@ from llamaspec.chat.template import Message
 from llamaspec.engine.detokenize import Span, take_characters
 from llamaspec.engine.statistics import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import RequestError, SpeculativeFields
+from llamaspec.serve.bodies import SpeculativeFields
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.scheduling import Finished, PromptProgress, Submission
 from llamaspec.values import Logprobs, Round, Source
 

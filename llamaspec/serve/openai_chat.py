@@ -19,7 +19,8 @@ from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.parse import CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve import bodies, deltas, requests
-from llamaspec.serve.bodies import CountOrAny, StopText, bad_field, not_supported
+from llamaspec.serve.bodies import CountOrAny, StopText
+from llamaspec.serve.errors import bad_field, not_supported
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Form, event, parse_body, service_of
 from llamaspec.values import TokenArray

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.serve import bodies, deltas, requests
-from llamaspec.serve.bodies import MessageFields, bad_field, not_supported, required
+from llamaspec.serve.bodies import MessageFields, required
+from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Form, event, parse_body, service_of
 
@@ -146,9 +147,14 @@ async def responses(http: Request) -> Response:
         if getattr(body, field):
             raise not_supported(field, "this server keeps no conversations; send the whole input")
     builder, seed = service.builder, body.seed_or_random()
-    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
-    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
     form = ResponsesForm(service.model_name, seed, body)
+    try:
+        prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
+    except ContextOverflowError as error:
+        if not body.stream:
+            raise
+        return form.refusal(error)  # Codex shortens its history only if the stream itself says so
+    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
     return await service.respond(http, asked, form, body.stream)
 
 
@@ -203,7 +209,7 @@ class ResponsesForm(Form):
         return self._events(self._last_events(end))
 
     def _error(self, exception: Exception) -> bytes:
-        error = bodies.openai_error(exception)["error"]
+        error = openai_error(exception)["error"]
         told = {"code": error["code"] or error["type"], "message": error["message"]}
         failed = {**self._response("failed"), "error": told}
         return self._events([{"type": "response.failed", "response": failed}])
@@ -250,7 +256,7 @@ class ResponsesForm(Form):
         """Close the open item and open another."""
         events, item_id = self._close("completed"), f"{prefix}_{secrets.token_hex(12)}"
         self._item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
-        added = {"output_index": len(self._done), "item": dict(self._item)}
+        added = {"item_id": item_id, "output_index": len(self._done), "item": dict(self._item)}
         events.append({"type": "response.output_item.added", **added})
         if kind != "function_call":
             part = {"part": self._part(), **self._place()}
@@ -275,7 +281,8 @@ class ResponsesForm(Form):
                 {"type": f"response.{part['type']}.done", "text": text, **logprobs, **place},
                 {"type": "response.content_part.done", "part": part, **place},
             ]
-        events.append({"type": "response.output_item.done", "output_index": len(self._done), "item": item})
+        ended = {"item_id": item["id"], "output_index": len(self._done), "item": item}
+        events.append({"type": "response.output_item.done", **ended})
         self._done.append(item)
         self._item, self._text = {"type": None}, ""
         return events

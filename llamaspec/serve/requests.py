@@ -30,17 +30,16 @@ from llamaspec.sampling.constraint import WHITESPACE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     Fields,
-    RequestError,
     SamplingFields,
     SpeculativeFields,
-    bad_field,
-    not_supported,
     required,
 )
+from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.values import TokenArray
 
 MAX_COMPILED = 64  # constraints that are kept
 MAX_TOOLS = 512
+USUAL_BYTES = 4  # of a token, where a text is too long to be tokenized
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
 _AS_RENDERED: Mapping[str, Any] = {
@@ -319,18 +318,15 @@ class RequestBuilder:
         if len(tokens) == 0:
             raise bad_field(field, "must not be empty")
         if len(tokens) >= self._context_size:
-            raise self._too_long(f"{len(tokens)} tokens", field)
+            raise ContextOverflowError(len(tokens), self._context_size, field)
         return tokens
 
     def check_size(self, text: str, field: str) -> None:
         """RequestError if a text cannot fit the context; before it is tokenized."""
         n = len(text.encode())
         if n > self._max_bytes:
-            raise self._too_long(f"{n} bytes", field)
-
-    def _too_long(self, size: str, field: str) -> RequestError:
-        message = f"{size} leave no room in a context of {self._context_size} tokens"
-        return RequestError(400, message, field=field, code="context_length_exceeded")
+            n_tokens = max(n // USUAL_BYTES, self._context_size)
+            raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
     async def compile(self, wanted: ResponseFormat) -> Constraint:
         """The constraint of a response format, compiled in a thread."""

@@ -24,7 +24,7 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.serve.bodies import RequestError
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.values import Round, TokenArray

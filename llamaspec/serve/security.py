@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec.errors import printable
 from llamaspec.serve import LogFormat, ServeSettings
-from llamaspec.serve.bodies import RequestError, error_response
+from llamaspec.serve.errors import RequestError, error_response
 
 Write = Callable[[str], None]
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})

@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import Fields, RequestError, json_depth, openai_error
+from llamaspec.serve.bodies import Fields, json_depth
 from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
+from llamaspec.serve.errors import RequestError, openai_error
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import (
@@ -74,6 +75,10 @@ class Form(ABC):
     def _error(self, exception: Exception) -> bytes:
         """The event of an error."""
         return event(openai_error(exception))
+
+    def refusal(self, exception: Exception) -> Response:
+        """A stream that ends before anything is generated."""
+        return Response(self._begin() + self._error(exception), media_type=EventStream.media_type)
 
     async def events(self, of: Deltas) -> AsyncIterator[bytes]:
         """The response as events; an exception becomes the last one."""
@@ -130,7 +135,9 @@ class Service:
     async def respond(
         self, http: Request, requests: Sequence[GenerationRequest], form: Form, stream: bool | None
     ) -> Response:
-        """Generate, and answer in the form of an API."""
+        """Generate, and answer in the form of an API; nothing if the client has left meanwhile."""
+        if await http.is_disconnected():
+            return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(requests), self.settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)

@@ -262,6 +262,16 @@ FINAL = "<|channel|>final<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
+def test_reasoning_does_not_spell_its_end() -> None:
+    """Where the mark is a control token, what followed the spelled one counted as the answer: it was free."""
+    words = Bytes(["<think>", "</think>"])
+    grammar = answer_grammar(AnswerFormat(None, THINK), {"type": "integer"}, words.controls, thinking=True)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert matcher.validate_tokens([*b"Hm</think", words.controls["</think>"], *b"5"]) == 11
+    assert matcher.validate_tokens([*b"Hm</think>"]) == 9
+
+
 @pytest.mark.parametrize("marks", [[], ["<think>", "</think>", *MARKS]])
 @pytest.mark.parametrize(
     ("answer_format", "thinking", "right", "wrong"),
@@ -272,7 +282,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
             AnswerFormat(None, THINK),
             True,
             ["Hm</think>\n\n5", "</think>5"],
-            ["5", "Hm</think>", "a</think>b"],
+            ["5", "Hm</think>", "a</think>b", "Hm</think>" + "\n" * 9 + "5"],  # blanks without end
         ),
         (
             AnswerFormat(families.HARMONY, families.CHANNELS),

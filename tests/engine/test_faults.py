@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from collections.abc import Generator
+from typing import Any, TypeVar
 
 import pytest
 
+from fake_constraint import Steps
 from fakes import CountingUp, FakeModel, Length, tokens
-from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import StopReason
+from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter, NoDrafter
+from llamaspec.engine.generation import GenerationRequest, StopReason
+from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
+from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError, ScoresError
 from llamaspec.protocols import SequenceLength
+from llamaspec.sampling.acceptance_rules import RULES
+from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
 from stepped import Stepped
-from texts import V, alone, draft, stream, target
+from texts import PLAIN, Letters, V, alone, draft, model_drafter, stream, target
 
 Asking = Generator[ForwardRequest, Forward, Draft]
 
@@ -235,3 +244,154 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     clinging.close()
     assert rest(other) == alone(seed=1)
     assert models[TARGET].released == [1, 0]
+
+
+# The fault injector: whatever a text or a model calls raises what is no Exception.
+
+Seam = TypeVar("Seam")
+RAISED = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+
+
+class Sometimes(CountingUp):
+    """A drafter that is told of its end, and drafts in every second round or so."""
+
+    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
+        return super().propose(context, length) if len(context) % 2 else Draft()
+
+    def close(self) -> None:
+        pass
+
+
+class Injector:
+    """Makes one method of one object raise something when it is called for the nth time."""
+
+    def __init__(self, place: str, number: int, raised: BaseException) -> None:
+        self.place, self.number, self.raised = place, number, raised
+        self.n_calls = 0
+
+    @property
+    def is_reached(self) -> bool:
+        return self.n_calls >= self.number
+
+    def hit(self) -> None:
+        self.n_calls += 1
+        if self.n_calls == self.number:
+            raise self.raised
+
+    def into(self, name: str, seam: Seam) -> Seam:
+        """The object, or one like it that raises."""
+        seam_name, _, method = self.place.partition(".")
+        if seam_name != name:
+            return seam
+
+        def raising(*args: Any, **options: Any) -> Any:
+            self.hit()
+            return getattr(seam, method)(*args, **options)
+
+        kind = type(seam)
+        broken = copy.copy(seam)
+        failing = type(kind.__name__, (kind,), {"__slots__": (), method: lambda _, *a, **k: raising(*a, **k)})
+        object.__setattr__(broken, "__class__", failing)
+        return broken
+
+
+def constrained(
+    thread: ComputeThread, models: dict[str, FakeModel], seed: int, inject: Injector
+) -> TextStream:
+    """A text that calls every seam: a constraint, tokens that it forces, two drafters, chance, a policy."""
+    constraint = inject.into("constraint", Steps(V))
+    streams = inject.into("streams", SeededStreams(seed))
+    rule = inject.into("rule", RULES["coupled"])
+    asking = model_drafter(models[DRAFT], seed)
+    asking.constraint, asking.n_prompt, asking.streams, asking.rule = constraint, 2, streams, rule
+    drafters = (ForcedDrafter(constraint, 2), inject.into("drafter", Sometimes(V)), asking)
+    length = inject.into("length", Length(2))
+    speculation = Speculation(
+        FallbackDrafter(drafters), length, rule, PLAIN, streams, 64, constraint=constraint
+    )
+    vocabulary = inject.into("vocabulary", Letters(end=5))
+    return TextStream(GenerationRequest(tokens(1, 2), vocabulary, speculation, 24), thread)
+
+
+def all_read(of: TextStream) -> BaseException | None:
+    """Read a text to its end; what it ended with."""
+    try:
+        of.run()
+    except BaseException as error:  # noqa: BLE001  # the reader itself asks the vocabulary, too
+        return error
+    return None
+
+
+NOTHING = Injector("", 0, SystemExit())
+SEAMS = [
+    "drafter.prepare", "drafter.propose", "drafter.close",
+    "length.wants_more", "length.n_verified", "length.width", "length.observe", "length.close",
+    "rule.draw", "rule.verify", "streams.choose", "streams.perturbed",
+    "constraint.allowed", "constraint.forced", "constraint.is_complete",
+    "vocabulary.piece", "vocabulary.is_end",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+@pytest.mark.parametrize("place", SEAMS)
+def test_a_text_that_meets_such_a_fault_ends_alone(place: str, raised: BaseException) -> None:
+    models = {TARGET: target(), DRAFT: draft()}
+    thread = ComputeThread(Scheduler(models))
+    usual = constrained(thread, models, 0, NOTHING).run()
+    n_reached = 0
+    for number in (1, 2, 5):
+        inject = Injector(place, number, raised)
+        other = stream(thread, models, seed=1)
+        other.begin()
+        bad = constrained(thread, models, 0, inject)
+        error = all_read(bad)
+        assert rest(other) == alone(seed=1)
+        n_reached += inject.is_reached
+        if error is None:  # the seam is called less often, or only once the text is complete
+            assert bad.completion.tokens == usual.tokens
+            assert place.endswith("close") or not inject.is_reached
+        else:
+            assert type(raised).__name__ in repr(error)
+            assert bad.completion.tokens == usual.tokens[: len(bad.completion.tokens)]
+    assert n_reached
+    thread.close()
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+@pytest.mark.parametrize("method", ["prepare", "evaluate", "release", "can_share"])
+@pytest.mark.parametrize("name", [TARGET, DRAFT])
+def test_a_model_that_meets_such_a_fault_ends_no_thread(
+    name: str, method: str, raised: BaseException
+) -> None:
+    """Every reader gets its text, or an error; and who comes later gets his."""
+    for number in (1, 2, 5):
+        models = {TARGET: target(), DRAFT: draft()}
+        inject = Injector(f"{name}.{method}", number, raised)
+        models[name] = inject.into(name, models[name])
+        thread = ComputeThread(Scheduler(models))
+        streams = [stream(thread, models, (1, i), seed=i) for i in range(3)]
+        for of in streams:
+            of.begin()
+        for i, of in enumerate(streams):
+            error = all_read(of)
+            n, expected = len(of.completion.tokens), alone((1, i), seed=i)
+            assert of.completion.tokens == expected[:n]
+            assert isinstance(error, RuntimeError) if n < len(expected) else error is None
+        assert inject.is_reached or method == "release"
+        assert stream(thread, models, seed=7).run().tokens == alone(seed=7)
+        thread.close()
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=repr)
+def test_an_evaluation_that_meets_such_a_fault_ends_only_what_it_was_for(raised: BaseException) -> None:
+    """It ended all texts of the pair."""
+    models = {TARGET: target(batch_size=2), DRAFT: draft()}
+    models[TARGET] = Injector("target.evaluate", 9, raised).into("target", models[TARGET])
+    scheduler = Stepped(models)
+    streams = [stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(4)]
+    for of in streams:
+        of.begin()
+    errors = [all_read(of) for of in streams]
+    assert sorted(error is None for error in errors) == [False, False, True, True]
+    for i, of in enumerate(streams):
+        assert of.completion.tokens == alone(seed=i)[: len(of.completion.tokens)]

@@ -172,6 +172,26 @@ def test_a_length_policy_that_fails_ends_its_own_text() -> None:
         bad.run()
 
 
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_length_policy_that_fails_once_is_told(number: int) -> None:
+    """While a batch was put together it was forgotten, and the text went on."""
+    calls = itertools.count(1)
+
+    def fails_once(n: int) -> int:
+        if next(calls) == number:
+            raise RuntimeError("broken on purpose")
+        return n
+
+    models = {TARGET: target()}
+    thread = Stepped(models)
+    good = stream(thread, models, seed=1, drafter=CountingUp(V))
+    good.begin()
+    bad = stream(thread, models, drafter=CountingUp(V), length=Length(2, fails_once), max_tokens=40)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        bad.run()
+    assert good.run().tokens == alone(seed=1)
+
+
 def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
     models = {TARGET: target(context_size=900, batch_size=8)}
     scheduler = Stepped(models)

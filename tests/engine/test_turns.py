@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fakes import Clock, FakeModel, Length
+from fakes import Batch, Clock, FakeModel, Length
 from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.engine.batching import INTERACTIVE_SECONDS
+from llamaspec.engine.sequence import INTERACTIVE_TOKENS
 from llamaspec.engine.stream import TextStream
-from llamaspec.values import CHUNK, DRAFT, TARGET, WAIT_SECONDS
+from llamaspec.values import CHUNK, DRAFT, TARGET, WAIT_SECONDS, Logits
 from stepped import Stepped
 from texts import V, alone, draft, stream, target
 
@@ -32,6 +36,19 @@ def begun(thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 30
     )
     of.begin()
     return of
+
+
+@dataclass
+class Watched(FakeModel):
+    """Notes when each evaluation began and ended, and who took part."""
+
+    times: list[tuple[float, float, tuple[int, ...]]] = field(default_factory=list)
+
+    def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        begin = self.clock.now
+        logits = super().evaluate(batch, n_padding)
+        self.times.append((begin, self.clock.now, tuple(row for row, _ in batch)))
+        return logits
 
 
 def rows(model: FakeModel) -> list[tuple[int, ...]]:
@@ -163,3 +180,94 @@ def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_drafts() -> None:
         cursor.ready()
         newcomer.ready()
     assert len(models[DRAFT].evaluated) == n, "an interactive text waits for no draft"
+
+
+@pytest.mark.parametrize("n_texts", [1, 40])
+def test_interactive_texts_hold_up_a_prompt_for_a_time_only(n_texts: int) -> None:
+    """One without a limit, or one for each key: a prompt beside them was not read before they ended."""
+    clock = Clock()
+    models = machine(clock, max_chunked_prefill=0)
+    thread = Stepped(models, clock=clock)
+    other = begun(thread, models, 1)
+    begin = clock.now
+    for i in range(n_texts):
+        cursor = stream(
+            thread, models, [2 + i % 2] * 20, seed=i, drafter=NoDrafter(), is_interactive=True,
+            max_tokens=640 // n_texts,
+        )  # fmt: skip
+        cursor.begin()
+        while not cursor.is_over:
+            assert thread.step()
+            cursor.ready()
+            other.ready()
+            if other.is_over:
+                break
+    assert other.is_over
+    n_chunks = 300 // CHUNK + 3  # and its rounds
+    assert clock.now - begin < n_chunks * (INTERACTIVE_SECONDS + CHUNK * 0.01 + 2 * ROUND)
+    assert other.completion.tokens == alone([1, *LONG[:299]], seed=1, max_tokens=3)
+
+
+def test_an_interactive_text_that_is_long_takes_turns() -> None:
+    clock = Clock()
+    models = machine(clock)
+    thread = Stepped(models, clock=clock)
+    cursor = stream(thread, models, seed=2, drafter=NoDrafter(), max_tokens=300, is_interactive=True)
+    for _ in range(INTERACTIVE_TOKENS + 1):
+        next(cursor)
+    other, n = begun(thread, models, 1), len(cursor.rounds)
+    while not other.rounds:
+        assert thread.step()
+        cursor.ready()
+        other.ready()
+    assert len(cursor.rounds) - n <= 300 // CHUNK + 2, "a round between two chunks"
+    assert cursor.run().tokens == alone(seed=2, max_tokens=300)
+
+
+@pytest.mark.parametrize("n_steps", range(1, 40, 6))
+@pytest.mark.parametrize("position_seconds", [0.003, 0.02])
+@pytest.mark.parametrize("max_chunked_prefill", [0, 512])
+def test_two_agents_and_an_editor(max_chunked_prefill: int, position_seconds: float, n_steps: int) -> None:
+    """One agent writes, one has a long prompt, and a key is pressed in some step of that.
+
+    Who writes, and the editor, wait for one chunk of a prompt and one round. The long prompt waits besides
+    for what the editor may take. A prompt that goes on has a round before and behind that chunk.
+    """
+    clock = Clock()
+    costs: dict[str, Any] = {"position_seconds": position_seconds, "clock": clock}
+    sizes: dict[str, Any] = {"vocabulary_size": V, "context_size": 2000, "batch_size": 512}
+    big = Watched(1, seconds=ROUND, max_chunked_prefill=max_chunked_prefill, **costs, **sizes)
+    small = Watched(2, seconds=ROUND / 5, **costs, **sizes)
+    models: dict[str, FakeModel] = {TARGET: big, DRAFT: small}
+    thread = Stepped(models, clock=clock)
+    texts = [stream(thread, models, seed=1, max_tokens=150)]
+    next(texts[0])
+    texts.append(stream(thread, models, [2, *LONG[:399]], seed=2, max_tokens=20))
+    texts[1].begin()
+    asked = [clock.now] * 3
+    for n in itertools.count():
+        if n == n_steps:  # it came during the evaluation before
+            prompt = [3, *LONG[:149]]
+            texts.append(stream(thread, models, prompt, seed=3, max_tokens=12, is_interactive=True))
+            asked[2] = big.times[-1][0] if big.times[-1][1] == clock.now else small.times[-1][0]
+        if not thread.step():
+            break
+        for of in texts:
+            of.ready()
+    assert texts[0].completion.tokens == alone(seed=1, max_tokens=150)
+    assert texts[1].completion.tokens == alone([2, *LONG[:399]], seed=2, max_tokens=20)
+    assert texts[2].completion.tokens == alone(prompt, seed=3)
+
+    chunk = ROUND + max(WAIT_SECONDS, CHUNK * position_seconds)
+    positions = 2 * 4 + 8  # of two draft steps for two texts that read two tokens, and of verifying both
+    round_ = 2 * ROUND / 5 + ROUND + positions * position_seconds
+    limits = (chunk + round_, INTERACTIVE_SECONDS + chunk + 2 * round_, chunk + 2 * round_)
+    waits: list[list[float]] = [[], [], []]
+    last = asked.copy()
+    for begin, end, rows in sorted([*big.times, *small.times]):
+        for row in rows:
+            if begin >= asked[row]:
+                waits[row].append(begin - last[row])
+                last[row] = end
+    assert waits[2][0] <= chunk + round_
+    assert all(max(each) <= limit for each, limit in zip(waits, limits, strict=True)), list(map(max, waits))

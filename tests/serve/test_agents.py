@@ -9,7 +9,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
-from llamaspec.serve.bodies import RequestError
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import RequestError, as_request_error, error_response, json_depth
+from llamaspec.serve.bodies import json_depth
+from llamaspec.serve.errors import RequestError, as_request_error, error_response
 from serving import PATIENCE_SECONDS, Served, served
 
 HI = [{"role": "user", "content": "hi"}]

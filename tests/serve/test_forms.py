@@ -6,6 +6,7 @@ The deltas are made by hand, with reasoning and calls of tools.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.families import HERMES, AnswerFormat
+from llamaspec.chat.parse import AnswerParser, ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
@@ -232,6 +234,68 @@ def test_responses(name: str) -> None:
     assert done == last["output"]
     added = [data["item"]["id"] for kind, data in events if kind == "response.output_item.added"]
     assert added == [item["id"] for item in done]
+
+
+@pytest.fixture
+def three_calls() -> list[Delta]:
+    """What a model writes, fed one character at a time."""
+    tools: Any = [{"name": name, "parameters": {}} for name in ("find", "nap")]
+    parser = AnswerParser(AnswerFormat(HERMES), tools)
+    calls = [("find", {"a": 1}), ("find", {"a": 1}), ("nap", {})]  # the same twice is two calls
+    written = "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in calls
+    )
+    deltas: list[Any] = [delta for letter in written for delta in parser.feed(letter)]
+    return [*deltas, *parser.finish(), end()]
+
+
+def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Delta]) -> None:
+    """Each has its index, and its id, type and name come first and once; in every choice of an answer."""
+    body = ChatBody.model_validate({"messages": [], "n": 2})
+
+    async def both() -> AsyncIterator[tuple[int, Delta]]:
+        for delta in three_calls:
+            yield 0, delta
+            yield 1, delta
+
+    async def events() -> str:
+        return b"".join([part async for part in ChatForm("m", 1, body, NONE).events(both())]).decode()
+
+    choices = [chunk["choices"][0] for _, chunk in parse_events(asyncio.run(events())) if chunk != "[DONE]"]
+    for i in range(2):
+        told = [
+            call
+            for choice in choices
+            if choice["index"] == i
+            for call in choice["delta"].get("tool_calls", ())
+        ]
+        assert [index for index, _ in itertools.groupby(told, lambda call: call["index"])] == [0, 1, 2]
+        firsts = [call for call in told if "id" in call]
+        assert [(call["index"], call["type"], call["function"]["name"]) for call in firsts] == [
+            (0, "function", "find"), (1, "function", "find"), (2, "function", "nap"),
+        ]  # fmt: skip
+        assert len({call["id"] for call in firsts}) == 3
+        assert all(call.keys() == {"index", "function"} for call in told if "id" not in call)
+        written = ["".join(call["function"]["arguments"] for call in told if call["index"] == n)
+                   for n in range(3)]  # fmt: skip
+        assert written == ['{"a": 1}', '{"a": 1}', "{}"]
+
+
+def test_three_calls_of_one_response_are_told_apart(three_calls: list[Delta]) -> None:
+    """Every event of an item names it: clients that put calls together by `item_id` alone lost them."""
+    whole, events = forms(lambda: ResponsesForm("m", 1, ResponsesBody(input="a")), three_calls)
+    of_items = [data for _, data in events if "response" not in data]
+    named = [(data["item_id"], data["output_index"]) for data in of_items]
+    places = [place for place, _ in itertools.groupby(named)]
+    done = [data["item"] for kind, data in events if kind == "response.output_item.done"]
+    assert places == [(item["id"], i) for i, item in enumerate(done)]
+    assert len({item["call_id"] for item in done}) == 3
+    assert (
+        [(item["name"], item["arguments"]) for item in done]
+        == [(item["name"], item["arguments"]) for item in whole["output"]]
+        == [("find", '{"a": 1}'), ("find", '{"a": 1}'), ("nap", "{}")]
+    )
 
 
 def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

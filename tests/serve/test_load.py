@@ -22,13 +22,15 @@ from llamaspec.chat.parse import message_of
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
-from llamaspec.serve.bodies import RequestError, SpeculativeFields
+from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.deltas import Delta, deltas_of
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
 from llamaspec.serve.scheduling import MAX_UNREAD, Finished, PromptProgress, RequestQueue, Submission
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, open_demo, said, served, until
 
+TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
 
@@ -135,6 +137,53 @@ def test_a_connection_that_breaks_frees_its_row(
         assert gate.n_evaluations <= 1
         metrics = server.client.get("/metrics").text
     assert 'finished_reason="interrupt"} 1' in metrics
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_the_queue_costs_nothing(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Nor one that leaves while its prompt is read, but for that evaluation."""
+    gate = Gate(demo, monkeypatch)
+    body = {"prompt": "x = 1\n" * 40, "max_tokens": 40, "seed": 1, "stream": streams}
+    with served(demo, parallel=1) as server:
+        with server.sent(TEXT, body):
+            until(lambda: server.n_running() == 1)
+            with server.sent(TEXT, {**body, "prompt": "never read"}):
+                until(lambda: server.service.queue.sequences()[1] == 1)
+            until(lambda: server.service.queue.sequences()[1] == 0)
+        until(lambda: server.n_running() == 0)
+        gate.open()
+        demo.call(lambda: None)  # the compute thread has done all that it had to
+        metrics = server.client.get("/metrics").text
+    assert gate.n_evaluations <= 1
+    assert "llamaspec:generation_tokens_total 0.0" in metrics
+    assert 'finished_reason="interrupt"} 2.0' in metrics
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_while_its_schema_is_compiled_costs_nothing(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    gate, compiling, is_gone = Gate(demo, monkeypatch), threading.Event(), threading.Event()
+    gate.open()
+    with served(demo) as server:
+        builder = server.service.builder
+        compile_ = builder._compile
+
+        def slow(*wanted: str) -> Any:
+            compiling.set()
+            assert is_gone.wait(PATIENCE_SECONDS)
+            return compile_(*wanted)
+
+        monkeypatch.setattr(builder, "_compile", slow)
+        with server.sent(TEXT, {"prompt": "a", "json_schema": {"type": "object"}, "stream": streams}):
+            assert compiling.wait(PATIENCE_SECONDS)
+        server.client.get("/health")  # the event loop has seen that the client left
+        is_gone.set()
+        until(lambda: any("POST" in line for line in server.log))
+    assert gate.n_evaluations == 0
+    assert " 499 " in server.log[-1]
 
 
 def test_tokens_of_a_cancelled_request_are_counted(demo: Pair) -> None:

@@ -18,7 +18,7 @@ from llamaspec.chat.template import Message, ToolCall
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
-from llamaspec.serve.bodies import RequestError
+from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import SCHEMA
