@@ -247,7 +247,7 @@ class ContentPart(Fields):
     thinking: str | None = None
     id: str | None = None  # of tool_use, as the next two
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | list[Any] | None = None  # an object, but for what a limit has cut
     tool_use_id: str | None = None  # of tool_result, as the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
 
@@ -256,10 +256,10 @@ Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
 
 
 class FunctionFields(Fields):
-    """The name and the arguments of a call; the latter are JSON."""
+    """The name and the arguments of a call; the latter are JSON as text or, of some clients, an object."""
 
     name: str
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
 
 
 class CallFields(Fields):
@@ -280,20 +280,18 @@ class MessageFields(Fields):
     reasoning_content: str | None = None
 
 
-def conversation(messages: Sequence[tuple[str, MessageFields]], *, takes_tools: bool) -> list[Message]:
+def conversation(messages: Sequence[tuple[str, MessageFields]]) -> list[Message]:
     """The messages for the chat template; each comes with its place in the request, such as "messages.3".
 
-    RequestError if one is of a kind that is not supported, or the chat template takes no tools.
+    RequestError if one is of a kind that is not supported.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
     for place, fields in messages:
         for message in _messages(fields, place):
-            if not takes_tools and (message.role == "tool" or message.tool_calls):
-                raise not_supported(place, "this model's chat template takes no tools")
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-            found.append(replace(message, name=name))
+            found.append(replace(message, name=name, place=place))
     return found
 
 
@@ -337,18 +335,18 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
     called = [(call.id or "", call.function) for call in fields.tool_calls or ()]
-    calls = [ToolCall(call_id, function.name, function.arguments or "{}") for call_id, function in called]
+    calls = [ToolCall(call_id, each.name, _written(each.arguments)) for call_id, each in called]
     text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
     parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
     for i, part in enumerate(parts):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
-            reasoning += required(part.thinking, f"{at}.thinking")
+            reasoning += part.thinking or ""  # of another server only the signature may be left
         elif part.type == "redacted_thinking" and is_assistant:
             continue  # encrypted by another server
         elif part.type == "tool_use" and is_assistant:
             name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
-            calls.append(ToolCall(call_id, name, json.dumps(part.input or {}, ensure_ascii=False)))
+            calls.append(ToolCall(call_id, name, _written(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
             text_of_result = _result_text(part.content, f"{at}.content")
@@ -363,9 +361,14 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     return [*results, message]
 
 
-def system_message(text: str) -> Message:
+def _written(arguments: Any) -> str:
+    """Arguments of a call as text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def system_message(text: str, place: str = "") -> Message:
     """A system message, without Claude Code's billing header."""
-    return Message("system", _BILLING_HEADER.sub("", text))
+    return Message("system", _BILLING_HEADER.sub("", text), place=place)
 
 
 def required(value: str | None, place: str) -> str:
