@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -29,10 +29,12 @@ _NEVER = -1e30  # bias of a token that must not be drawn
 # Claude Code begins the system prompt with it. Its values differ in each request, and behind the first token
 # that differs nothing comes out of the KV cache. github.com/ggml-org/llama.cpp/pull/21793
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
+_NUMBER = re.compile(r"[+-]?[0-9]+")
 _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -191,13 +193,22 @@ class SamplingFields(Fields):
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[BiasedText, Bias] | list[tuple[int | BiasedText, Bias]] | None = None
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
 
-    def sampling(self, end_tokens: Iterable[int] = ()) -> Sampling:
+    def biases(self, tokenize: Callable[[str], Iterable[int]]) -> dict[int, float]:
+        """What `logit_bias` adds to the score of each token; that of a text is for each of its tokens."""
+        given, found = self.logit_bias or (), dict[int, float]()
+        for name, bias in given.items() if isinstance(given, dict) else given:
+            is_number = isinstance(name, int) or _NUMBER.fullmatch(name)
+            for token in [int(name)] if is_number else tokenize(str(name)):
+                found[token] = found.get(token, 0.0) + (_NEVER if bias is False else bias)
+        return found
+
+    def sampling(self, end_tokens: Iterable[int] = (), biases: Mapping[int, float] | None = None) -> Sampling:
         """The sampling parameters; `end_tokens` are those that `ignore_eos` excludes."""
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        bias = dict(biases or {})
         if self.ignore_eos:
             bias |= dict.fromkeys(end_tokens, _NEVER)
         default = Sampling()

@@ -260,8 +260,11 @@ class RequestBuilder:
         if len(prompts) * n > self._parallel:
             told = f"{len(prompts) * n} texts at once, this server runs {self._parallel}"
             raise bad_field("n", f"{told}; ask for fewer, or start it with --parallel")
-        self.check_token_ids(list(map(int, fields.logit_bias or ())), "logit_bias")
-        sampling, drafting = fields.sampling(self.vocabulary.ends), fields.drafting
+        biases = fields.biases(
+            lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist()
+        )
+        self.check_token_ids(list(biases), "logit_bias")
+        sampling, drafting = fields.sampling(self.vocabulary.ends, biases), fields.drafting
         wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
         found: list[GenerationRequest] = []
         for prompt in prompts:
