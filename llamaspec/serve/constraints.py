@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from functools import lru_cache
-from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,7 +25,6 @@ from llamaspec.serve.bodies import Fields, bad_field, not_supported
 from llamaspec.serve.tools import ToolUse, subschemas, without_prose
 
 MAX_COMPILED = 64  # constraints that are kept
-_MAX_TRIES = 256  # parts of a schema that are compiled to find the one that is wrong
 # Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
 _AS_RENDERED: Mapping[str, Any] = {
     "whitespace_flexible": False,
@@ -221,24 +219,32 @@ class Constraints:
     def _fault(self, schema: Schema) -> str:
         """The path of the innermost part of a schema that cannot be compiled; "": only the whole cannot."""
         shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
-        tries = count()
 
-        def fails(part: Schema) -> bool:
+        def error_of(schema: Schema) -> str | None:
             try:
-                self._pair.json_schema({**shared, **part})
-            except ConstraintError:
-                return True
-            return False
+                self._pair.json_schema(schema)
+            except ConstraintError as error:
+                return str(error)
+            return None
+
+        wrong = error_of(schema)
+
+        def fails(parts: Sequence[Schema]) -> bool:
+            """Whether one of the parts is what is wrong; others may refer to what is not there."""
+            properties = {str(i): part for i, part in enumerate(parts)}
+            return error_of({**shared, "type": "object", "properties": properties}) == wrong
 
         def path(part: Schema) -> str:
-            for name, inner in subschemas(part):
-                if next(tries) >= _MAX_TRIES:
-                    break
-                if fails(inner):
-                    return _path(name, path(inner))
-            return ""
+            found = list(subschemas(part))
+            while len(found) > 1:
+                half = found[: len(found) // 2]
+                found = half if fails([inner for _, inner in half]) else found[len(half) :]
+            if not (found and fails([found[0][1]])):
+                return ""
+            name, inner = found[0]
+            return _path(name, path(inner))
 
-        return path(schema)
+        return "" if wrong is None else path(schema)
 
 
 def _path(*parts: str) -> str:

@@ -49,6 +49,8 @@ def call_of(server: Served, name: str, tools: Any, seed: int = 1) -> Any:
          "response_format.json_schema.schema.properties.b.anyOf.1"),
         (TEXT, {"prompt": "a", "json_schema": {"items": BAD}}, "json_schema.items"),
         (TEXT, {"prompt": "a", "json_schema": BAD}, "json_schema"),
+        (TEXT, {"prompt": "a", "json_schema": {"properties": {"a": {"items": {"$ref": "#"}}, "b": BAD}}},
+         "json_schema.properties.b"),
         (TEXT, {"prompt": "a", "json_schema": {"$defs": {"x": BAD}, "items": {"$ref": "#/$defs/x"}}},
          "json_schema.$defs.x"),
         (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "schema": INNER}}},
