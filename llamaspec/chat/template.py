@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -149,15 +150,32 @@ class ChatTemplate:
         kwargs = template_kwargs or {}
         if taken := RESERVED.intersection(kwargs):
             raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
+        special = SpecialTokens(()) if parse_special else self._special
+        said = conversation(messages)
         try:
-            texts = texts_in([self.source, conversation(messages), tools, kwargs])
-            escaper = Escaper(SpecialTokens(()) if parse_special else self._special, texts)
+            return self._rendered(said, tools, kwargs, special)
+        except TemplateError as error:
+            in_text = conversation(messages, arguments_in_text=True)  # as some templates want them
+            if in_text != said and not isinstance(error, TemplateTimeError):
+                with suppress(TemplateError):
+                    return self._rendered(in_text, tools, kwargs, special)
+            raise
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Mapping[str, Json]] | None,
+        kwargs: Mapping[str, Json],
+        special: SpecialTokens,
+    ) -> Rendered:
+        """As `render`."""
+        try:
+            escaper = Escaper(special, texts_in([self.source, messages, tools, kwargs]))
             # Plain dictionaries and lists are what templates are written for.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
                 "messages": [
-                    {**escaper.escape_json(message), "role": message["role"]}
-                    for message in conversation(messages)
+                    {**escaper.escape_json(message), "role": message["role"]} for message in messages
                 ],
                 "tools": escaper.escape_json(tools) if tools else None,
                 "documents": None,
@@ -168,7 +186,7 @@ class ChatTemplate:
         except (RenderError, ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             refused = f"the model's chat template refuses: {reason}"
-            if messages and messages[0].role == "system" and "system" in reason.lower():
+            if messages and messages[0]["role"] == "system" and "system" in reason.lower():
                 raise SystemPromptError(f"{refused}; leave the system prompt out") from error
             kind = TemplateTimeError if isinstance(error, RenderTimeError) else TemplateError
             raise kind(f"{refused}; give another template") from error
@@ -223,12 +241,12 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -
     return found
 
 
-def conversation(messages: Sequence[Message]) -> list[dict[str, Json]]:
-    """Messages as templates know them: as in OpenAI's API, but with arguments of calls as objects."""
-    return [_as_dict(message) for message in messages]
+def conversation(messages: Sequence[Message], *, arguments_in_text: bool = False) -> list[dict[str, Json]]:
+    """Messages as most templates know them: as in OpenAI's API, but with arguments of calls as objects."""
+    return [_as_dict(message, arguments_in_text) for message in messages]
 
 
-def _as_dict(message: Message) -> dict[str, Json]:
+def _as_dict(message: Message, arguments_in_text: bool) -> dict[str, Json]:
     found: dict[str, Json] = {"role": message.role, "content": message.text}
     if message.name is not None:
         found["name"] = message.name
@@ -239,12 +257,12 @@ def _as_dict(message: Message) -> dict[str, Json]:
         if not (message.text and message.tool_calls):  # gpt-oss wants only one of both beside a call
             found["thinking"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [_call_as_dict(call) for call in message.tool_calls]
+        found["tool_calls"] = [_call_as_dict(call, arguments_in_text) for call in message.tool_calls]
     return found
 
 
-def _call_as_dict(call: ToolCall) -> dict[str, Json]:
-    arguments = _as_object(call.arguments)
+def _call_as_dict(call: ToolCall, arguments_in_text: bool = False) -> dict[str, Json]:
+    arguments = call.arguments if arguments_in_text else _as_object(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

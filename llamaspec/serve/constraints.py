@@ -153,13 +153,12 @@ class Constraints:
         """The constraint of an answer with calls, and the tools that it cannot hold to their schemas."""
         named = [tool["function"] for tool in use.tools]
         named = [each for each in named if not use.is_named or each["name"] == use.choice]
-        is_free = answer_format.calls is HARMONY  # it was trained to write JSON without spaces
-        spaces: Mapping[str, Any] = {"whitespace_pattern": WHITESPACE} if is_free else _AS_RENDERED
         tools: list[str] = []
         for each in named:
             schema = without_prose(each["parameters"])
             # Unless it is strict, llguidance ignores what it does not know of the schema.
-            schema.setdefault("x-guidance", {**spaces, "lenient": each["name"] not in use.strict})
+            spaces = {**_spaces(answer_format), "lenient": each["name"] not in use.strict}
+            schema.setdefault("x-guidance", spaces)
             tools.append(json.dumps({"name": each["name"], "parameters": schema}))
         strict = frozenset(use.strict)
         asked = (answer_format, thinking, use.is_forced, use.is_parallel, tuple(tools), strict)
@@ -189,23 +188,27 @@ class Constraints:
                 is_parallel=is_parallel,
                 thinking=thinking,
             )
-            return None if grammar is None else self._compile("grammar", grammar)
+            return None if grammar is None else self._pair.grammar(grammar)
 
+        names = [tool["name"] for tool in several]
+        any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
         free: dict[int, str] = {}  # why, as the log says it
         while True:
-            each = [_any_object(tool) if i in free else tool for i, tool in enumerate(several)]
+            each = [
+                {**tool, "parameters": any_object} if i in free else tool for i, tool in enumerate(several)
+            ]
             try:
-                return compiled(each), [f"{several[i]['name']} ({why})" for i, why in free.items()]
+                return compiled(each), [f"{names[i]} ({why})" for i, why in free.items()]
             except ConstraintError as error:
                 reasons = {} if free else {i: self._wrong(tool, compiled) for i, tool in enumerate(several)}
                 wrong = {i: why for i, why in reasons.items() if why is not None}
                 if not wrong:  # all together they are too much
-                    held = sorted(set(range(len(tools))) - free.keys(), key=lambda i: -len(tools[i]))
+                    held = [i for i in range(len(tools)) if i not in free and names[i] not in strict]
+                    held.sort(key=lambda i: -len(tools[i]))
                     wrong = dict.fromkeys(held[: max(1, len(held) // 8)], str(error))
-                refused = [i for i in wrong if several[i]["name"] in strict]
-                if not wrong or refused:
-                    told = f"{several[refused[0]]['name']}: {wrong[refused[0]]}" if refused else str(error)
-                    raise bad_field("tools", told) from error
+                refused = [f"{names[i]}: {why}" for i, why in wrong.items() if names[i] in strict]
+                if refused or not wrong:
+                    raise bad_field("tools", refused[0] if refused else str(error)) from error
                 free |= wrong
 
     def _wrong(self, tool: Schema, compiled: Callable[[Sequence[Schema]], object]) -> str | None:
@@ -251,7 +254,8 @@ def _path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _any_object(tool: Schema) -> Schema:
-    """A tool whose arguments may be any object, written as those of others are."""
-    spaces = {**tool["parameters"]["x-guidance"], "lenient": True}
-    return {"name": tool["name"], "parameters": {"x-guidance": spaces}}
+def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
+    """Where a model may write spaces in the arguments of its calls."""
+    if answer_format.calls is HARMONY:  # it was trained to write JSON without them
+        return {"whitespace_pattern": WHITESPACE}
+    return _AS_RENDERED
