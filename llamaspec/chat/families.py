@@ -76,18 +76,17 @@ class AnswerFormat:
         known = [text for text in controls if len(text) > 1 and any(text in mark for mark in marks)]
         return {controls[text]: text.encode() for text in known}
 
-    def begun(self, text: str, reasoning: str, *, is_thinking: bool) -> list[tuple[str, bool]]:
-        """What stands in the prompt of an answer that is begun: parts, each with whether it is a mark.
-
-        `is_thinking`: the prompt ends with the mark that opens reasoning.
-        """
-        marks = self.reasoning
+    def begun(self, text: str, reasoning: str, prompt: bytes) -> list[tuple[str, bool]]:
+        """What follows a prompt where an answer is begun: parts, each with whether it is a mark."""
+        marks, is_thinking = self.reasoning, self.begins_thinking(prompt)
+        if marks is None or prompt.rstrip().endswith(marks.closing.encode()):  # no thoughts here
+            return [(text, False)]
         parts: list[tuple[str, bool]] = []
-        if marks is not None and self.calls is HARMONY:
+        if self.calls is HARMONY:
             thought = [(marks.opening, True), (reasoning, False), (marks.cut, True)]
             parts = thought if reasoning else [(_FINAL, True)]
             parts = parts if text else []  # thoughts alone are not gone on with
-        elif marks is not None and (reasoning or is_thinking):
+        elif reasoning or is_thinking:
             parts = [("" if is_thinking else marks.opening, True), (reasoning, False)]
             parts += [(marks.cut if text else "", True)]
         return [*parts, (text, False)]

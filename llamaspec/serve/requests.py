@@ -181,7 +181,9 @@ class RequestBuilder:
         tools, (kwargs, _), begun = request.tool_use.offered, request.reasoning, request.begun
         if not self.takes_tools:
             messages, tools = in_words(messages, tools), ()
-        self.check_size("".join(texts_in([conversation(messages), tools, begun.text])), request.field)
+        self.check_size(
+            "".join(texts_in([conversation(messages), tools, begun.text, begun.reasoning])), request.field
+        )
         try:
             rendered = template.render(messages, tools or None, template_kwargs=kwargs)
         except TemplateError as error:
@@ -189,7 +191,7 @@ class RequestBuilder:
             raise bad_field(place or request.field, str(error)) from error
         is_thinking = self.answer_format.begins_thinking(rendered.text)
         if begun.text or begun.reasoning:
-            parts = self.answer_format.begun(begun.text, begun.reasoning or "", is_thinking=is_thinking)
+            parts = self.answer_format.begun(begun.text, begun.reasoning or "", rendered.text)
             for text, is_mark in parts:
                 rendered = rendered.followed_by(text, self._special if is_mark else None)
             is_thinking = not begun.text and len(parts) > 1
