@@ -131,6 +131,13 @@ class Rendered:
         text += escaper.unescape(escaped[start:]).encode()
         return cls(bytes(text), tuple(specials))
 
+    def followed_by(self, text: str, special: SpecialTokens | None = None) -> Rendered:
+        """With more behind it, in which only the control tokens of `special` are such."""
+        more = text.encode()
+        spans = () if special is None else special.spans(more)
+        n = len(self.text)
+        return Rendered(self.text + more, (*self.specials, *((a + n, b + n) for a, b in spans)))
+
     def after(self, start: int) -> Rendered:
         """The text from a place on that is in no control token."""
         specials = tuple((a - start, b - start) for a, b in self.specials if a >= start)

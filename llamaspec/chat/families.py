@@ -76,15 +76,29 @@ class AnswerFormat:
         known = [text for text in controls if len(text) > 1 and any(text in mark for mark in marks)]
         return {controls[text]: text.encode() for text in known}
 
+    def begun(self, text: str, reasoning: str, prompt: bytes) -> list[tuple[str, bool]]:
+        """What follows a prompt where an answer is begun: parts, each with whether it is a mark."""
+        marks, is_thinking = self.reasoning, self.begins_thinking(prompt)
+        if marks is None or prompt.rstrip().endswith(marks.closing.encode()):  # no thoughts here
+            return [(text, False)]
+        parts: list[tuple[str, bool]] = []
+        if self.calls is HARMONY:
+            thought = [(marks.opening, True), (reasoning, False), (marks.cut, True)]
+            parts = thought if reasoning else [(_FINAL, True)]
+            parts = parts if text else []  # thoughts alone are not gone on with
+        elif reasoning or is_thinking:
+            parts = [("" if is_thinking else marks.opening, True), (reasoning, False)]
+            parts += [(marks.cut if text else "", True)]
+        return [*parts, (text, False)]
+
     def begins_thinking(self, prompt: bytes) -> bool:
         """Whether a rendered conversation ends with the mark that opens reasoning."""
         reasoning = self.reasoning
         return reasoning is not None and prompt.rstrip().endswith(reasoning.opening.strip().encode())
 
 
-CHANNELS = Reasoning(
-    "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"
-)
+_FINAL = "<|channel|>final<|message|>"
+CHANNELS = Reasoning("<|channel|>analysis<|message|>", "<|end|>", f"<|start|>assistant{_FINAL}")
 _REASONING = (
     Reasoning("<think>", "</think>", "\n\n"),
     Reasoning("[THINK]", "[/THINK]"),
@@ -162,6 +176,15 @@ LLAMA3 = CallFormat(  # Llama 3.1 to 3.3
     header=_JSON_HEADER,
     behind=("}", ";"),
     separator=";",
+    known_only=True,
+)
+JSON_CALL = CallFormat(  # for a forced call where the family's own format is not known
+    (),
+    (),
+    ('{"name": ', QUOTED_NAME, ', "arguments": '),
+    "}",
+    header=_JSON_HEADER,
+    behind=("}",),
     known_only=True,
 )
 FORMATS = (HARMONY, GEMMA4, QWEN_XML, HERMES, MISTRAL_ARGS, MISTRAL, LLAMA3)  # the first that fits

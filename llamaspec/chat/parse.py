@@ -1,8 +1,8 @@
 """Parses a streamed answer: text, reasoning, tool calls.
 
-Pieces of text go in, deltas come out. Readers are generators that yield where they need more text to decide,
-so how the text was split makes no difference. Where an answer does not follow the format of its family
-(`chat/families.py`) it is content, and only a possible beginning of a mark or a call is held back.
+Pieces of text go in, deltas come out. Readers are generators over the text that has come
+(`chat/incoming.py`), so how it was split makes no difference. Where an answer does not follow the format of
+its family (`chat/families.py`) it is content, and only a possible beginning of a mark or a call is held back.
 tests/chat/test_parse.py has recorded answers of each family, split everywhere.
 """
 
@@ -12,25 +12,19 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from llamaspec.chat.escaping import Json
 from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
+from llamaspec.chat.incoming import MAX_HEADER, MAX_SPACE, Incoming, Reading
 from llamaspec.chat.template import Message, ToolCall
 
-MAX_HEADER = 512  # characters before the arguments of a call
-_LONGEST_CHANCE = 2  # characters that begin a mark by chance
 _FENCE = "```"
-_MAX_SPACE = 64  # characters at the end of a text that may be dropped before what follows
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
-
-Result = TypeVar("Result")
-Reading = Generator[None, None, Result]  # yields where it needs more text
-Sink = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,111 +63,6 @@ class ArgumentsDelta:
 Delta: TypeAlias = "ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta"
 
 
-class _Incoming:
-    """The part of an answer that has come and is not read yet."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.n_fed = 0  # characters of the answer up to now
-        self.is_complete = False  # nothing follows
-        self.is_cut = False  # nothing follows, but something should
-
-    def take(self, n: int, sink: Sink | None = None) -> None:
-        """Pass the next characters on; without a sink drop them."""
-        taken, self.text = self.text[:n], self.text[n:]
-        if taken and sink is not None:
-            sink(taken)
-
-    def until(self, marks: Sequence[str], sink: Sink | None) -> Reading[str | None]:
-        """Pass the text before the first mark on and take the mark; None where the answer ends without one.
-
-        Among marks one may end with another, but not otherwise contain it.
-        """
-        pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-        while True:
-            found = pattern.search(self.text)
-            if found is not None:
-                self.take(found.start(), sink)
-                self.take(len(found[0]))
-                return found[0]
-            n_held = self._possible_beginning(marks)
-            if self.is_complete and not (self.is_cut and n_held > _LONGEST_CHANCE):
-                n_held = 0
-            self.take(len(self.text) - n_held, sink)
-            if self.is_complete:
-                self.text = ""
-                return None
-            yield
-
-    def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """What a pattern matches here, which stays; the pattern's last character must be decisive."""
-        while True:
-            found = pattern.match(self.text, 0, MAX_HEADER)
-            if found is not None or self.is_complete or len(self.text) >= MAX_HEADER:
-                return found
-            yield
-
-    def begins(self, mark: str) -> Reading[bool]:
-        """Whether a mark comes next, perhaps after a little whitespace; both stay."""
-        while True:
-            rest = self.text.lstrip()
-            if len(self.text) - len(rest) > _MAX_SPACE:
-                return False
-            if self.is_complete or len(rest) >= len(mark) or not mark.startswith(rest):
-                return rest.startswith(mark)
-            yield
-
-    def begins_spaced(self, *texts: str) -> Reading[bool]:
-        """Whether one of these comes next, with any whitespace in it; all stays."""
-        while True:
-            rest = "".join(self.text[:MAX_HEADER].split())
-            is_open = not self.is_complete and len(self.text) < MAX_HEADER
-            if rest.startswith(texts) or not (is_open and any(text.startswith(rest) for text in texts)):
-                return rest.startswith(texts)
-            yield
-
-    def drop(self, marks: Sequence[str]) -> Reading[str]:
-        """Drop whitespace and these marks; the last mark among them, or ""."""
-        last = ""
-        while True:
-            self.text = self.text.lstrip()
-            mark = next((mark for mark in marks if self.text.startswith(mark)), "")
-            is_open = not self.text or any(each.startswith(self.text) for each in marks)
-            if mark:
-                self.take(len(mark))
-                last = mark
-            elif is_open and not self.is_complete:
-                yield
-            else:
-                if is_open and self.is_cut:
-                    self.text = ""
-                return last
-
-    def json_object(self, sink: Sink) -> Reading[None]:
-        """Pass an object of JSON on, up to its end or the answer's. Looks only at brackets and quotes."""
-        depth, in_string = 0, False
-        while True:
-            for found in re.finditer(r'\\.|["{}\[\]]', self.text, re.DOTALL):
-                if found[0] == '"':
-                    in_string = not in_string
-                elif found[0] in "{}[]" and not in_string:
-                    depth += 1 if found[0] in "{[" else -1
-                if depth == 0:
-                    self.take(found.end(), sink)
-                    return
-            if self.is_complete:
-                self.take(len(self.text), sink)
-                return
-            n_backslashes = len(self.text) - len(self.text.rstrip("\\"))
-            self.take(len(self.text) - n_backslashes % 2, sink)  # the last one escapes what comes next
-            yield
-
-    def _possible_beginning(self, marks: Sequence[str]) -> int:
-        """Length of the longest end of the text that begins a mark."""
-        lengths = range(min(max(map(len, marks), default=0), len(self.text)), 0, -1)
-        return next((n for n in lengths if any(mark.startswith(self.text[-n:]) for mark in marks)), 0)
-
-
 class AnswerParser:
     """Parses one answer.
 
@@ -196,7 +85,7 @@ class AnswerParser:
         }
         self.answer_format = answer_format
         self.is_thinking = thinking  # what comes now is reasoning
-        self._incoming = _Incoming()
+        self._incoming = Incoming()
         self._n_calls = 0  # that have begun
         self._deltas: list[Delta] = []
         self._space, self._space_end = "", 0  # at the end of the text so far
@@ -246,7 +135,7 @@ class AnswerParser:
             self._space = ""
         text = self._space + text
         may_be_dropped = kind is ReasoningDelta or (self.answer_format.calls is not None and self._schemas)
-        end = max(len(text.rstrip()), len(text) - _MAX_SPACE) if may_be_dropped else len(text)
+        end = max(len(text.rstrip()), len(text) - MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
         self._space_end, text_end = text_end, text_end - len(self._space)
         last = self._deltas[-1] if self._deltas else None

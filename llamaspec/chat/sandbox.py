@@ -34,6 +34,10 @@ class RenderError(Exception):
     """A template cannot be compiled or rendered; the message is one line."""
 
 
+class RenderTimeError(RenderError):
+    """The process had to be ended: the template takes too much time or memory."""
+
+
 class TemplateProcess:
     """Compiles and renders templates in another process; from any thread, a request at a time."""
 
@@ -68,7 +72,7 @@ class TemplateProcess:
             if not answer:
                 process.wait()
                 self._end()
-                raise RenderError(
+                raise RenderTimeError(
                     f"it computes for more than {self._cpu_seconds:g} seconds"
                     if process.returncode == -signal.SIGPROF
                     else "it crashes what renders it"

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+from pydantic_core import from_json
 
 from llamaspec.chat.escaping import Escaper, Json, Rendered, SpecialTokens, texts_in
-from llamaspec.chat.sandbox import PROCESS, RenderError
+from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
 
@@ -37,6 +41,10 @@ class SystemPromptError(TemplateError):
     """A chat template refuses the system prompt."""
 
 
+class TemplateTimeError(TemplateError):
+    """A chat template takes too much time or memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A function that the assistant wants called."""
@@ -56,6 +64,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
     tool_call_id: str | None = None  # the call whose result this is
     reasoning: str | None = None  # what the assistant thought before its answer
+    place: str = field(default="", compare=False)  # where a client sent it, such as messages.3, for errors
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -119,7 +128,7 @@ class ChatTemplate:
             first, rest = first + later, [each for each in rest if each.role != "system"]
         if not first:
             return rest
-        return [Message("system", "\n\n".join(each.text for each in first if each.text)), *rest]
+        return [replace(first[0], text="\n\n".join(each.text for each in first if each.text)), *rest]
 
     def render(
         self,
@@ -141,36 +150,103 @@ class ChatTemplate:
         kwargs = template_kwargs or {}
         if taken := RESERVED.intersection(kwargs):
             raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
+        special = SpecialTokens(()) if parse_special else self._special
+        said = conversation(messages)
         try:
-            texts = texts_in([self.source, conversation(messages), tools, kwargs])
-            escaper = Escaper(SpecialTokens(()) if parse_special else self._special, texts)
+            return self._rendered(said, tools, kwargs, special)
+        except TemplateError as error:
+            in_text = conversation(messages, arguments_in_text=True)  # as some templates want them
+            if in_text != said and not isinstance(error, TemplateTimeError):
+                with suppress(TemplateError):
+                    return self._rendered(in_text, tools, kwargs, special)
+            raise
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Mapping[str, Json]] | None,
+        kwargs: Mapping[str, Json],
+        special: SpecialTokens,
+    ) -> Rendered:
+        """As `render`."""
+        try:
+            escaper = Escaper(special, texts_in([self.source, messages, tools, kwargs]))
             # Plain dictionaries and lists are what templates are written for.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
                 "messages": [
-                    {**escaper.escape_json(message), "role": message["role"]}
-                    for message in conversation(messages)
+                    {**escaper.escape_json(message), "role": message["role"]} for message in messages
                 ],
                 "tools": escaper.escape_json(tools) if tools else None,
                 "documents": None,
                 "add_generation_prompt": True,
                 **self._ends,
             }
-            return Rendered.of(PROCESS.render(self.source, variables), self._special, escaper)
+            rendered = Rendered.of(PROCESS.render(self.source, variables), self._special, escaper)
         except (RenderError, ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             refused = f"the model's chat template refuses: {reason}"
-            if messages and messages[0].role == "system" and "system" in reason.lower():
+            if messages and messages[0]["role"] == "system" and "system" in reason.lower():
                 raise SystemPromptError(f"{refused}; leave the system prompt out") from error
-            raise TemplateError(f"{refused}; give another template") from error
+            kind = TemplateTimeError if isinstance(error, RenderTimeError) else TemplateError
+            raise kind(f"{refused}; give another template") from error
+        if not rendered.text:
+            raise TemplateError("the prompt is empty: the chat template writes nothing; give another one")
+        return rendered
+
+    def refused_place(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> str:
+        """The place of the message at which `render` fails with an error; "": it is none of them, or unknown.
+
+        `more` is what `render` was called with besides the messages.
+        """
+        if isinstance(error, TemplateTimeError) or self._refuses((), error, **more):
+            return ""
+        first, last = 0, len(messages)
+        while last - first > 1:
+            middle = (first + last) // 2
+            if self._refuses(messages[:middle], error, **more):
+                last = middle
+            else:
+                first = middle
+        return messages[first].place
+
+    def _refuses(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> bool:
+        """Whether rendering fails with the same error."""
+        try:
+            self.render(messages, **more)
+        except TemplateError as other:
+            return str(other) == str(error)
+        return False
 
 
-def conversation(messages: Sequence[Message]) -> list[dict[str, Json]]:
-    """Messages as templates know them: as in OpenAI's API, but with arguments of calls as objects."""
-    return [_as_dict(message) for message in messages]
+def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
+    """A conversation for a template that takes no tools: the first message tells of them, calls are text."""
+    found: list[Message] = []
+    before = ""  # role
+    for message in messages:
+        functions = [_call_as_dict(call)["function"] for call in message.tool_calls]
+        calls = [json.dumps(function, ensure_ascii=False) for function in functions]
+        text = "\n".join(filter(None, (message.text, *calls)))
+        role = "user" if message.role == "tool" else message.role
+        if "tool" in (message.role, before) and found and found[-1].role == role == "user":
+            found[-1] = replace(found[-1], text=f"{found[-1].text}\n\n{text}")
+        else:
+            name = None if message.role == "tool" else message.name
+            found.append(Message(role, text, name, reasoning=message.reasoning, place=message.place))
+        before = message.role
+    if tools:
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        told = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
+        found[0] = replace(found[0], text=f"{told}\n\n{found[0].text}")
+    return found
 
 
-def _as_dict(message: Message) -> dict[str, Json]:
+def conversation(messages: Sequence[Message], *, arguments_in_text: bool = False) -> list[dict[str, Json]]:
+    """Messages as most templates know them: as in OpenAI's API, but with arguments of calls as objects."""
+    return [_as_dict(message, arguments_in_text) for message in messages]
+
+
+def _as_dict(message: Message, arguments_in_text: bool) -> dict[str, Json]:
     found: dict[str, Json] = {"role": message.role, "content": message.text}
     if message.name is not None:
         found["name"] = message.name
@@ -181,15 +257,38 @@ def _as_dict(message: Message) -> dict[str, Json]:
         if not (message.text and message.tool_calls):  # gpt-oss wants only one of both beside a call
             found["thinking"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [_call_as_dict(call) for call in message.tool_calls]
+        found["tool_calls"] = [_call_as_dict(call, arguments_in_text) for call in message.tool_calls]
     return found
 
 
-def _call_as_dict(call: ToolCall) -> dict[str, Json]:
-    """With its arguments as an object; what a model wrote wrongly stays a text."""
-    try:
-        found = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    arguments = found if isinstance(found, dict) else call.arguments
+def _call_as_dict(call: ToolCall, arguments_in_text: bool = False) -> dict[str, Json]:
+    arguments = call.arguments if arguments_in_text else _as_object(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _as_object(arguments: str) -> Mapping[str, Json]:
+    """Arguments of a call as an object, for templates iterate over them.
+
+    Those that were cut off are closed, so that what was written before stays in the KV cache. What is no
+    object becomes the text in one.
+    """
+    try:
+        found = from_json(arguments.strip() or "{}")
+    except ValueError:
+        found = None if _begins_with_json(arguments) else _closed(arguments)
+    return found if isinstance(found, dict) else {"arguments": arguments}
+
+
+def _begins_with_json(text: str) -> bool:
+    try:
+        json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _closed(text: str) -> Json:
+    try:
+        return from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return None

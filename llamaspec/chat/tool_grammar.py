@@ -152,9 +152,16 @@ class _Grammar:
             self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
 
     def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
-        """`arguments_i`: Qwen's parameters between tags, in the order of the schema."""
+        """`arguments_i`: Qwen's parameters between tags, in the order of the schema; any if it names none."""
+        if "properties" not in schema:
+            self._rules += [
+                f"arguments_{i}: any_{i}*",
+                f"any_{i}: {self._mark('<parameter=')} /[\\w.-]{{1,64}}/ {quoted('>' + chr(10))} value_{i}",
+                rf"value_{i}[lazy]: /(?s:.*)\n<\/parameter>\n/",
+            ]
+            return
         required, more, end = schema.get("required") or (), quoted(">\n"), "\n</parameter>\n"
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
         parts = []
         for j, (key, inner) in enumerate((schema.get("properties") or {}).items()):
             rule, inner = f"value_{i}_{j}", inner if isinstance(inner, Mapping) else {}

@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
 from llamaspec.engine.generation import StopReason
 from llamaspec.serve import bodies, deltas, errors, requests
+from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
 
@@ -33,20 +35,20 @@ class CountTokensBody(requests.ReasoningFields):
     model: str | None = None
     messages: Annotated[list[bodies.MessageFields], Field(max_length=bodies.MAX_MESSAGES)]
     system: bodies.Content | None = None
-    tools: requests.Tools | None = None
-    tool_choice: requests.ToolChoiceFields | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceFields | None = None
     thinking: ThinkingFields | None = None
-    output_config: requests.FormatFields | None = None
+    output_config: FormatFields | None = None
 
-    def chat_request(self, *, takes_tools: bool) -> requests.ChatRequest:
+    def chat_request(self) -> requests.ChatRequest:
         """What the model is asked."""
-        messages = bodies.conversation(bodies.placed(self.messages), takes_tools=takes_tools)
+        messages = bodies.conversation(bodies.placed(self.messages))
         if system := bodies.text_of(self.system, "system"):
-            messages = [bodies.system_message(system), *messages]
+            messages = [bodies.system_message(system, "system"), *messages]
         thinking = self.thinking or ThinkingFields(type="adaptive")
         reasoning = self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled")
-        use = requests.tool_use(self.tools, self.tool_choice, None, kind="custom")
-        wanted = requests.inner_format(self.output_config, "output_config")
+        use = tool_use(self.tools, self.tool_choice, None, kind="custom")
+        wanted = inner_format(self.output_config, "output_config")
         return requests.ChatRequest(messages, "messages", use, reasoning, wanted)
 
 
@@ -62,7 +64,7 @@ async def messages(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, MessagesBody)
     builder, seed, stops = service.builder, body.seed_or_random(), tuple(body.stop_sequences or ())
-    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
+    prompt, parameters = await service.chat(body.chat_request())
     asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
     form = MessagesForm(service.model_name, body, len(prompt), builder)
     return await service.respond(http, asked, form, body.stream)
@@ -71,7 +73,7 @@ async def messages(http: Request) -> Response:
 async def count_tokens(http: Request) -> Response:
     """Count the tokens of a conversation."""
     builder, body = service_of(http).builder, await parse_body(http, CountTokensBody)
-    request = body.chat_request(takes_tools=builder.takes_tools)
+    request = body.chat_request()
     tokens, _ = await builder.chat_prompt(request, must_fit=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
@@ -85,6 +87,7 @@ class MessagesForm(Form):
         self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
         self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._is_begun = False
         self._open_type: str | None = None  # of the open content block
         self._n_blocks = 0
         self._has_calls = False
@@ -104,36 +107,46 @@ class MessagesForm(Form):
         usage, told = self._usage(end), deltas.figures(end, self._options)
         return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
 
-    def _begin(self) -> bytes:
-        empty: Data = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
-        return _event("message_start", message={**self._head, **empty, "usage": usage})
-
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        return _event("ping")
+        if self._is_begun:
+            return _event("ping")
+        n_read, n_cached = progress.n_read, progress.n_cached
+        if n_read is not None and (n_cached < n_read or n_read == progress.n_to_read):  # no more is cached
+            return self._start(n_cached)
+        return super()._keep_alive(index, progress)
+
+    def _start(self, n_cached: int) -> bytes:
+        """The first event. It says how much of the prompt was cached, so it waits until that is known."""
+        if self._is_begun:
+            return b""
+        self._is_begun = True
+        empty: Data = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {**_input_usage(self._n_prompt, n_cached), "output_tokens": 0}
+        return _event("message_start", message={**self._head, **empty, "usage": usage})
 
     def _error(self, exception: Exception) -> bytes:
         return event(errors.anthropic_error(exception), "error")
 
     def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+        begun = self._start(0)  # a prompt is read before there is text, so this is for safety
         if isinstance(delta, CallDelta):
             self._has_calls = True
-            return self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
-        begun = b""
+            return begun + self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         if isinstance(delta, ContentDelta):
             told = {"type": "text_delta", "text": delta.text}
             if self._open_type != "text":
-                begun = self._open({"type": "text", "text": ""})
+                begun += self._open({"type": "text", "text": ""})
         elif isinstance(delta, ReasoningDelta):
             told = {"type": "thinking_delta", "thinking": delta.text}
             if self._open_type != "thinking":
-                begun = self._open({"type": "thinking", "thinking": "", "signature": ""})
+                begun += self._open({"type": "thinking", "thinking": "", "signature": ""})
         else:
             told = {"type": "input_json_delta", "partial_json": delta.text}
         return begun + _event("content_block_delta", index=self._n_blocks - 1, delta=told)
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        begun = b"" if self._n_blocks else self._open({"type": "text", "text": ""})
+        begun = self._start(end.completion.n_cached)
+        begun += b"" if self._n_blocks else self._open({"type": "text", "text": ""})
         told = {"delta": self._stop(end), "usage": self._usage(end), **deltas.figures(end, self._options)}
         return begun + self._close() + _event("message_delta", **told) + _event("message_stop")
 
@@ -158,12 +171,15 @@ class MessagesForm(Form):
     def _usage(self, end: Finished) -> Data:
         done = end.completion
         return {
-            "input_tokens": done.n_prompt_tokens - done.n_cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": done.n_cached,
+            **_input_usage(done.n_prompt_tokens, done.n_cached),
             "output_tokens": done.summary.n_tokens,
             "output_tokens_details": {"thinking_tokens": end.n_reasoning},
         }
+
+
+def _input_usage(n_prompt: int, n_cached: int) -> Data:
+    counts = {"input_tokens": n_prompt - n_cached, "cache_creation_input_tokens": 0}
+    return {**counts, "cache_read_input_tokens": n_cached}
 
 
 def _arguments(text: str) -> Data:

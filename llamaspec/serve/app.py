@@ -164,7 +164,7 @@ ENDPOINTS = (
     Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
     Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
     Endpoint("/v1/models", _models),
-    Endpoint("/v1/models/{name}", _model),
+    Endpoint("/v1/models/{name:path}", _model),
     Endpoint("/tokenize", _tokenize, TokenizeBody),
     Endpoint("/detokenize", _detokenize, DetokenizeBody),
     Endpoint("/health", _health),

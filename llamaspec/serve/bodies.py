@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -28,10 +28,12 @@ _NEVER = -1e30  # bias of a token that must not be drawn
 # Claude Code begins the system prompt with it. Its values differ in each request, and behind the first token
 # that differs nothing comes out of the KV cache. github.com/ggml-org/llama.cpp/pull/21793
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
+_NUMBER = re.compile(r"[+-]?[0-9]+")
 _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -88,13 +90,22 @@ class SamplingFields(Fields):
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[BiasedText, Bias] | list[tuple[int | BiasedText, Bias]] | None = None
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
 
-    def sampling(self, end_tokens: Iterable[int] = ()) -> Sampling:
+    def biases(self, tokenize: Callable[[str], Iterable[int]]) -> dict[int, float]:
+        """What `logit_bias` adds to the score of each token; that of a text is for each of its tokens."""
+        given, found = self.logit_bias or (), dict[int, float]()
+        for name, bias in given.items() if isinstance(given, dict) else given:
+            is_number = isinstance(name, int) or _NUMBER.fullmatch(name)
+            for token in [int(name)] if is_number else tokenize(str(name)):
+                found[token] = found.get(token, 0.0) + (_NEVER if bias is False else bias)
+        return found
+
+    def sampling(self, end_tokens: Iterable[int] = (), biases: Mapping[int, float] | None = None) -> Sampling:
         """The sampling parameters; `end_tokens` are those that `ignore_eos` excludes."""
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        bias = dict(biases or {})
         if self.ignore_eos:
             bias |= dict.fromkeys(end_tokens, _NEVER)
         default = Sampling()
@@ -144,7 +155,7 @@ class ContentPart(Fields):
     thinking: str | None = None
     id: str | None = None  # of tool_use, as the next two
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | list[Any] | None = None  # an object, but for what a limit has cut
     tool_use_id: str | None = None  # of tool_result, as the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
 
@@ -153,10 +164,10 @@ Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
 
 
 class FunctionFields(Fields):
-    """The name and the arguments of a call; the latter are JSON."""
+    """The name and the arguments of a call; the latter are JSON as text or, of some clients, an object."""
 
     name: str
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
 
 
 class CallFields(Fields):
@@ -177,20 +188,18 @@ class MessageFields(Fields):
     reasoning_content: str | None = None
 
 
-def conversation(messages: Sequence[tuple[str, MessageFields]], *, takes_tools: bool) -> list[Message]:
+def conversation(messages: Sequence[tuple[str, MessageFields]]) -> list[Message]:
     """The messages for the chat template; each comes with its place in the request, such as "messages.3".
 
-    RequestError if one is of a kind that is not supported, or the chat template takes no tools.
+    RequestError if one is of a kind that is not supported.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
     for place, fields in messages:
         for message in _messages(fields, place):
-            if not takes_tools and (message.role == "tool" or message.tool_calls):
-                raise not_supported(place, "this model's chat template takes no tools")
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-            found.append(replace(message, name=name))
+            found.append(replace(message, name=name, place=place))
     return found
 
 
@@ -234,18 +243,18 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
     called = [(call.id or "", call.function) for call in fields.tool_calls or ()]
-    calls = [ToolCall(call_id, function.name, function.arguments or "{}") for call_id, function in called]
+    calls = [ToolCall(call_id, each.name, _written(each.arguments)) for call_id, each in called]
     text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
     parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
     for i, part in enumerate(parts):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
-            reasoning += required(part.thinking, f"{at}.thinking")
+            reasoning += part.thinking or ""  # of another server only the signature may be left
         elif part.type == "redacted_thinking" and is_assistant:
             continue  # encrypted by another server
         elif part.type == "tool_use" and is_assistant:
             name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
-            calls.append(ToolCall(call_id, name, json.dumps(part.input or {}, ensure_ascii=False)))
+            calls.append(ToolCall(call_id, name, _written(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
             text_of_result = _result_text(part.content, f"{at}.content")
@@ -260,9 +269,14 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     return [*results, message]
 
 
-def system_message(text: str) -> Message:
+def _written(arguments: Any) -> str:
+    """Arguments of a call as text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def system_message(text: str, place: str = "") -> Message:
     """A system message, without Claude Code's billing header."""
-    return Message("system", _BILLING_HEADER.sub("", text))
+    return Message("system", _BILLING_HEADER.sub("", text), place=place)
 
 
 def required(value: str | None, place: str) -> str:

@@ -15,8 +15,9 @@ from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve import bodies, deltas
+from llamaspec.serve.constraints import GenerationParameters
 from llamaspec.serve.openai_chat import OpenAIBody
-from llamaspec.serve.requests import GenerationParameters, RequestBuilder
+from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Form, event, parse_body, service_of
 from llamaspec.values import TokenArray
@@ -60,7 +61,7 @@ async def infill(http: Request) -> Response:
     builder, only_reads = service.builder, body.n_predict == 0
     prompt = await run_in_threadpool(body.prompt_tokens, builder.vocabulary, service.pair.target.context_size)
     wanted = body.wanted_format()
-    constraint = None if wanted is None else await builder.compile(wanted)
+    constraint = None if wanted is None else await builder.constraints.compile(wanted)
     (asked,) = builder.requests(
         [prompt], body, GenerationParameters(constraint=constraint), body.seed_or_random(),
         max_tokens=1 if only_reads else body.n_predict or body.max_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import Counter
@@ -18,11 +17,12 @@ from starlette.responses import Response
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.parse import CallDelta, ReasoningDelta
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve import bodies, deltas, requests
+from llamaspec.serve import bodies, constraints, deltas, requests
 from llamaspec.serve.bodies import CountOrAny, StopText
 from llamaspec.serve.errors import bad_field, not_supported
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 from llamaspec.values import TokenArray
 
 
@@ -51,18 +51,17 @@ class OpenAIBody(bodies.SamplingFields):
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-    response_format: requests.FormatFields | None = None
+    response_format: constraints.FormatFields | None = None
     prediction: PredictionFields | None = None
 
-    def wanted_format(self) -> requests.ResponseFormat | None:
+    def wanted_format(self) -> constraints.ResponseFormat | None:
         """What the answer must match; RequestError if several fields say so."""
         wanted = None if self.response_format is None else self.response_format.wanted("response_format")
         found = [] if wanted is None else [wanted]
         if self.json_schema is not None:
-            schema = json.dumps(self.json_schema)
-            found.append(requests.ResponseFormat("json_schema", schema, "json_schema"))
+            found.append(constraints.ResponseFormat.of_schema(self.json_schema, "json_schema", "json_schema"))
         if self.grammar:
-            found.append(requests.ResponseFormat("grammar", self.grammar, "grammar"))
+            found.append(constraints.ResponseFormat("grammar", self.grammar, "grammar", "grammar"))
         if len(found) > 1:
             raise bad_field(found[1].field, "only one field may give the format of the answer")
         return found[0] if found else None
@@ -86,16 +85,16 @@ class ChatBody(OpenAIBody, requests.ReasoningFields):
     max_completion_tokens: CountOrAny | None = None
     logprobs: bool | None = None
     top_logprobs: bodies.TopLogprobs | None = None
-    tools: requests.Tools | None = None
-    tool_choice: str | requests.ToolChoiceFields | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: bodies.Effort | None = None
 
-    def chat_request(self, *, takes_tools: bool) -> requests.ChatRequest:
+    def chat_request(self) -> requests.ChatRequest:
         """What the model is asked."""
-        use = requests.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, nested=True)
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, nested=True)
         reasoning = self.reasoning_options(self.reasoning_effort)
-        messages = bodies.conversation(bodies.placed(self.messages), takes_tools=takes_tools)
+        messages = bodies.conversation(bodies.placed(self.messages))
         return requests.ChatRequest(messages, "messages", use, reasoning, self.wanted_format())
 
 
@@ -115,7 +114,7 @@ async def chat_completions(http: Request) -> Response:
     builder, seed, n_logprobs = service.builder, body.seed_or_random(), body.top_logprobs or 0
     if n_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
-    prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
+    prompt, parameters = await service.chat(body.chat_request())
     asked = builder.requests(
         [prompt], body, parameters, seed,
         n=body.n or 1,
@@ -137,10 +136,10 @@ async def completions(http: Request) -> Response:
     if (body.best_of or 1) > n:
         raise not_supported("best_of", "texts are not ranked here; ask for as many as you want with n")
     wanted = body.wanted_format()
-    constraint = None if wanted is None else await builder.compile(wanted)
+    constraint = None if wanted is None else await builder.constraints.compile(wanted)
     prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)
     asked = builder.requests(
-        prompts, body, requests.GenerationParameters(constraint=constraint), seed,
+        prompts, body, constraints.GenerationParameters(constraint=constraint), seed,
         n=n, max_tokens=body.max_tokens, stops=body.stops, n_logprobs=body.logprobs,
         prediction=await builder.prediction(body.predicted_text),
     )  # fmt: skip

@@ -16,9 +16,11 @@ from starlette.responses import Response
 from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
 from llamaspec.serve import bodies, deltas, requests
 from llamaspec.serve.bodies import MessageFields, required
+from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
 
@@ -39,7 +41,7 @@ class InputItem(bodies.Fields):
     content: bodies.Content | None = None
     call_id: str | None = None  # of calls and results
     name: str | None = None
-    arguments: str | None = None  # of function_call
+    arguments: str | dict[str, Any] | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
     action: dict[str, Any] | None = None  # of local_shell_call
     output: bodies.Content | None = None
@@ -71,9 +73,9 @@ class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
     instructions: str | None = None
     max_output_tokens: bodies.Count | None = None
     stream: bool | None = None
-    text: requests.FormatFields | None = None
-    tools: requests.Tools | None = None
-    tool_choice: str | requests.ToolChoiceFields | None = None
+    text: FormatFields | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
     reasoning: EffortFields | None = None
     previous_response_id: str | None = None
@@ -81,17 +83,17 @@ class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
     background: bool | None = None
     metadata: dict[str, str] | None = None
 
-    def chat_request(self, *, takes_tools: bool) -> requests.ChatRequest:
+    def chat_request(self) -> requests.ChatRequest:
         """What the model is asked."""
         asked = self.input
         items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
-        messages = bodies.conversation(_messages(items), takes_tools=takes_tools)
+        messages = bodies.conversation(_messages(items))
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
-            messages = [bodies.system_message(self.instructions), *messages]
-        use = requests.tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+            messages = [bodies.system_message(self.instructions, "instructions"), *messages]
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
-        wanted = requests.inner_format(self.text, "text")
+        wanted = inner_format(self.text, "text")
         return requests.ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
 
@@ -149,7 +151,7 @@ async def responses(http: Request) -> Response:
     builder, seed = service.builder, body.seed_or_random()
     form = ResponsesForm(service.model_name, seed, body)
     try:
-        prompt, parameters = await service.chat(body.chat_request(takes_tools=builder.takes_tools))
+        prompt, parameters = await service.chat(body.chat_request())
     except ContextOverflowError as error:
         if not body.stream:
             raise

@@ -1,88 +1,47 @@
-"""From a checked body to what is generated: chat requests, prompts, constraints, generation requests.
+"""From a checked body to what is generated: chat requests, prompts, generation requests.
 
 The chat APIs differ in names only; `ChatRequest` is what they have in common. Text of clients never becomes a
-control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_shapes.py.
+control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
-from functools import lru_cache
-from typing import Annotated, Any, Literal
+from itertools import takewhile
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from llamaspec.chat.escaping import texts_in
-from llamaspec.chat.families import HARMONY, AnswerFormat, recognize
-from llamaspec.chat.template import RESERVED, ChatTemplate, Message, NoTemplateError, conversation
-from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
+from llamaspec.chat.escaping import SpecialTokens, texts_in
+from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat, recognize
+from llamaspec.chat.template import (
+    RESERVED,
+    ChatTemplate,
+    Message,
+    NoTemplateError,
+    TemplateError,
+    conversation,
+    in_words,
+)
 from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.generation import Completion
-from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
-from llamaspec.protocols import Constraint
-from llamaspec.sampling.constraint import WHITESPACE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     Fields,
     SamplingFields,
     SpeculativeFields,
-    required,
 )
-from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
+from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
+from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported
+from llamaspec.serve.tools import ToolUse
 from llamaspec.values import TokenArray
 
-MAX_COMPILED = 64  # constraints that are kept
-MAX_TOOLS = 512
 USUAL_BYTES = 4  # of a token, where a text is too long to be tokenized
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-# Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
-_AS_RENDERED: Mapping[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseFormat:
-    """What a text must match."""
-
-    kind: Literal["json_schema", "grammar"]
-    text: str
-    field: str  # of the request, for errors
-
-
-class FormatFields(Fields):
-    """What the answer must match: in itself, or for some APIs in `format`."""
-
-    type: str | None = None
-    json_schema: FormatFields | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    format: FormatFields | None = None
-
-    def wanted(self, field: str) -> ResponseFormat | None:
-        """None for text; RequestError if the type is unknown or the schema is missing."""
-        if self.type == "text":
-            return None
-        if self.type not in ("json_object", "json_schema"):
-            raise not_supported(f"{field}.type", "must be text, json_object or json_schema")
-        schema = (self.json_schema or self).schema_
-        if schema is None and self.type == "json_schema":
-            raise bad_field(f"{field}.json_schema", "is missing")
-        schema = {"type": "object"} if schema is None else schema
-        return ResponseFormat("json_schema", json.dumps(schema), field)
-
-
-def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | None:
-    """What `format` in a field says."""
-    return None if fields is None or fields.format is None else fields.format.wanted(f"{field}.format")
 
 
 class ReasoningFields(Fields):
@@ -113,97 +72,6 @@ class ReasoningFields(Fields):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ToolUse:
-    """Tools and how they may be used."""
-
-    tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
-    choice: str = "auto"  # auto, none, required, or with `is_named` the name of a tool
-    is_named: bool = False
-    is_parallel: bool = True
-    is_strict: bool = False  # a schema that cannot be enforced is an error
-    left_out: Sequence[str] = ()  # tools that are no functions, each with its type
-
-    @property
-    def offered(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the model sees."""
-        return self.tools if self.is_named or self.choice != "none" else ()
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.is_named or self.choice == "required"
-
-
-class ToolFields(Fields):
-    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
-
-    type: str | None = None
-    name: ToolName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
-    strict: bool | None = None
-    function: ToolFields | None = None
-
-
-Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
-
-
-class ToolChoiceFields(Fields):
-    """Which tool must be called; OpenAI's chat API has its name in `function`."""
-
-    type: str | None = None
-    name: str | None = None
-    function: ToolChoiceFields | None = None
-    disable_parallel_tool_use: bool | None = None  # Anthropic's
-
-
-def tool_use(
-    tools: Sequence[ToolFields] | None,
-    choice: str | ToolChoiceFields | None,
-    is_parallel: bool | None,
-    *,
-    nested: bool = False,
-    kind: str = "function",
-) -> ToolUse:
-    """The functions among the tools of a request; RequestError if one is wrong.
-
-    `nested`: they are in `function`; `kind`: their type. Tools of other types are left out: the API's own
-    server would run them, or their input is no JSON.
-    """
-    found: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    is_strict = False
-    for i, tool in enumerate(tools or ()):
-        place, each = f"tools.{i}.function" if nested else f"tools.{i}", tool.function if nested else tool
-        if tool.type not in (None, kind):
-            left_out.append(f"{tool.type} {tool.name or ''}".strip())
-            continue
-        if each is None:
-            raise bad_field(place, "is missing")
-        is_strict |= bool(each.strict)
-        description = {} if each.description is None else {"description": each.description}
-        parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
-        function = {"name": required(each.name, f"{place}.name"), **description, "parameters": parameters}
-        found.append({"type": "function", "function": function})
-    named: str | None = None
-    if isinstance(choice, ToolChoiceFields):
-        if choice.disable_parallel_tool_use is not None:
-            is_parallel = not choice.disable_parallel_tool_use
-        if choice.type in ("function", "tool"):
-            named = required((choice.function or choice).name, "tool_choice.name")
-        elif choice.type not in (None, "auto", "any", "none"):
-            named = choice.name or choice.type
-        choice = choice.type
-    choice = "required" if choice == "any" else choice or "auto"
-    if named is None and choice not in ("auto", "none", "required"):
-        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
-    if is_parallel is None:  # small models that are made to call go on calling
-        is_parallel = named is None and choice != "required"
-    return ToolUse(found, named or choice, named is not None, is_parallel, is_strict, left_out)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChatRequest:
     """What a chat model is asked, whatever the API."""
 
@@ -214,17 +82,25 @@ class ChatRequest:
     response_format: ResponseFormat | None = None
     left_out: Sequence[str] = ()  # what the API knows and this server does not, for the log
 
+    @property
+    def _n_asked(self) -> int:
+        """Messages before the answer that the last ones begin."""
+        said = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
+        return len(self.messages) - len(list(said))
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationParameters:
-    """What a text consists of and must match. Default: any text."""
+    @property
+    def asked(self) -> list[Message]:
+        """The messages to answer. Templates want a message of the user among them."""
+        asked = list(self.messages[: self._n_asked])
+        is_answerable = len(asked) == len(self.messages) or any(m.role != "system" for m in asked)
+        return asked if is_answerable else [*asked, Message("user", "")]
 
-    answer_format: AnswerFormat = default(default_factory=AnswerFormat)
-    tools: Sequence[Mapping[str, Any]] = ()  # that may be called
-    starts_in_reasoning: bool = False
-    reasoning_budget: int | None = None  # tokens
-    constraint: Constraint | None = None
-    constraint_after_cut: Constraint | None = None  # replaces it once the budget has ended the reasoning
+    @property
+    def begun(self) -> Message:
+        """The answer that the conversation ends with, which is to go on; empty: there is none."""
+        said = self.messages[self._n_asked :]
+        text = "\n\n".join(m.text for m in said if m.text.strip())
+        return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in said) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,13 +133,12 @@ class RequestBuilder:
         self.answer_format = AnswerFormat() if template is None else recognize(template.source)
         self.takes_tools = template is not None and template.takes_tools
         # Marks that are tokens: some files call <tool_call> a control token, others a user-defined one.
-        self._marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
+        marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
+        self.constraints = Constraints(pair, marks)
+        self._special = SpecialTokens(self.vocabulary.controls)
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # more cannot fit, so it is not tokenized
-        self._compile = lru_cache(MAX_COMPILED)(
-            lambda kind, text: (pair.json_schema if kind == "json_schema" else pair.grammar)(text)
-        )
 
     def text_prompt(self, text: str) -> TokenArray:
         """Tokens of a text to continue."""
@@ -285,9 +160,9 @@ class RequestBuilder:
         return await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
 
     async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
-        """Tokens up to where the answer begins, and whether it begins with reasoning."""
+        """Tokens up to where the answer begins or goes on, and whether reasoning comes next."""
         use, (kwargs, _) = request.tool_use, request.reasoning
-        if use.tools and not self.takes_tools:
+        if use.offered and not (self.takes_tools or use.is_forced):
             raise not_supported("tools", "this model's chat template takes no tools")
         if use.is_forced and not use.tools:
             raise bad_field("tool_choice", "there are no functions among the tools")
@@ -299,15 +174,29 @@ class RequestBuilder:
         return await run_in_threadpool(self._render, request, must_fit)
 
     def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
-        if self.template is None:
+        template = self.template
+        if template is None:
             raise NoTemplateError("the model has no chat template")
-        messages = self.template.with_one_system(request.messages)
-        tools, (kwargs, _) = request.tool_use.offered, request.reasoning
-        self.check_size("".join(texts_in([conversation(messages), tools])), request.field)
-        rendered = self.template.render(messages, tools or None, template_kwargs=kwargs)
+        messages = template.with_one_system(request.asked)
+        tools, (kwargs, _), begun = request.tool_use.offered, request.reasoning, request.begun
+        if not self.takes_tools:
+            messages, tools = in_words(messages, tools), ()
+        self.check_size(
+            "".join(texts_in([conversation(messages), tools, begun.text, begun.reasoning])), request.field
+        )
+        try:
+            rendered = template.render(messages, tools or None, template_kwargs=kwargs)
+        except TemplateError as error:
+            place = template.refused_place(messages, error, tools=tools or None, template_kwargs=kwargs)
+            raise bad_field(place or request.field, str(error)) from error
+        is_thinking = self.answer_format.begins_thinking(rendered.text)
+        if begun.text or begun.reasoning:
+            parts = self.answer_format.begun(begun.text, begun.reasoning or "", rendered.text)
+            for text, is_mark in parts:
+                rendered = rendered.followed_by(text, self._special if is_mark else None)
+            is_thinking = not begun.text and len(parts) > 1
         tokens = Transcript(self.vocabulary).read(rendered)
-        starts_in_reasoning = self.answer_format.begins_thinking(rendered.text)
-        return self._checked(tokens, request.field) if must_fit else tokens, starts_in_reasoning
+        return self._checked(tokens, request.field) if must_fit else tokens, is_thinking
 
     def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
         """RequestError if a token id is outside the vocabulary."""
@@ -328,89 +217,30 @@ class RequestBuilder:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
-    async def compile(self, wanted: ResponseFormat) -> Constraint:
-        """The constraint of a response format, compiled in a thread."""
-        try:
-            return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
-        except ConstraintError as error:
-            raise bad_field(wanted.field, str(error)) from error
-
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
         """The prompt and the parameters of a chat request."""
         prompt, starts_in_reasoning = await self.chat_prompt(request)
-        tools, (_, budget) = request.tool_use.offered, request.reasoning
-        parameters = GenerationParameters(self.answer_format, tools, starts_in_reasoning, budget)
-        if request.response_format is not None:
-            if tools:
-                raise not_supported(request.response_format.field, "cannot be combined with tools")
-            return prompt, await self._with_format(parameters, request.response_format)
-        return prompt, await self._with_tools(parameters, request.tool_use) if tools else parameters
-
-    async def _with_format(
-        self, parameters: GenerationParameters, wanted: ResponseFormat
-    ) -> GenerationParameters:
-        """Constrains the text that follows the reasoning."""
-        answer_format = parameters.answer_format
+        use, (_, budget), wanted = request.tool_use, request.reasoning, request.response_format
+        answer_format = self.answer_format
+        if use.is_forced and answer_format.calls is None:
+            answer_format = replace(answer_format, calls=JSON_CALL)
+        goes_on = bool(request.begun.text)  # its reasoning is over
+        budget = 0 if goes_on else budget
+        parameters = GenerationParameters(answer_format, use.offered, starts_in_reasoning, budget)
         has_channels = answer_format.calls is HARMONY
-        alone = await self.compile(wanted)
-        if answer_format.reasoning is None:
-            return replace(parameters, constraint=alone)
-        if wanted.kind == "grammar":
-            if has_channels:
-                raise not_supported(wanted.field, "this model's answers have channels; use a JSON schema")
-            return replace(parameters, constraint=alone, constraint_after_cut=alone, reasoning_budget=0)
-        if parameters.reasoning_budget == 0 and not has_channels:
-            return replace(parameters, constraint=alone, constraint_after_cut=alone)
-        schema = json.loads(wanted.text)
-        schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-        thinking = parameters.starts_in_reasoning
-        grammar = answer_grammar(answer_format, schema, self._marks, thinking=thinking)
-        constraint = await self.compile(ResponseFormat("grammar", grammar, wanted.field))
-        return replace(parameters, constraint=constraint, constraint_after_cut=alone)
-
-    async def _with_tools(self, parameters: GenerationParameters, use: ToolUse) -> GenerationParameters:
-        """Holds calls to their schemas, where the grammar of the model's calls is known."""
-        answer_format = parameters.answer_format
-        if answer_format.calls is HARMONY:
-            # Cutting the reasoning would lead to the final channel, past the call.
-            constraint = await self._tool_constraint(answer_format, False, use)
-            return replace(parameters, constraint=constraint, reasoning_budget=None)
-        after_cut = await self._tool_constraint(replace(answer_format, reasoning=None), False, use)
-        first = after_cut
-        if parameters.reasoning_budget != 0:
-            first = await self._tool_constraint(answer_format, parameters.starts_in_reasoning, use)
-        return replace(parameters, constraint=first, constraint_after_cut=after_cut)
-
-    async def _tool_constraint(
-        self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
-    ) -> Constraint | None:
-        is_free = answer_format.calls is HARMONY  # it was trained to write JSON without spaces
-        spaces: Mapping[str, Any] = {"whitespace_pattern": WHITESPACE} if is_free else _AS_RENDERED
-        callable_tools = [t for t in use.tools if not use.is_named or t["function"]["name"] == use.choice]
-        tools = [_schema_only(tool, spaces, is_strict=use.is_strict) for tool in callable_tools]
-        names = [{"function": {"name": tool["function"]["name"], "parameters": {}}} for tool in tools]
-        any_object = [_schema_only(tool, spaces, is_strict=False) for tool in names]
-        failed: RequestError | None = None
-        for each in (tools,) if use.is_strict else (tools, any_object):
-            grammar = tool_grammar(
-                answer_format,
-                each,
-                self._marks,
-                is_forced=use.is_forced,
-                is_parallel=use.is_parallel,
-                thinking=thinking,
-            )
-            if grammar is None:
-                break
-            try:
-                return await self.compile(ResponseFormat("grammar", grammar, "tools"))
-            except RequestError as error:
-                failed = error
-        if failed is not None and (use.is_forced or use.is_strict):
-            raise failed
-        if use.is_forced:
-            raise not_supported("tool_choice", "this model's format of calls cannot be forced")
-        return None
+        if wanted is not None:
+            if use.offered:
+                raise not_supported(wanted.field, "cannot be combined with tools")
+            if goes_on:
+                raise not_supported(wanted.field, "cannot be combined with a last message of the assistant")
+            return prompt, await self.constraints.with_format(parameters, wanted)
+        if goes_on and has_channels:
+            if use.is_forced:
+                raise not_supported("tool_choice", "cannot be combined with a last message of the assistant")
+            return prompt, parameters
+        if use.offered:
+            parameters = await self.constraints.with_tools(parameters, use)
+        return prompt, parameters
 
     def requests(
         self,
@@ -429,8 +259,11 @@ class RequestBuilder:
         if len(prompts) * n > self._parallel:
             told = f"{len(prompts) * n} texts at once, this server runs {self._parallel}"
             raise bad_field("n", f"{told}; ask for fewer, or start it with --parallel")
-        self.check_token_ids(list(map(int, fields.logit_bias or ())), "logit_bias")
-        sampling, drafting = fields.sampling(self.vocabulary.ends), fields.drafting
+        biases = fields.biases(
+            lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist()
+        )
+        self.check_token_ids(list(biases), "logit_bias")
+        sampling, drafting = fields.sampling(self.vocabulary.ends, biases), fields.drafting
         wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
         found: list[GenerationRequest] = []
         for prompt in prompts:
@@ -445,28 +278,3 @@ class RequestBuilder:
         pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
         written = b"".join(pieces).decode(errors="replace")
         return next((stop for stop in stops if written.startswith(stop, len(completion.text))), None)
-
-
-def _schema_only(tool: Mapping[str, Any], spaces: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
-    """A tool without descriptions: grammars have a size limit, and agents' descriptions are long.
-
-    Unless it is strict, llguidance ignores what it does not know of the schema.
-    """
-    function = tool["function"]
-    schema = _without_prose(function["parameters"])
-    schema.setdefault("x-guidance", {**spaces, "lenient": not is_strict})
-    return {"function": {"name": function["name"], "parameters": schema}}
-
-
-def _without_prose(schema: Any, *, is_names: bool = False) -> Any:
-    if isinstance(schema, list):
-        return [_without_prose(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value
-        if key in ("enum", "const") and not is_names
-        else _without_prose(value, is_names=key in ("properties", "$defs", "definitions") and not is_names)
-        for key, value in schema.items()
-        if is_names or key not in ("description", "title", "examples", "default", "$schema")
-    }

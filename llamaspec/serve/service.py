@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,16 +22,12 @@ from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, json_depth
+from llamaspec.serve.constraints import GenerationParameters
 from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
 from llamaspec.serve.errors import RequestError, openai_error
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
-from llamaspec.serve.requests import (
-    ChatRequest,
-    GenerationParameters,
-    GenerationRequest,
-    RequestBuilder,
-)
+from llamaspec.serve.requests import ChatRequest, GenerationRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress, RequestQueue
 from llamaspec.serve.security import Write, log_line
 from llamaspec.values import TokenArray
@@ -39,7 +35,7 @@ from llamaspec.values import TokenArray
 F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 MAX_TOLD = 64  # names in a line of the log
-MAX_NAME = 64  # characters of each
+MAX_NAME = 200  # characters of each
 CLIENT_LEFT = 499  # seen by the log only
 
 
@@ -120,14 +116,19 @@ class Service:
         """One line in the log, whatever the message contains."""
         self.write(log_line(printable(message), self.settings.log_format))
 
+    def _tell_once(self, message: str, names: Set[str]) -> None:
+        """One line for those of the names that were not told yet."""
+        if new := names - self._told:
+            self._told = set(new) if len(self._told) > MAX_TOLD else self._told | new
+            self.tell(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])))
+
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
-        """As `RequestBuilder.chat`; the log is told once what was left out, and what broke the prefix."""
-        new = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)} - self._told
-        if new:
-            self._told = new if len(self._told) > MAX_TOLD else self._told | new
-            names = ", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])
-            self.tell(f"left out of requests: {names}; only functions can be called")
+        """As `RequestBuilder.chat`; the log is told once what cannot be obeyed, and what broke the prefix."""
+        left_out = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)}
+        self._tell_once("left out of requests: {}; only functions can be called", left_out)
         prompt, parameters = await self.builder.chat(request)
+        not_held = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
+        self._tell_once(not_held, set(parameters.not_held))
         if (broken := self.prefixes.compare(prompt)) is not None:
             self.tell(broken)
         return prompt, parameters

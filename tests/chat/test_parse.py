@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from llamaspec.chat import families
 from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
+from llamaspec.chat.incoming import MAX_HEADER
 from llamaspec.chat.parse import (
-    MAX_HEADER,
     AnswerParser,
     ArgumentsDelta,
     CallDelta,

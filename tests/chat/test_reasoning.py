@@ -11,6 +11,7 @@ import pytest
 from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
 from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
+from llamaspec.chat import families
 from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser, message_of
@@ -159,3 +160,34 @@ def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
         for more in (["--reasoning", "off"], ["--reasoning-budget", "0"], ["--reasoning-budget", "1"])
     )
     assert forbidden == none != one
+
+
+OPENED, CLOSED = b"<|assistant|><think>\n", b"<|assistant|><think>\n\n</think>\n\n"
+CHANNELS = AnswerFormat(families.HARMONY, families.CHANNELS)
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "text", "reasoning", "prompt", "expected"),
+    [
+        (AnswerFormat(), "So", "Hm", b"", "So"),
+        (THINKS, "So", "", b"", "So"),
+        (THINKS, "So", "", OPENED, "\n</think>\n\nSo"),
+        (THINKS, "So", "Hm", b"", "<think>Hm\n</think>\n\nSo"),
+        (THINKS, "So", "Hm", OPENED, "Hm\n</think>\n\nSo"),
+        (THINKS, "", "Hm", b"", "<think>Hm"),
+        (THINKS, "", "Hm", OPENED, "Hm"),
+        (THINKS, "So", "Hm", CLOSED, "So"),
+        (THINKS, "", "Hm", CLOSED, ""),
+        (CHANNELS, "So", "", b"", f"{FINAL}So"),
+        (CHANNELS, "So", "Hm", b"", f"<|channel|>analysis<|message|>Hm\n<|end|><|start|>assistant{FINAL}So"),
+        (CHANNELS, "", "Hm", b"", ""),
+    ],
+)
+def test_how_an_answer_is_begun(
+    answer_format: AnswerFormat, text: str, reasoning: str, prompt: bytes, expected: str
+) -> None:
+    """Marks are the family's; words are never marks."""
+    parts = answer_format.begun(text, reasoning, prompt)
+    assert "".join(part for part, _ in parts) == expected
+    assert not {part for part, is_mark in parts if is_mark} & {text, reasoning} - {""}

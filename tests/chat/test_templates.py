@@ -14,7 +14,7 @@ from chat_models import TEMPLATE
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
 from llamaspec.chat.escaping import SpecialTokens
-from llamaspec.chat.template import RESERVED, ChatTemplate, Message, TemplateError, ToolCall
+from llamaspec.chat.template import RESERVED, ChatTemplate, Message, TemplateError, ToolCall, in_words
 from llamaspec.chat.transcript import Transcript
 
 
@@ -44,6 +44,7 @@ NO_SYSTEM = "{{ raise_exception('No system role') if messages[0].role == 'system
         ),
         ("{{ messages[7].content.x }}", [HELLO], "refuses: "),
         ("{{ 1 + 'a' }}", [HELLO], "refuses: unsupported operand"),
+        ("{{ '' }}", [HELLO], "the prompt is empty: the chat template writes nothing"),
         ("{% for %}", [HELLO], "the chat template is not valid: "),
     ],
 )
@@ -66,6 +67,16 @@ def test_a_model_without_a_template(talker: list[Path]) -> None:
         assert answer.code == 1
         assert len(answer.complaints) == 1
         assert answer.complaints[0].endswith("(--target, --chat-template)")
+
+
+def test_a_template_that_writes_nothing_is_one_line(talker: list[Path], tmp_path: Path) -> None:
+    """It was an internal error."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{# nothing #}", encoding="utf-8")
+    answer = invoke("generate", "--chat", "hi", "--chat-template", str(path), *naming(talker))
+    assert answer.code == 1
+    assert len(answer.complaints) == 1
+    assert "the prompt is empty" in answer.complaints[0]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{{ bos_token }}", "")])
@@ -121,7 +132,7 @@ def test_what_a_template_sees() -> None:
     kwargs = {"mood": ["calm", {"x": 1}], "enable_thinking": False}
     seen = json.loads(template.render(messages, [tool()], template_kwargs=kwargs).text)
     call = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": {"city": "Paris"}}}
-    other = {"id": "a2", "type": "function", "function": {"name": "f", "arguments": "{oh"}}
+    other = {"id": "a2", "type": "function", "function": {"name": "f", "arguments": {"arguments": "{oh"}}}
     assert seen["messages"] == [
         {"role": "user", "content": "Hi", "name": "Ann"},
         {
@@ -185,3 +196,27 @@ def test_what_is_nested_without_end() -> None:
         .render([Message("assistant", "", tool_calls=(call,))])
         .text
     )
+
+
+def test_a_conversation_in_words() -> None:
+    """For a template that takes no tools: turns stay turns."""
+    calls = (ToolCall("a", "find", '{"x": 1}'), ToolCall("b", "nap", "{oh"))
+    said = [
+        HELLO,
+        Message("assistant", "Wait.", tool_calls=calls),
+        Message("tool", "blue", name="find", tool_call_id="a"),
+        Message("tool", "slept", name="nap", tool_call_id="b"),
+        HELLO,
+        Message("assistant", "a"),
+        HELLO,
+        HELLO,
+    ]
+    told, *rest = in_words(said, [tool()])
+    assert told.text.endswith(f"{json.dumps(tool()['function'])}\n\nhello")
+    written = '{"name": "find", "arguments": {"x": 1}}\n{"name": "nap", "arguments": {"arguments": "{oh"}}'
+    assert rest == [
+        Message("assistant", f"Wait.\n{written}"),
+        Message("user", "blue\n\nslept\n\nhello"),
+        *said[5:],
+    ]
+    assert in_words(said[5:], ()) == said[5:]

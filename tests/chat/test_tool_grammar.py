@@ -83,6 +83,7 @@ PARIS = '{"city": "Paris"}'
 ONE = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n{}</function>\n</tool_call>"
+NOW = "<tool_call>\n<function=now>\n{}</function>\n</tool_call>"  # its schema names no parameters
 DAYS = "<parameter=days>\n{}\n</parameter>\n"
 UNIT = "<parameter=unit>\n{}\n</parameter>\n"
 Q = '<|"|>'
@@ -118,6 +119,8 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
             XML.format(""),
             XML.format(DAYS.format(3) + UNIT.format("C")),
             XML.replace("Paris", "a\n\nb<c>").format(""),
+            NOW.format(""),
+            NOW.format("<parameter=zone>\nCET\n</parameter>\n"),
         ],
         [XML.format(DAYS.format("three")), XML.format(UNIT.format("K")), XML.format("x"), "Hello"],
     ),
@@ -132,6 +135,15 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         "auto",
         [f'{{"name": "weather", "parameters": {PARIS}}}', "Hello {", ""],
         ['{"name": "weather", "parameters": {}}', "{}"],
+    ),
+    "any": (
+        AnswerFormat(families.JSON_CALL, THINK),
+        "required",
+        [
+            f'{{"name": "weather", "arguments": {PARIS}}}',
+            '<think>Hm.</think>{"name": "now", "arguments": {}}',
+        ],
+        ['{"name": "weather", "arguments": {}}', '{"name": "other", "arguments": {}}', "Hello"],
     ),
     "mistral": (
         AnswerFormat(families.MISTRAL),

@@ -106,7 +106,7 @@ def test_items_of_a_codex_conversation() -> None:
         {"type": "compaction", "encrypted_content": "gAAA"},
         text("assistant", "Both done."),
     ]  # fmt: skip
-    request = ResponsesBody.model_validate({"input": items}).chat_request(takes_tools=True)
+    request = ResponsesBody.model_validate({"input": items}).chat_request()
     calls = (ToolCall("a", "apply_patch", '{"input": "*** Begin"}'),
              ToolCall("b", "local_shell", '{"type": "exec", "command": ["ls"]}'))  # fmt: skip
     assert list(request.messages) == [
@@ -117,7 +117,7 @@ def test_items_of_a_codex_conversation() -> None:
     ]
     assert request.left_out == ["item web_search_call", "item tool_search_output", "item compaction"]
     with pytest.raises(RequestError, match="must not be empty"):
-        ResponsesBody.model_validate({"input": items[:1]}).chat_request(takes_tools=True)
+        ResponsesBody.model_validate({"input": items[:1]}).chat_request()
 
 
 TALK = [Message("system", "one"), Message("system", "two"), Message("user", "u"), Message("system", "three"),

@@ -168,15 +168,14 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_costs_nothing(
     gate, compiling, is_gone = Gate(demo, monkeypatch), threading.Event(), threading.Event()
     gate.open()
     with served(demo) as server:
-        builder = server.service.builder
-        compile_ = builder._compile
+        compile_ = demo.json_schema
 
-        def slow(*wanted: str) -> Any:
+        def slow(schema: Any) -> Any:
             compiling.set()
             assert is_gone.wait(PATIENCE_SECONDS)
-            return compile_(*wanted)
+            return compile_(schema)
 
-        monkeypatch.setattr(builder, "_compile", slow)
+        monkeypatch.setattr(demo, "json_schema", slow)
         with server.sent(TEXT, {"prompt": "a", "json_schema": {"type": "object"}, "stream": streams}):
             assert compiling.wait(PATIENCE_SECONDS)
         server.client.get("/health")  # the event loop has seen that the client left

@@ -95,3 +95,38 @@ def test_nothing_ends_a_text_that_ignores_the_end(server: Served, alone: Pair) -
     assert (ended["choices"][0]["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", 1)
     whole = server.post(TEXT, {**body, "ignore_eos": True}).json()
     assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 8)
+
+
+def test_bias_as_llama_server_takes_it(server: Served, alone: Pair) -> None:
+    """Pairs, texts, and false for never; none of them is ever read as 0."""
+    usual: dict[str, Any] = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+
+    def text(bias: Any) -> str:
+        answer = server.post(TEXT, {**usual, "logit_bias": bias})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def expected(bias: dict[int, float]) -> str:
+        sampling = Sampling(temperature=0, logit_bias=bias)
+        return alone.stream("def f(", sampling=sampling, max_tokens=8).run().text
+
+    words = alone.target.vocabulary
+    first = words.tokenize(text({}).encode(), add_special=False).tolist()[0]
+    never = expected({first: -1e30})
+    assert never != text({})
+    assert text([[first, False]]) == text({str(first): False}) == never
+    assert text([[str(first), -100], [first, False]]) == never
+    tokens = words.tokenize(b"return", add_special=False).tolist()
+    certain = expected(dict.fromkeys(tokens, 100.0))
+    assert text([["return", 100]]) == text({"return": 100.0}) == certain != text({})
+    assert text([[first, 2], [first, -2]]) == text({})
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [[[5, True]], {"5": True}, [[5]], [5, 1], [[5, 1, 1]], [[5, "1"]], [[-1, 1]], [["-1", 1]], [["", 1]],
+     [[5, 101]], [[True, 1]], [[1.5, 1]], "x", 0],
+)  # fmt: skip
+def test_bias_that_cannot_be_taken_is_named(server: Served, bias: Any) -> None:
+    error = server.post(TEXT, {"prompt": "a", "logit_bias": bias}).json()["error"]
+    assert error["param"].startswith("logit_bias")

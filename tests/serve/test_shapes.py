@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.serve.requests import MAX_COMPILED
+from llamaspec.serve.constraints import MAX_COMPILED
 from serving import PATIENCE_SECONDS, Served, served, until
 
 SCHEMA: dict[str, Any] = {

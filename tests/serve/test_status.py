@@ -133,3 +133,12 @@ def test_the_speed_up_is_told_once_plain_rounds_are_known(demo: Pair) -> None:
     with served(demo, AutoLength()) as server:
         timings = server.post("/v1/completions", {**BODY, "max_tokens": 60}).json()["timings"]
     assert timings["speedup_estimate"] > 0
+
+
+def test_a_model_whose_name_has_slashes(demo: Pair) -> None:
+    with served(demo, alias="org/model:7b") as server:
+        listed = server.client.get("/v1/models").json()["data"]
+        for name in ("org/model:7b", "org%2Fmodel:7b", "org%2Fmodel%3A7b"):
+            answer = server.client.get(f"/v1/models/{name}")
+            assert [answer.json()] == listed
+        assert server.client.get("/v1/models/org").json()["error"]["code"] == "model_not_found"

@@ -23,7 +23,7 @@ from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
-from serving import PATIENCE_SECONDS, Served, served
+from serving import PATIENCE_SECONDS, TEMPLATE, Served, served
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import BYTES
 
@@ -103,14 +103,14 @@ def test_openai(client: Any) -> None:
 )
 def test_what_a_choice_of_anthropic_s_means(choice: Any, asked: tuple[str, bool, bool, bool]) -> None:
     body: Any = {"messages": USER, "tools": CLAUDES, "tool_choice": choice}
-    use = CountTokensBody.model_validate(body).chat_request(takes_tools=True).tool_use
+    use = CountTokensBody.model_validate(body).chat_request().tool_use
     assert (use.choice, use.is_named, use.is_forced, use.is_parallel) == asked
     assert [tool["function"]["name"] for tool in use.offered] == (
         [] if asked[0] == "none" else ["find", "nap"]
     )
-    assert not use.is_strict
+    assert not use.strict
     body["tools"] = [CLAUDES[0], {**CLAUDES[1], "strict": True}]
-    assert CountTokensBody.model_validate(body).chat_request(takes_tools=True).tool_use.is_strict
+    assert CountTokensBody.model_validate(body).chat_request().tool_use.strict == {"nap"}
 
 
 def test_anthropic(claude: Any) -> None:
@@ -188,13 +188,41 @@ def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
     check(call["function"]["name"], call["function"]["arguments"])
 
 
+UNKNOWN = "{{ tools | tojson }}{{ messages[-1].content }}"
+
+
 def test_a_format_that_nobody_knows_is_text(demo: Pair) -> None:
-    with served(demo, template="{{ tools | tojson }}{{ messages[-1].content }}") as server:
+    with served(demo, template=UNKNOWN) as server:
         answer = server.post(CHAT, {"messages": USER, "tools": TOOLS, "max_tokens": 5, "seed": 1})
         assert answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("template", [UNKNOWN, TEMPLATE], ids=["unknown format", "takes no tools"])
+def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> None:
+    """As JSON of the schema; it was refused. What a call brings is taken in the next request."""
+    with served(demo, template=template) as server:
         for choice in ("required", {"type": "function", "function": {"name": "nap"}}):
-            error = server.post(CHAT, {**FORCED, "tool_choice": choice}).json()["error"]
-            assert error["param"] == "tool_choice"
+            (told,) = server.post(CHAT, {**FORCED, "tool_choice": choice, "seed": 1}).json()["choices"]
+            (call,) = told["message"]["tool_calls"]
+            check(call["function"]["name"], call["function"]["arguments"])
+            assert told["finish_reason"] == "tool_calls"
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "blue"}
+            more = {"messages": [*USER, told["message"], result, *USER], "max_tokens": 4}
+            assert server.post(CHAT, more).status_code == 200
+        events = server.events(CHAT, {**FORCED, "tool_choice": choice, "seed": 1})
+        parts = [
+            call for _, data in events[:-1] for call in data["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+        claude = {"messages": USER, "tools": CLAUDES, "tool_choice": {"type": "any"}, "max_tokens": 200}
+        (block,) = server.post(MESSAGES, claude).json()["content"]
+        check(block["name"], block["input"])
+
+
+def test_tools_that_a_template_cannot_tell_of(demo: Pair) -> None:
+    with served(demo) as server:
+        error = server.post(CHAT, {"messages": USER, "tools": TOOLS}).json()["error"]
+        assert error["param"] == "tools"
 
 
 def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
@@ -290,7 +318,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
         {"role": "user", "content": "So?"},
     ]})  # fmt: skip
     for request in (chat, claude, response):
-        assert list(request.chat_request(takes_tools=True).messages) == expected
+        assert list(request.chat_request().messages) == expected
 
 
 def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
@@ -311,10 +339,10 @@ def test_an_image_in_a_result_does_not_end_the_session() -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": parts}
     asked = [*USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
     body = CountTokensBody.model_validate({"messages": asked})
-    assert body.chat_request(takes_tools=True).messages[-1].text == "a.png: [image left out: not text]"
+    assert body.chat_request().messages[-1].text == "a.png: [image left out: not text]"
     body = CountTokensBody.model_validate({"messages": [{"role": "user", "content": parts}]})
     with pytest.raises(RequestError, match=r"messages\.0\.content\.1\.type"):
-        body.chat_request(takes_tools=True)
+        body.chat_request()
 
 
 GEMMA = "<|tool_call>call: <tool_call|>"

@@ -1,0 +1,146 @@
+"""The tools of a request: their fields in every API, how they may be used, and what of them a grammar needs.
+
+tests/serve/test_tools.py, tests/serve/test_schemas.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from llamaspec.serve.bodies import Fields, required
+from llamaspec.serve.errors import bad_field
+
+MAX_TOOLS = 512
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+# Keywords that say nothing about what is valid, and those whose value is an object with names for keys.
+_PROSE = frozenset(
+    ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
+     "$comment", "markdownDescription", "enumDescriptions")
+)  # fmt: skip
+_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToolUse:
+    """Tools and how they may be used."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
+    choice: str = "auto"  # auto, none, required, or with `is_named` the name of a tool
+    is_named: bool = False
+    is_parallel: bool = True
+    strict: Set[str] = frozenset()  # names of tools; a schema of theirs that cannot be enforced is an error
+    left_out: Sequence[str] = ()  # tools that are no functions, each with its type
+
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the model sees."""
+        return self.tools if self.is_named or self.choice != "none" else ()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.is_named or self.choice == "required"
+
+
+class ToolFields(Fields):
+    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
+
+    type: str | None = None
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
+    strict: bool | None = None
+    function: ToolFields | None = None
+
+
+Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+
+
+class ToolChoiceFields(Fields):
+    """Which tool must be called; OpenAI's chat API has its name in `function`."""
+
+    type: str | None = None
+    name: str | None = None
+    function: ToolChoiceFields | None = None
+    disable_parallel_tool_use: bool | None = None  # Anthropic's
+
+
+def tool_use(
+    tools: Sequence[ToolFields] | None,
+    choice: str | ToolChoiceFields | None,
+    is_parallel: bool | None,
+    *,
+    nested: bool = False,
+    kind: str = "function",
+) -> ToolUse:
+    """The functions among the tools of a request; RequestError if one is wrong.
+
+    `nested`: they are in `function`; `kind`: their type. Tools of other types are left out: the API's own
+    server would run them, or their input is no JSON.
+    """
+    found: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    strict: set[str] = set()
+    for i, tool in enumerate(tools or ()):
+        place, each = f"tools.{i}.function" if nested else f"tools.{i}", tool.function if nested else tool
+        if tool.type not in (None, kind):
+            left_out.append(f"{tool.type} {tool.name or ''}".strip())
+            continue
+        if each is None:
+            raise bad_field(place, "is missing")
+        name = required(each.name, f"{place}.name")
+        if each.strict:
+            strict.add(name)
+        description = {} if each.description is None else {"description": each.description}
+        parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
+        function = {"name": name, **description, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    named: str | None = None
+    if isinstance(choice, ToolChoiceFields):
+        if choice.disable_parallel_tool_use is not None:
+            is_parallel = not choice.disable_parallel_tool_use
+        if choice.type in ("function", "tool"):
+            named = required((choice.function or choice).name, "tool_choice.name")
+        elif choice.type not in (None, "auto", "any", "none"):
+            named = choice.name or choice.type
+        choice = choice.type
+    choice = "required" if choice == "any" else choice or "auto"
+    if named is None and choice not in ("auto", "none", "required"):
+        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
+    if is_parallel is None:  # small models that are made to call go on calling
+        is_parallel = named is None and choice != "required"
+    return ToolUse(found, named or choice, named is not None, is_parallel, strict, left_out)
+
+
+def without_prose(schema: Any, *, is_names: bool = False) -> Any:
+    """A schema without descriptions and the like: a grammar has a size limit, and theirs may be long."""
+    if isinstance(schema, list):
+        return [without_prose(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("enum", "const") and not is_names
+        else without_prose(value, is_names=key in _NAMES and not is_names)
+        for key, value in schema.items()
+        if is_names or key not in _PROSE
+    }
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
+    for key, value in schema.items():
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, dict) and key in _NAMES:
+            inner = ((f"{key}.{name}", each) for name, each in value.items())
+        elif isinstance(value, dict) and key not in ("const", "x-guidance"):
+            inner = ((key, value),)
+        elif isinstance(value, list) and key != "enum":
+            inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
+        yield from ((path, each) for path, each in inner if isinstance(each, dict))
