@@ -30,7 +30,8 @@ from llamaspec.cli.model_options import say_fetching
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
+from llamaspec.hub import find_remote, is_path, locate_model, made_drafts
+from llamaspec.hub_cache import fetch, find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file

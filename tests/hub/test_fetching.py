@@ -18,7 +18,8 @@ from command import ENTRY, environment, run, said
 from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
 from llamaspec.catalog import RemoteFile
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import fetch, find_here, locate_model, remove, resolve_model
+from llamaspec.hub import locate_model, resolve_model
+from llamaspec.hub_cache import fetch, find_here, remove
 from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
