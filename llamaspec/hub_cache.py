@@ -2,8 +2,9 @@
 
     CACHE/models--owner--name/snapshots/COMMIT/FILE links to ../../blobs/HASH
 
-huggingface-hub asks and transfers; what it believes of the hub is checked before (names, sizes, addresses)
-and after (the hash). Other programs share the folder.
+Other programs share the folder. What the hub says is checked before a transfer (names, sizes, addresses), and
+the content after it (the hash): only then the file gets its name. A transfer that was ended, however it was,
+leaves blobs/HASH.incomplete, and the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from llamaspec.catalog import MAX_BYTES, RemoteFile, quoted
 from llamaspec.errors import ModelFileError
-from llamaspec.files import read_file
+from llamaspec.files import STALE_SECONDS, read_file, write_file
 from llamaspec.llama.gguf_file import check_gguf
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
+_RESUMED_SECONDS = 7 * 24 * 3600.0  # a transfer that nobody continued for so long is given up
+_IN_USE_SECONDS = 60.0  # another process may still be writing to a file that changed more recently
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
 
 OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how many bytes of it are missing
@@ -45,11 +51,16 @@ def find_here(file: RemoteFile) -> Path | None:
 def remove(file: RemoteFile) -> int:
     """Delete a file and its parts from this machine; returns how many bytes that freed.
 
-    Content that another name links to stays, and so does what is outside of the repository's folder.
+    Content that another name links to stays, and so does what is outside of the repository's folder. Parts of
+    files that a transfer left are deleted, whatever file of the repository they belong to.
     """
     folder = repo_folder(file.repo)
-    freed = sum(_remove_link(folder, state / part) for state in fetched_states(folder) for part in file.parts)
-    if folder.exists() and not any(path.is_file() for path in (folder / "snapshots").rglob("*")):
+    freed = _sweep(folder / "blobs", _IN_USE_SECONDS, _IN_USE_SECONDS)
+    freed += sum(
+        _remove_link(folder, state / part) for state in fetched_states(folder) for part in file.parts
+    )
+    kept = (path.is_file() for at in ("snapshots/**/*", "blobs/*.incomplete") for path in folder.glob(at))
+    if folder.exists() and not any(kept):
         shutil.rmtree(folder)
     return freed
 
@@ -104,8 +115,11 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
     """
     try:
         parts = {part: _ask(file, part) for part in file.parts}
+        if len({said.commit for said in parts.values()}) > 1:
+            raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
         blobs = repo_folder(file.repo) / "blobs"
-        n_missing = sum(said.n_bytes for said in parts.values() if not (blobs / said.tag).exists())
+        _sweep(blobs, STALE_SECONDS, _RESUMED_SECONDS)
+        n_missing = sum(said.n_bytes - _n_here(blobs / said.tag, said) for said in parts.values())
         folder = next(folder for folder in blobs.parents if folder.exists())
         free = shutil.disk_usage(folder).free
         if n_missing > free:
@@ -116,6 +130,9 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         if on_fetch is not None and n_missing:
             on_fetch(file, n_missing)
         paths = [_fetch_part(file, part, said) for part, said in parts.items()]
+        main = blobs.with_name("refs") / "main"
+        main.parent.mkdir(exist_ok=True)
+        write_file(main, parts[file.file].commit)
     except ModelFileError:
         raise
     except Exception as error:  # whatever the library makes of a strange answer
@@ -169,8 +186,39 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
 
 
 def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+    """Bring one file here, unless its content is, and check it; returns the link to it."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    folder = repo_folder(file.repo)
+    blob, link = folder / "blobs" / said.tag, folder / "snapshots" / said.commit / part
+    lock = folder.parent / ".locks" / folder.name / f"{said.tag}.lock"  # as other programs name it
+    for path in (blob, link, lock):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if said.n_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
+        hf_hub_download(file.repo, part, revision=said.commit)  # by a protocol that cannot resume
+    with WeakFileLock(lock):
+        content = next((path for path in (link, blob) if path.exists()), None) or _transfer(file, part, said)
+        try:
+            _check(content, part, (file.sha256 if len(file.parts) == 1 else None) or said.tag)
+        except ModelFileError:
+            _remove_link(folder, content)
+            raise
+        if content != link:
+            content.replace(blob)
+            link.unlink(missing_ok=True)  # it leads nowhere
+            try:
+                link.symlink_to(os.path.relpath(blob, link.parent))
+            except OSError:  # no links here
+                blob.replace(link)
+    return link
+
+
+def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
+    """Fetch what is missing of a file's content; whatever ends this, the next transfer continues it."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
         """The library's own; ends a transfer that brings far more than was announced."""
@@ -183,29 +231,74 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
                 raise ModelFileError(f"the hub sends more than the {said.n_bytes} bytes of {part}; try later")
             return super().update(n)
 
-    path = Path(hf_hub_download(file.repo, part, tqdm_class=Bar))
-    if f"snapshots/{said.commit}/{part}" not in path.as_posix():
-        raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
-    expected = (file.sha256 if len(file.parts) == 1 else None) or said.tag
+    blob = repo_folder(file.repo) / "blobs" / said.tag
+    content, n_here = _incomplete(blob), _n_here(blob, said)
+    url = hf_hub_url(file.repo, part, revision=said.commit)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    bar = Bar(total=said.n_bytes, initial=n_here, unit="B", unit_scale=True, desc=part[-40:], disable=None)  # type: ignore[no-untyped-call]
     try:
-        with tqdm(total=said.n_bytes, unit="B", unit_scale=True, desc="checking", disable=None) as bar:  # type: ignore[no-untyped-call]
-            found = file_hash(path, len(expected), bar.update)
-        if found != expected:
-            raise ModelFileError(
-                f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
-                "it was deleted, pull it again"
+        with bar, content.open("ab" if n_here else "wb") as output:
+            http_get(
+                url, output, resume_size=n_here, headers=headers, expected_size=said.n_bytes, _tqdm_bar=bar
             )
-        try:
-            check_gguf(path)
-        except ModelFileError as error:
-            reason = str(error).partition(";")[0].replace(str(path), "it")
-            raise ModelFileError(
-                f"what the hub has as {part} is no model: {reason}; name another file"
-            ) from error
-    except BaseException:  # also when interrupted: what is not checked is not kept
-        _remove_link(repo_folder(file.repo), path)
+    except BaseException as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        refused = status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        if refused or not 0 < content.stat().st_size <= said.n_bytes:
+            content.unlink()  # it is not the beginning of this file
         raise
-    return path
+    return content
+
+
+def _check(content: Path, part: str, expected: str) -> None:
+    """Raise a ModelFileError unless the content has this hash and is a model."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    n_bytes = content.stat().st_size
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="checking", disable=None) as bar:  # type: ignore[no-untyped-call]
+        found = file_hash(content, len(expected), bar.update)
+    if found != expected:
+        raise ModelFileError(
+            f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
+            "it was deleted, pull it again"
+        )
+    try:
+        check_gguf(content)
+    except ModelFileError as error:
+        reason = str(error).partition(";")[0].replace(str(content), "it")
+        raise ModelFileError(
+            f"what the hub has as {part} is no model: {reason}; name another file"
+        ) from error
+
+
+def _incomplete(blob: Path) -> Path:
+    return blob.with_name(f"{blob.name}.incomplete")
+
+
+def _n_here(blob: Path, said: _Announced) -> int:
+    """How many bytes of a file's content need not be transferred."""
+    if blob.exists():
+        return said.n_bytes
+    with suppress(OSError):
+        n_bytes = _incomplete(blob).stat().st_size
+        return n_bytes if n_bytes <= said.n_bytes else 0
+    return 0
+
+
+def _sweep(blobs: Path, stale_seconds: float, resumed_seconds: float) -> int:
+    """Delete what ended transfers left, by its age; returns how many bytes that freed.
+
+    huggingface-hub adds a random part to the name, and cannot continue such a file.
+    """
+    freed = 0
+    for left in blobs.glob("*.incomplete"):
+        most = resumed_seconds if _HASH.fullmatch(left.stem) else stale_seconds
+        with suppress(OSError):  # another process was faster
+            facts = left.stat()
+            if time.time() - facts.st_mtime > most:
+                left.unlink()
+                freed += facts.st_size
+    return freed
 
 
 def file_hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:

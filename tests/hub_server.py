@@ -83,8 +83,8 @@ def serving(hub: Hub) -> Iterator[Hub]:
             if self.path.startswith("/api/models/"):
                 self._list(self.path.removeprefix("/api/models/").partition("/tree/")[0])
                 return
-            repo, resolves, file = self.path[1:].partition("/resolve/main/")
-            name = f"{repo}/{file}"
+            repo, resolves, file = self.path[1:].partition("/resolve/")
+            name = f"{repo}/{file.partition('/')[2]}"  # without the branch or the commit
             if resolves:  # the library asks for other things, too
                 hub.n_requests += 1
                 hub.authorizations.append(self.headers["Authorization"])
@@ -118,6 +118,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
             start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
             if asked:
                 hub.ranges.append(asked)
+            if asked and start >= len(content):
+                self._refuse(416, "")
+                return
             elsewhere = hub.elsewhere or (hub.elsewhere_with_content if with_content else "")
             headers: dict[str, str | None] = {
                 "X-Repo-Commit": hub.next_commits.pop(0) if hub.next_commits else hub.commit,
