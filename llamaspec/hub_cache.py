@@ -317,8 +317,9 @@ def list_models(repo: str) -> list[str]:
     """The names of the model files in a repository, as the hub gives them."""
     from huggingface_hub import HfApi, constants
 
-    try:
-        names = HfApi(endpoint=constants.ENDPOINT).list_repo_files(repo)
+    try:  # one request: `list_repo_files` asks again and again for minutes
+        facts = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        names = [sibling.rfilename for sibling in facts.siblings or ()]
         return [name for name in names if name.endswith(".gguf")]
     except Exception as error:  # whatever the library makes of a strange answer
         raise ModelFileError(

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,20 @@ def test_no_hub(hub: Hub, env: dict[str, str]) -> None:
     assert "HF_HUB_OFFLINE is set" in line
     assert "llamaspec models pull" in line
     assert hub.n_requests == 0
+
+
+@pytest.mark.parametrize("name", ["big", "hf:acme/big-GGUF"])
+def test_a_hub_that_says_nothing(env: dict[str, str], name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        away = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_ETAG_TIMEOUT": "1"}
+        assert "timed out" in said(run("generate", "--target", name, "x", env={**env, **away}))
+
+
+def test_a_hub_that_fails_is_asked_once(hub: Hub, cache: Path) -> None:
+    hub.listing_status = 503
+    with pytest.raises(ModelFileError, match="cannot see which models acme/big-GGUF has"):
+        resolve_model("hf:acme/big-GGUF")
+    assert hub.n_listings == 1
 
 
 def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
@@ -358,7 +373,8 @@ def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> 
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
-@pytest.mark.parametrize("listing", [b"[" * 100_000, b"{}", b'[{"path": 3}]', b"\xff"])
+@pytest.mark.parametrize("listing", [b"[" * 100_000, b"[]", b"{}", b'{"id": "a/b", "siblings": [{"rfilename": 3}]}', b"\xff"],
+)  # fmt: skip
 def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
     hub.listing = listing
     line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
@@ -366,7 +382,7 @@ def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> 
 
 
 def test_names_in_a_list_of_files_are_escaped(hub: Hub, cache: Path) -> None:
-    hub.listing = b'[{"type": "file", "oid": "0", "size": 1, "path": "big-Q8_\\u001b[31m0.gguf"}]'
+    hub.listing = b'{"id": "a/b", "siblings": [{"rfilename": "big-Q8_\\u001b[31m0.gguf"}]}'
     assert r"did you mean big-Q8_\x1b[31m0.gguf" in refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
 
 
