@@ -68,10 +68,12 @@ def locate_model(name: str | Path) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether this names a file: one that exists, or looks as if it should."""
+    """Whether this names a file: one that exists, or looks as if it should. A folder hides no model."""
     if _is_address(name):
         return False
-    return name.endswith(".gguf") or "/" in name or "\\" in name or os.path.exists(name)  # noqa: PTH110
+    if name.endswith(".gguf") or "/" in name or "\\" in name:
+        return True
+    return os.path.exists(name) and not os.path.isdir(name)  # noqa: PTH110, PTH112 - Path raises for a NUL
 
 
 def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
@@ -127,6 +129,8 @@ def _is_address(name: str) -> bool:
 
 
 def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
+    if "\0" in str(name):
+        raise ModelFileError(f"no file has the path {quoted(str(name))}; check it")
     if isinstance(name, Path) or is_path(name):
         return Path(name)
     return find_remote(name, ask=ask) or read_catalog().find(name.partition(":")[0]).own_file()

@@ -193,8 +193,9 @@ def pull(called: tuple[str, ...], no_draft: bool) -> None:
         drafts = (read_catalog().draft_of(name) for name in called)
         wanted += [draft for draft in drafts if draft is not None]
     for name in dict.fromkeys(wanted):
-        remote = find_remote(name)
+        remote = None if is_path(name) else find_remote(name)
         if remote is None:
+            check_gguf(locate_model(name))
             say(f"{name} is on this machine already")
             continue
         _echo_path(find_here(remote) or fetch(remote, say_fetching))

@@ -121,6 +121,29 @@ def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
     assert "big" in names
 
 
+def test_a_folder_does_not_hide_a_model(
+    own_list: Path, target_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "models", "new"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert invoke("models", "add", "mine", target_file).code == 0
+    options = ("-n", "2", "--threads", "1", "--no-stats", "x")
+    assert invoke("generate", "--target", "mine", *options).code == 0
+    assert "models; it is a folder" in said(invoke("generate", "--target", "models", "x"))
+
+
+def test_a_file_that_is_gone_cannot_be_pulled(own_list: Path, target_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(target_file.read_bytes())
+    invoke("models", "add", "mine", path)
+    for name in ("mine", path):
+        assert "is on this machine already" in invoke("models", "pull", name).stderr
+    path.unlink()
+    for name in ("mine", path):
+        assert f"no such model file: {path}" in said(invoke("models", "pull", name))
+
+
 def test_a_name_must_not_look_like_a_file(env: dict[str, str]) -> None:
     answer = run("models", "add", "mine.gguf", ADDRESS, env=env)
     assert answer.code == 2

@@ -373,7 +373,9 @@ def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> 
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
-@pytest.mark.parametrize("listing", [b"[" * 100_000, b"[]", b"{}", b'{"id": "a/b", "siblings": [{"rfilename": 3}]}', b"\xff"],
+@pytest.mark.parametrize(
+    "listing",
+    [b"[" * 100_000, b"[]", b"{}", b'{"id": "a/b", "siblings": [{"rfilename": 3}]}', b"\xff"],
 )  # fmt: skip
 def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
     hub.listing = listing
