@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -235,7 +236,9 @@ def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
     content, n_here = _incomplete(blob), _n_here(blob, said)
     url = hf_hub_url(file.repo, part, revision=said.commit)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-    bar = Bar(total=said.n_bytes, initial=n_here, unit="B", unit_scale=True, desc=part[-40:], disable=None)  # type: ignore[no-untyped-call]
+    bar = Bar(
+        total=said.n_bytes, initial=n_here, unit="B", unit_scale=True, desc=part[-40:], disable=_no_bar()
+    )  # type: ignore[no-untyped-call]
     try:
         with bar, content.open("ab" if n_here else "wb") as output:
             http_get(
@@ -255,7 +258,7 @@ def _check(content: Path, part: str, expected: str) -> None:
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     n_bytes = content.stat().st_size
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="checking", disable=None) as bar:  # type: ignore[no-untyped-call]
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="checking", disable=_no_bar()) as bar:  # type: ignore[no-untyped-call]
         found = file_hash(content, len(expected), bar.update)
     if found != expected:
         raise ModelFileError(
@@ -269,6 +272,11 @@ def _check(content: Path, part: str, expected: str) -> None:
         raise ModelFileError(
             f"what the hub has as {part} is no model: {reason}; name another file"
         ) from error
+
+
+def _no_bar() -> bool | None:
+    """None: off a terminal, as the library decides it, which expects a stderr."""
+    return True if sys.stderr is None else None
 
 
 def _incomplete(blob: Path) -> Path:

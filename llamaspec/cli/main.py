@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -56,6 +57,7 @@ class _Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in _SUBCOMMANDS.items()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        _replace_closed_streams()
         sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
@@ -80,6 +82,16 @@ class _Commands(click.Group):
                 traceback.print_exc()
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _fail(f"internal error: {told}; please report it, LLAMASPEC_DEBUG=1 shows where", EXIT_INTERNAL)
+
+
+def _replace_closed_streams() -> None:
+    """Put the null device in the place of closed streams, so that no other file gets their number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
 
 
 def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
