@@ -236,9 +236,7 @@ def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
     content, n_here = _incomplete(blob), _n_here(blob, said)
     url = hf_hub_url(file.repo, part, revision=said.commit)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-    bar = Bar(
-        total=said.n_bytes, initial=n_here, unit="B", unit_scale=True, desc=part[-40:], disable=_no_bar()
-    )  # type: ignore[no-untyped-call]
+    bar = Bar(initial=n_here, **_bar_settings(part[-40:], said.n_bytes))  # type: ignore[no-untyped-call]
     try:
         with bar, content.open("ab" if n_here else "wb") as output:
             http_get(
@@ -257,8 +255,8 @@ def _check(content: Path, part: str, expected: str) -> None:
     """Raise a ModelFileError unless the content has this hash and is a model."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    n_bytes = content.stat().st_size
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="checking", disable=_no_bar()) as bar:  # type: ignore[no-untyped-call]
+    settings = _bar_settings("checking", content.stat().st_size)
+    with tqdm(**settings) as bar:  # type: ignore[no-untyped-call]
         found = file_hash(content, len(expected), bar.update)
     if found != expected:
         raise ModelFileError(
@@ -274,9 +272,10 @@ def _check(content: Path, part: str, expected: str) -> None:
         ) from error
 
 
-def _no_bar() -> bool | None:
-    """None: off a terminal, as the library decides it, which expects a stderr."""
-    return True if sys.stderr is None else None
+def _bar_settings(label: str, n_bytes: int) -> dict[str, Any]:
+    """How bars look; off a terminal there are none, which the library finds out only if there is a stderr."""
+    is_off = True if sys.stderr is None else None
+    return {"total": n_bytes, "unit": "B", "unit_scale": True, "desc": label, "disable": is_off}
 
 
 def _incomplete(blob: Path) -> Path:
