@@ -91,7 +91,7 @@ def _replace_closed_streams() -> None:
     os.close(number)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - it stays open
 
 
 def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
