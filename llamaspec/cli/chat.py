@@ -16,13 +16,20 @@ import click
 
 from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
 from llamaspec.cli import options as shared
-from llamaspec.cli.model_options import ModelChoice, chat_model_options, find_files, learning
+from llamaspec.cli.model_options import (
+    ModelChoice,
+    chat_model_options,
+    fetched_model,
+    find_files,
+    learning,
+)
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.opening import demo_target
+from llamaspec.hub import AUTO, has_draft
+from llamaspec.opening import demo_target, drafts_itself
 
 _LAST = "last"
 
@@ -137,6 +144,26 @@ def chat(
         click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
         with line_editing():
             loop.run(terminal_line)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  llamaspec run qwen3-14b
+  llamaspec run hf:owner/big-GGUF:Q4_K_M --system "Answer in one sentence."
+""",
+)
+@click.argument("name")
+@click.argument("options", metavar="[OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
+    """Talk with a model or a pair by its name, which is fetched if need be."""
+    fetched_model(name)
+    drafts = (AUTO,) if has_draft(name) or drafts_itself(name) else ()
+    arguments = ["--target", name, *options]
+    with chat.make_context("run", arguments, context.parent, default_map={"draft": drafts}) as inner:
+        chat.invoke(inner)
 
 
 HELP = '''\

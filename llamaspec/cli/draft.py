@@ -63,7 +63,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
 
-@click.group(no_args_is_help=False)
+@click.group()
 def draft() -> None:
     """Make a draft for a target that has none. `--draft auto` finds what was made."""
 

@@ -44,7 +44,7 @@ _LABELS = ("for ", "", "draft ", "", "here: ")
 _OTHERS = 6  # that are named beside the recommended pair
 
 
-@click.group(no_args_is_help=False)
+@click.group()
 def models() -> None:
     """Models and pairs by name: fetched once, then used without a network."""
 

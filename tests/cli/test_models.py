@@ -121,6 +121,26 @@ def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
     assert "big" in names
 
 
+def test_run_fetches_a_pair_and_opens_a_chat(env: dict[str, str], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    options = ("--chat-template", template, "--threads", "1", "-n", "8", "--seed", "1", "--stats")
+    answer = run("run", "big", *options, stdin=b"def f(self):\n", env=env)
+    assert answer.code == 0, answer
+    assert answer.stderr.count("fetching hf:acme/") == 2
+    assert answer.stdout.strip()
+    plain = run("chat", "--target", "big", *options, stdin=b"def f(self):\n", env=env)
+    assert (plain.stdout, plain.stderr.count("fetching")) == (answer.stdout, 0)
+    elsewhere = {**env, "LLAMASPEC_TARGET": "missing.gguf"}
+    assert run("run", "big", *options, stdin=b"def f(self):\n", env=elsewhere).stdout == answer.stdout
+
+
+def test_pull_is_a_command_of_its_own(env: dict[str, str]) -> None:
+    paths = run("pull", "big", env=env).stdout
+    assert len(paths.splitlines()) == 2
+    assert run("models", "pull", "big", env=env).stdout == paths
+
+
 def test_a_folder_does_not_hide_a_model(
     own_list: Path, target_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,9 @@ def test_draft_tokens_are_coloured_on_a_terminal_only(models: list[Path]) -> Non
     ("command", "says"),
     [
         (["-h"], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        ([], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        (["models"], ["recommend", "pull"]),
+        (["draft"], ["distil"]),
         (["generate", "-h"], ["Examples:", "llamaspec generate -f prompt.txt", "[default: 256"]),
         (["generate", "--help"], ["Examples:"]),
         (["compare", "-h"], ["Examples:", "sanity check", "--num-runs"]),
@@ -118,6 +121,12 @@ def test_help_shows_examples(command: list[str], says: list[str]) -> None:
     assert answer.stderr == ""
     for part in says:
         assert part in answer.stdout
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_help_uses_the_terminal_s_width(columns: int) -> None:
+    text = run("generate", "-h", env={"COLUMNS": str(columns)}).stdout.partition("Examples:")[0]
+    assert columns - 20 < max(map(len, text.splitlines())) < columns
 
 
 @pytest.mark.parametrize(
