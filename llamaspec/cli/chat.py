@@ -16,6 +16,7 @@ import click
 
 from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
 from llamaspec.cli import options as shared
+from llamaspec.cli.grouped import Decorator, GroupedCommand, refusing_values, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     chat_model_options,
@@ -43,7 +44,7 @@ class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
         return value if value == _LAST else click.INT.convert(value, param, ctx)
 
 
-_FILES: tuple[shared.Decorator, ...] = (
+_FILES: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Write the conversation to a new file after every answer."),
     click.option("--load", metavar="FILE",
                  help="Go on with a saved conversation; may be the file of --save."),
@@ -55,7 +56,7 @@ _FILES: tuple[shared.Decorator, ...] = (
                  help="Keep the conversation for --resume, in the cache folder, readable by you alone."),
     *shared.statistics_options(None, "Statistics after every answer"),
 )  # fmt: skip
-_REASONING: tuple[shared.Decorator, ...] = (
+_REASONING: tuple[Decorator, ...] = (
     click.option("--reasoning", type=click.Choice(["show", "hide", "off"]), default="show", show_default=True,
                  help="What a model thinks before it answers goes to stderr, or nowhere; off asks it not to "
                       "think."),
@@ -65,7 +66,7 @@ _REASONING: tuple[shared.Decorator, ...] = (
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec chat --target llama-70b-instruct.Q4.gguf --draft llama-8b-instruct.Q4.gguf
@@ -76,8 +77,8 @@ Examples:
 """,
 )
 @shared.chat_options
-@shared.section("Reasoning", _REASONING)
-@shared.section("Files", _FILES)
+@section("Reasoning", _REASONING)
+@section("Files", _FILES)
 @chat_model_options
 @shared.answer_decoding_options
 def chat(
@@ -96,7 +97,7 @@ def chat(
 ) -> None:
     """Talk with a model. Each line is a message; /help lists the commands."""
     resume = resume or _LAST in last_or_size
-    with shared.refusing_values():
+    with refusing_values():
         detail = shared.chosen_detail(stats, no_stats, None)
         if resume and load is not None:
             raise ValueError("--resume and --load both name a conversation; drop one")
