@@ -227,8 +227,9 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
 
 
-@pytest.mark.parametrize("columns", ["40", "100"])
+@pytest.mark.parametrize("columns", ["40", "72", "75", "80", "100"])
 def test_the_list_is_readable(own_list: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """Names are whole at every width, because people copy them."""
     monkeypatch.setenv("COLUMNS", columns)
     lines = invoke("models", "list").stdout.splitlines()
     shown = " ".join(" ".join(lines).split())
