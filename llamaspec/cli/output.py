@@ -78,7 +78,7 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """A table without lines. Titles may begin with "<": left-justified, and with "!": cells are not wrapped."""
+    """A table without lines; a title begins with "<" if left-justified, and with "!" if never wrapped."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
         name, is_left = title.lstrip("<!"), title.startswith("<")
