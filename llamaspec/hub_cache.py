@@ -245,8 +245,9 @@ def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
     except BaseException as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         refused = status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        if refused or not 0 < content.stat().st_size <= said.n_bytes:
-            content.unlink()  # it is not the beginning of this file
+        with suppress(OSError):  # such as that it could not be opened
+            if refused or not 0 < content.stat().st_size <= said.n_bytes:
+                content.unlink()  # it is not the beginning of this file
         raise
     return content
 

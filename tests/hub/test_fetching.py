@@ -192,6 +192,21 @@ def test_a_wrong_beginning_is_fetched_again(hub: Hub, left: Path, wrong: str) ->
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
+def test_a_place_that_cannot_be_written_is_said(
+    hub: Hub, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permission is feigned: tests may run as a user who may write everywhere."""
+    opened = Path.open
+
+    def refusing(path: Path, *arguments: Any, **settings: Any) -> Any:
+        if path == left:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    assert f"cannot keep {FILE}: Permission denied; see to the disk" in refused()
+
+
 def test_a_size_that_was_wrong_does_not_stay_in_the_way(hub: Hub, cache: Path) -> None:
     """The next transfer starts behind the end of the file, where the hub has nothing."""
     hub.sizes[BIG] = len(hub.files[BIG]) + 1000
