@@ -250,6 +250,8 @@ class Catalog:
         close = difflib.get_close_matches(name[:200], self.entries, n=3, cutoff=0.5)
         names = f"did you mean {quoted(', '.join(close))}?"
         meant = names if close else "`llamaspec models list` shows the names"
+        if os.path.isdir(name):  # noqa: PTH112 - Path raises for a NUL
+            meant = "it is a folder: name a .gguf file inside it"
         raise ModelFileError(f"no file and no model is called {quoted(name)}; {meant}")
 
     def draft_of(self, target: str) -> str | None:

@@ -1,26 +1,18 @@
 """From a model's name to its file: on this machine, in huggingface-hub's cache folder, or fetched.
 
-`resolve_*` fetch what is not here; `locate_*` and `find_draft` never do. huggingface-hub transfers and keeps
-the files; what it believes of the hub is checked before (names, sizes, addresses) and after (the hash).
+`resolve_*` fetch what is not here; `locate_*` and `find_draft` never do.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from llamaspec.catalog import (
     HUB,
-    MAX_BYTES,
     RemoteFile,
     address_of_page,
     is_repo,
@@ -30,16 +22,12 @@ from llamaspec.catalog import (
     remote_file,
 )  # fmt: skip
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.files import cache_folder, read_beginning, read_file
-from llamaspec.llama.gguf_file import check_gguf, read_gguf
+from llamaspec.files import cache_folder, read_beginning
+from llamaspec.hub_cache import OnFetch, fetch, fetched_states, find_here, list_models, repo_folder
+from llamaspec.llama.gguf_file import read_gguf
 
 AUTO = "auto"  # in place of a draft: the one that is known for the target
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity of its target
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
-_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
-
-OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how many bytes of it are missing
 
 
 # Names
@@ -80,10 +68,12 @@ def locate_model(name: str | Path) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether this names a file: one that exists, or looks as if it should."""
+    """Whether this names a file: one that exists, or looks as if it should. A folder hides no model."""
     if _is_address(name):
         return False
-    return name.endswith(".gguf") or "/" in name or "\\" in name or os.path.exists(name)  # noqa: PTH110
+    if name.endswith(".gguf") or "/" in name or "\\" in name:
+        return True
+    return os.path.exists(name) and not os.path.isdir(name)  # noqa: PTH110, PTH112 - Path raises for a NUL
 
 
 def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
@@ -139,6 +129,8 @@ def _is_address(name: str) -> bool:
 
 
 def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
+    if "\0" in str(name):
+        raise ModelFileError(f"no file has the path {quoted(str(name))}; check it")
     if isinstance(name, Path) or is_path(name):
         return Path(name)
     return find_remote(name, ask=ask) or read_catalog().find(name.partition(":")[0]).own_file()
@@ -149,14 +141,14 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     repo, _, quantization = address.removeprefix(HUB).partition(":")
     if quantization.endswith(".gguf") or not is_repo(repo):
         return remote_file(address)
-    states = _states(_folder(repo))
+    states = fetched_states(repo_folder(repo))
     fetched = (path.relative_to(state).as_posix() for state in states for path in state.rglob("*.gguf"))
     here = matching(sorted(fetched), repo, quantization)
     if len(here) == 1:
         return here[0]
     if not ask:
         raise ModelFileError(f"{quoted(address)} is not on this machine, or more than one; name the file")
-    listed = _list_models(repo)
+    listed = list_models(repo)
     there = matching(listed, repo, quantization)
     if len(there) == 1:
         return there[0]
@@ -198,233 +190,3 @@ def made_drafts(target: Path) -> list[Path]:
 
 def _stem(target: Path) -> str:
     return re.sub(r"-\d{5}-of-\d{5}$", "", target.stem)
-
-
-# The cache folder: CACHE/models--owner--name/snapshots/COMMIT/FILE links to ../../blobs/HASH
-
-
-def find_here(file: RemoteFile) -> Path | None:
-    """The file on this machine, its first part if it was split; None unless all parts are here together.
-
-    huggingface-hub itself finds only what belongs to the newest commit that it saw.
-    """
-    for state in _states(_folder(file.repo)):
-        if all((state / part).is_file() for part in file.parts):
-            return state / file.file
-    return None
-
-
-def remove(file: RemoteFile) -> int:
-    """Delete a file and its parts from this machine; returns how many bytes that freed.
-
-    Content that another name links to stays, and so does what is outside of the repository's folder.
-    """
-    folder = _folder(file.repo)
-    freed = sum(_remove_link(folder, state / part) for state in _states(folder) for part in file.parts)
-    if folder.exists() and not any(path.is_file() for path in (folder / "snapshots").rglob("*")):
-        shutil.rmtree(folder)
-    return freed
-
-
-def _folder(repo: str) -> Path:
-    from huggingface_hub import constants  # takes a while, and most models are given as files
-
-    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-
-
-def _states(folder: Path) -> list[Path]:
-    """The fetched states of a repository: first that of the main branch, then the newest."""
-    try:
-        main = read_file(folder / "refs" / "main", 100).decode(errors="replace").strip()
-    except OSError:
-        main = ""
-    states = [path for path in (folder / "snapshots").glob("*") if path.is_dir() and not path.is_symlink()]
-    return sorted(states, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
-
-
-def _remove_link(folder: Path, link: Path) -> int:
-    parent = Path(os.path.realpath(link.parent))
-    if not link.is_file() or not parent.is_relative_to(os.path.realpath(folder)):
-        return 0
-    n_bytes = link.stat().st_size
-    content = _content(link)
-    link.unlink()
-    if content != link:
-        links = (path for path in (folder / "snapshots").rglob("*") if path.is_symlink())
-        if content.parent != folder / "blobs" or any(_content(path) == content for path in links):
-            return 0
-        content.unlink(missing_ok=True)
-    return n_bytes
-
-
-def _content(link: Path) -> Path:
-    """One step only: a blob may itself link to a store that other programs share."""
-    return Path(os.path.normpath(link.parent / link.readlink())) if link.is_symlink() else link
-
-
-# Fetching
-
-
-def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
-    """Bring a file here, whole and checked; returns its first part, with the others beside it.
-
-    Raises
-    ------
-    ModelFileError
-        The hub cannot be reached or does not give the file, the disk is too small, or the content is wrong.
-    """
-    try:
-        parts = {part: _ask(file, part) for part in file.parts}
-        blobs = _folder(file.repo) / "blobs"
-        n_missing = sum(said.n_bytes for said in parts.values() if not (blobs / said.tag).exists())
-        folder = next(folder for folder in blobs.parents if folder.exists())
-        free = shutil.disk_usage(folder).free
-        if n_missing > free:
-            raise ModelFileError(
-                f"{file} needs {n_missing / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
-                "make room, or set HF_HOME to a folder on a larger disk"
-            )
-        if on_fetch is not None and n_missing:
-            on_fetch(file, n_missing)
-        paths = [_fetch_part(file, part, said) for part, said in parts.items()]
-    except ModelFileError:
-        raise
-    except Exception as error:  # whatever the library makes of a strange answer
-        raise ModelFileError(_reason(file, error)) from error
-    return paths[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """What the hub says of a file, as far as it is possible."""
-
-    commit: str
-    tag: str  # the content's hash
-    n_bytes: int
-
-
-def _ask(file: RemoteFile, part: str) -> _Announced:
-    """Ask before anything is written: huggingface-hub takes the tag and the commit for paths."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        fact = get_hf_file_metadata(hf_hub_url(file.repo, part))
-    except EntryNotFoundError as error:
-        try:
-            names = _list_models(file.repo)
-        except ModelFileError:
-            names = []
-        close = quoted(", ".join(difflib.get_close_matches(part, names, n=3, cutoff=0.3)))
-        meant = f"did you mean {close}?" if close else "look at the files on its page at the hub"
-        raise ModelFileError(f"{file.repo} has no file {part}; {meant}") from error
-    said = _Announced(fact.commit_hash or "", fact.etag or "", fact.size or 0)
-    fault = None
-    if not _HASH.fullmatch(said.tag):
-        fault = f"the hash {quoted(said.tag) or 'of no digits'}"
-    elif not _COMMIT.fullmatch(said.commit):
-        fault = f"the commit {quoted(said.commit) or 'of no digits'}"
-    elif not 0 < said.n_bytes <= MAX_BYTES:
-        fault = "no size that a file can have"
-    elif urlsplit(fact.location).scheme not in ("http", "https"):
-        fault = f"the address {quoted(fact.location)}"
-    if fault is not None:
-        raise ModelFileError(f"the hub gives {fault} for {part}; nothing was fetched")
-    known = file.sha256 if file.parts == (part,) else None
-    if known is not None and len(said.tag) == len(known) and known != said.tag:
-        raise ModelFileError(
-            f"{file} is not the file that the list of models describes: its hash is {said.tag[:12]}..., "
-            f"expected {known[:12]}...; to use it anyway, give the model as {file}"
-        )
-    return said
-
-
-def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class Bar(tqdm):
-        """The library's own; ends a transfer that brings far more than was announced."""
-
-        n_done = 0
-
-        def update(self, n: float | None = 1) -> Any:
-            self.n_done += int(n or 0)
-            if self.n_done > 2 * said.n_bytes + _MAX_EXTRA_BYTES:
-                raise ModelFileError(f"the hub sends more than the {said.n_bytes} bytes of {part}; try later")
-            return super().update(n)
-
-    path = Path(hf_hub_download(file.repo, part, tqdm_class=Bar))
-    if f"snapshots/{said.commit}/{part}" not in path.as_posix():
-        raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
-    expected = (file.sha256 if len(file.parts) == 1 else None) or said.tag
-    try:
-        with tqdm(total=said.n_bytes, unit="B", unit_scale=True, desc="checking", disable=None) as bar:  # type: ignore[no-untyped-call]
-            found = file_hash(path, len(expected), bar.update)
-        if found != expected:
-            raise ModelFileError(
-                f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
-                "it was deleted, pull it again"
-            )
-        try:
-            check_gguf(path)
-        except ModelFileError as error:
-            reason = str(error).partition(";")[0].replace(str(path), "it")
-            raise ModelFileError(
-                f"what the hub has as {part} is no model: {reason}; name another file"
-            ) from error
-    except BaseException:  # also when interrupted: what is not checked is not kept
-        _remove_link(_folder(file.repo), path)
-        raise
-    return path
-
-
-def file_hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
-    """SHA-256 in 64 digits, or in 40 what git computes of a file that is not in LFS."""
-    digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
-    if n_digits != 64:
-        digest.update(f"blob {path.stat().st_size}\0".encode())
-    with path.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-            on_bytes(len(chunk))
-    return digest.hexdigest()
-
-
-def _list_models(repo: str) -> list[str]:
-    """The names of the model files in a repository, as the hub gives them."""
-    from huggingface_hub import HfApi, constants
-
-    try:
-        names = HfApi(endpoint=constants.ENDPOINT).list_repo_files(repo)
-        return [name for name in names if name.endswith(".gguf")]
-    except Exception as error:  # whatever the library makes of a strange answer
-        raise ModelFileError(
-            f"cannot see which models {repo} has: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
-        ) from error
-
-
-def _reason(file: RemoteFile, error: Exception) -> str:
-    from huggingface_hub import errors
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the transport
-
-    pull = f"`llamaspec models pull {file}`"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{file} is not on this machine, and HF_HUB_OFFLINE is set; unset it and run {pull} once"
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{file.repo} is given only to those who agreed to its terms; agree on its page at the hub, "
-            "then run `hf auth login` or set HF_TOKEN"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"the hub has no repository {file.repo}, or it is private; check the name or run `hf auth login`"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        return f"the hub answered {error.response.status_code} for {file}; try {pull} later"
-    detail = quoted(getattr(error, "strerror", None) or str(error))
-    if isinstance(error, HTTPError | errors.LocalEntryNotFoundError):
-        return f"{file} is not on this machine, and the hub cannot be reached ({detail}); try {pull} later"
-    if isinstance(error, OSError):
-        return f"cannot keep {file}: {detail}; see to the disk, and {pull} again"
-    return f"the hub gives an answer for {file} that makes no sense ({detail}); try {pull} later"

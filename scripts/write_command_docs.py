@@ -102,11 +102,14 @@ def paths(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def help_of(path: tuple[str, ...]) -> str:
-    """What `path --help` prints."""
+    """What `path --help` prints; of a command with many options, what `path --help-all` does."""
     name, *arguments = path
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(
-        llamaspec, [*arguments, "-h"], prog_name=name, terminal_width=WIDTH
-    )
+    for option in ("-h", "--help-all"):
+        result = CliRunner(env={"NO_COLOR": "1"}).invoke(
+            llamaspec, [*arguments, option], prog_name=name, terminal_width=WIDTH
+        )
+        if "--help-all" not in result.output:
+            break
     if result.exit_code != 0:
         raise RuntimeError(
             f"{' '.join(path)} -h exited {result.exit_code}: {result.output}"

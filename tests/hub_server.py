@@ -52,6 +52,8 @@ class Hub:
     next_commits: list[str] = field(default_factory=list)  # told one after the other, instead of the commit
     extra_bytes: int = 0  # sent after the content
     listing: bytes = b""  # instead of the true list of files
+    listing_status: int = 200
+    n_listings: int = 0  # that were asked for
     n_sent: int = 0  # bytes of content
     n_requests: int = 0
     commit: str = COMMIT  # the main branch's
@@ -81,10 +83,10 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
         def _answer(self, *, with_content: bool) -> None:
             if self.path.startswith("/api/models/"):
-                self._list(self.path.removeprefix("/api/models/").partition("/tree/")[0])
+                self._list(self.path.removeprefix("/api/models/"))
                 return
-            repo, resolves, file = self.path[1:].partition("/resolve/main/")
-            name = f"{repo}/{file}"
+            repo, resolves, file = self.path[1:].partition("/resolve/")
+            name = f"{repo}/{file.partition('/')[2]}"  # without the branch or the commit
             if resolves:  # the library asks for other things, too
                 hub.n_requests += 1
                 hub.authorizations.append(self.headers["Authorization"])
@@ -99,9 +101,10 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
         def _list(self, repo: str) -> None:
             named = [name.removeprefix(f"{repo}/") for name in hub.files if name.startswith(f"{repo}/")]
-            listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in named]
+            listed = {"id": repo, "siblings": [{"rfilename": name} for name in named]}
             content = hub.listing or json.dumps(listed).encode()
-            self.send_response(200)
+            hub.n_listings += 1
+            self.send_response(hub.listing_status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             with suppress(OSError):  # whoever asked has read enough
@@ -118,6 +121,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
             start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
             if asked:
                 hub.ranges.append(asked)
+            if asked and start >= len(content):
+                self._refuse(416, "")
+                return
             elsewhere = hub.elsewhere or (hub.elsewhere_with_content if with_content else "")
             headers: dict[str, str | None] = {
                 "X-Repo-Commit": hub.next_commits.pop(0) if hub.next_commits else hub.commit,

@@ -43,6 +43,8 @@ ONLY_PARSED = {  # part of a command: what it needs
     "worker": "other machines",
     "--pair": "the hub",
     "hf:": "the hub",
+    "llamaspec pull": "the hub",
+    "llamaspec run": "the hub",
     "models pull": "the hub",
     "--draft mtp": "a target with prediction heads",
     "draft distil": "torch",

@@ -17,8 +17,9 @@ from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Separated, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
-from llamaspec.cli.options import DRAFTING, JSON_OPTION, Decorator, GroupedCommand, Separated, option_group
+from llamaspec.cli.options import DRAFTING, JSON_OPTION
 from llamaspec.cli.output import check_plot, check_writable, print_table, save_figure, say
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED

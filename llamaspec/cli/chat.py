@@ -16,13 +16,21 @@ import click
 
 from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
 from llamaspec.cli import options as shared
-from llamaspec.cli.model_options import ModelChoice, chat_model_options, find_files, learning
+from llamaspec.cli.grouped import Decorator, GroupedCommand, refusing_values, section
+from llamaspec.cli.model_options import (
+    ModelChoice,
+    chat_model_options,
+    fetched_model,
+    find_files,
+    learning,
+)
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.opening import demo_target
+from llamaspec.hub import AUTO, has_draft
+from llamaspec.opening import demo_target, drafts_itself
 
 _LAST = "last"
 
@@ -36,7 +44,7 @@ class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
         return value if value == _LAST else click.INT.convert(value, param, ctx)
 
 
-_FILES: tuple[shared.Decorator, ...] = (
+_FILES: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Write the conversation to a new file after every answer."),
     click.option("--load", metavar="FILE",
                  help="Go on with a saved conversation; may be the file of --save."),
@@ -48,7 +56,7 @@ _FILES: tuple[shared.Decorator, ...] = (
                  help="Keep the conversation for --resume, in the cache folder, readable by you alone."),
     *shared.statistics_options(None, "Statistics after every answer"),
 )  # fmt: skip
-_REASONING: tuple[shared.Decorator, ...] = (
+_REASONING: tuple[Decorator, ...] = (
     click.option("--reasoning", type=click.Choice(["show", "hide", "off"]), default="show", show_default=True,
                  help="What a model thinks before it answers goes to stderr, or nowhere; off asks it not to "
                       "think."),
@@ -58,7 +66,7 @@ _REASONING: tuple[shared.Decorator, ...] = (
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec chat --target llama-70b-instruct.Q4.gguf --draft llama-8b-instruct.Q4.gguf
@@ -69,8 +77,8 @@ Examples:
 """,
 )
 @shared.chat_options
-@shared.section("Reasoning", _REASONING)
-@shared.section("Files", _FILES)
+@section("Reasoning", _REASONING)
+@section("Files", _FILES)
 @chat_model_options
 @shared.answer_decoding_options
 def chat(
@@ -89,7 +97,7 @@ def chat(
 ) -> None:
     """Talk with a model. Each line is a message; /help lists the commands."""
     resume = resume or _LAST in last_or_size
-    with shared.refusing_values():
+    with refusing_values():
         detail = shared.chosen_detail(stats, no_stats, None)
         if resume and load is not None:
             raise ValueError("--resume and --load both name a conversation; drop one")
@@ -137,6 +145,26 @@ def chat(
         click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
         with line_editing():
             loop.run(terminal_line)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  llamaspec run qwen3-14b
+  llamaspec run hf:owner/big-GGUF:Q4_K_M --system "Answer in one sentence."
+""",
+)
+@click.argument("name")
+@click.argument("options", metavar="[OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
+    """Talk with a model or a pair by its name, which is fetched if need be."""
+    fetched_model(name)
+    drafts = (AUTO,) if has_draft(name) or drafts_itself(name) else ()
+    arguments = ["--target", name, *options]
+    with chat.make_context("run", arguments, context.parent, default_map={"draft": drafts}) as inner:
+        chat.invoke(inner)
 
 
 HELP = '''\

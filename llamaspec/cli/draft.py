@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from llamaspec.cli.grouped import Command, GroupedCommand, option_group, refusing_values
 from llamaspec.cli.model_options import fetched_model
-from llamaspec.cli.options import JSON_OPTION, Command, GroupedCommand, option_group, refusing_values
+from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
@@ -63,7 +64,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
 
-@click.group(no_args_is_help=False)
+@click.group()
 def draft() -> None:
     """Make a draft for a target that has none. `--draft auto` finds what was made."""
 

@@ -13,6 +13,7 @@ import click
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
+from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.generation import Completion, StopReason
@@ -23,7 +24,7 @@ from llamaspec.measure.store import learned_costs
 from llamaspec.pair import Pair
 from llamaspec.values import TokenArray
 
-_OPTIONS: tuple[shared.Decorator, ...] = (
+_OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
                  help="Read control tokens spelled in the prompt, such as <|im_end|>, as these tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
@@ -68,7 +69,7 @@ def _output(*, stats: out.Detail | None, no_stats: bool, **given: Any) -> Genera
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec generate "def quicksort(items):"
@@ -83,7 +84,7 @@ Examples:
 @shared.optional_chat_options
 @model_or_plain_options
 @shared.decoding_options
-@shared.option_group("output", _output, _OPTIONS)
+@option_group("output", _output, _OPTIONS)
 def generate(
     source: shared.PromptSource,
     conversation: shared.ChatOptions,

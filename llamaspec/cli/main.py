@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import difflib
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,6 +22,7 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 _LATER_SECONDS = 0.01
+_WIDEST_HELP = 1000  # columns; a narrower terminal decides
 
 # The module of each, loaded when it is used, and the first line of its own help.
 _SUBCOMMANDS = {
@@ -35,6 +38,8 @@ _SUBCOMMANDS = {
         "measure",
         "Measure what evaluating several positions at once costs, and keep it for later runs.",
     ),
+    "pull": ("models", "Fetch models and their drafts."),
+    "run": ("chat", "Talk with a model or a pair by its name, which is fetched if need be."),
     "serve": ("serve", "Answer the clients of OpenAI and Anthropic."),
     "worker": ("serve", "Compute layers for a target on another machine, given there as --rpc HOST:PORT."),
 }
@@ -51,15 +56,31 @@ class _Commands(click.Group):
             self.add_command(getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As usual; click itself suggests only commands that were loaded."""
+        name = args[0]
+        close = difflib.get_close_matches(name, _SUBCOMMANDS, n=3, cutoff=0.6)
+        if name not in _SUBCOMMANDS and close:
+            ctx.fail(f"No such command {name!r}, did you mean {' or '.join(close)}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _SUBCOMMANDS.items()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        _replace_closed_streams()
         sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
+            if (
+                type(error).__name__ == "NoArgsIsHelpError"
+            ):  # older versions of click show the help themselves
+                click.echo(error.message)
+                return None
             message = error.format_message().replace("\n", " ").rstrip(".")
             command = (
                 error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llamaspec"
@@ -80,6 +101,16 @@ class _Commands(click.Group):
                 traceback.print_exc()
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _fail(f"internal error: {told}; please report it, LLAMASPEC_DEBUG=1 shows where", EXIT_INTERNAL)
+
+
+def _replace_closed_streams() -> None:
+    """Put the null device in the place of closed streams, so that no other file gets their number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - it stays open
 
 
 def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -104,7 +135,10 @@ def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
     sys.exit(code)
 
 
-@click.group(cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
+)
 @click.version_option(package_name="llamaspec")
 def main() -> None:
     """Make a large GGUF model answer faster without changing what it says.

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
+from llamaspec.cli.grouped import Decorator, GroupedCommand, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_files,
@@ -66,7 +67,7 @@ def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) 
 # probe
 
 
-_PROBE_OUTPUT: tuple[shared.Decorator, ...] = (
+_PROBE_OUTPUT: tuple[Decorator, ...] = (
     click.option("--quick", is_flag=True, help="Fewer widths and turns, and the target's own "
                  "attention only: seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show what an earlier probe found; measure nothing."),
@@ -79,7 +80,7 @@ _PROBE_OUTPUT: tuple[shared.Decorator, ...] = (
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec probe --target big.gguf --draft small.gguf
@@ -88,7 +89,7 @@ Examples:
 """,
 )
 @model_options
-@shared.section("Output", _PROBE_OUTPUT)
+@section("Output", _PROBE_OUTPUT)
 def probe(
     models: ModelChoice,
     quick: bool,
@@ -198,7 +199,7 @@ def _milliseconds(timing: Spread) -> str:
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec compare
@@ -298,7 +299,7 @@ def _arm_json(comparison: Comparison, arm: Arm) -> dict[str, Any]:
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec audit --target big.gguf --draft small.gguf
@@ -374,7 +375,7 @@ _SETTINGS = {  # by the settings that findings name
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec doctor                                            this machine, with the embedded pair

@@ -12,14 +12,8 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.catalog import RemoteFile
-from llamaspec.cli.options import (
-    DEVICE_NAMES,
-    SHARES,
-    DecodingOptions,
-    Decorator,
-    make_policy,
-    option_group,
-)  # fmt: skip
+from llamaspec.cli.grouped import Decorator, option_group
+from llamaspec.cli.options import DEVICE_NAMES, SHARES, DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.errors import PairError
 from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model

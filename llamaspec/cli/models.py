@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -30,7 +32,8 @@ from llamaspec.cli.model_options import say_fetching
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import fetch, find_here, find_remote, is_path, locate_model, made_drafts, remove
+from llamaspec.hub import find_remote, is_path, locate_model, made_drafts
+from llamaspec.hub_cache import fetch, find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
@@ -38,12 +41,11 @@ from llamaspec.measure.doctor import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
 from llamaspec.values import MTP
 
-_TABLE_WIDTH = 70  # columns; on narrower terminals every model has lines of its own
 _LABELS = ("for ", "", "draft ", "", "here: ")
 _OTHERS = 6  # that are named beside the recommended pair
 
 
-@click.group(no_args_is_help=False)
+@click.group()
 def models() -> None:
     """Models and pairs by name: fetched once, then used without a network."""
 
@@ -70,14 +72,24 @@ def list_models(as_json: bool) -> None:
         return
     console = Console(highlight=False)
     rows = [_columns(entry) for entry in entries]
-    if console.width >= _TABLE_WIDTH:
-        columns = ("<name", "for memory", "size", "<draft", "<licence", "<here")
+    columns = ("<!name", "!for memory", "!size", "<!draft", "<licence", "<!here")
+    if _width(columns, rows) <= console.width:
         print_table(columns, [[_cell(text) for text in row] for row in rows], console)
         return
     for name, *others in rows:
         console.print(_cell(name))
         told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
         console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Columns of the terminal that a table needs so that no word is broken."""
+    width = 2 * (len(columns) - 1)
+    for title, *cells in zip(columns, *rows, strict=True):
+        texts = [title.lstrip("<!"), *cells]
+        words = texts if "!" in title else [word for text in texts for word in text.split()]
+        width += max(map(cell_len, words))
+    return width
 
 
 class _Memory(click.ParamType):  # type: ignore[type-arg]
@@ -192,8 +204,9 @@ def pull(called: tuple[str, ...], no_draft: bool) -> None:
         drafts = (read_catalog().draft_of(name) for name in called)
         wanted += [draft for draft in drafts if draft is not None]
     for name in dict.fromkeys(wanted):
-        remote = find_remote(name)
+        remote = None if is_path(name) else find_remote(name)
         if remote is None:
+            check_gguf(locate_model(name))
             say(f"{name} is on this machine already")
             continue
         _echo_path(find_here(remote) or fetch(remote, say_fetching))

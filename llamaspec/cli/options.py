@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript
+from llamaspec.cli.grouped import Command, Decorator, Separated, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.length.fixed import FixedLength
@@ -27,87 +26,7 @@ from llamaspec.sampling.constraint import MAX_TEXT
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
-
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
-_SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
-
-
-class GroupedCommand(click.Command):
-    """A command whose help shows its options in the groups in which they were given to it."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section for each group, and one for the options in none."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(_SECTIONS.get(parameter, "Other"), []).append(record)
-        for title, records in sections.items():
-            with formatter.section("Options" if len(sections) == 1 else title):
-                formatter.write_dl(records)
-
-
-def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Command]:
-    """Add options to a command, which its help shows under one title."""
-
-    def decorate(command: Any) -> Any:
-        before = len(getattr(command, "__click_params__", ()))
-        for option in reversed(options):
-            command = option(command)
-        _SECTIONS.update(dict.fromkeys(command.__click_params__[before:], title))
-        return command
-
-    return decorate
-
-
-def option_group(
-    name: str, make: Callable[..., Any], options: Sequence[Decorator]
-) -> Callable[[Command], Command]:
-    """Add a section of options, and pass what `make` makes of their values as the argument `name`.
-
-    A ValueError of `make` is shown as a fault of the command line.
-    """
-
-    def decorate(command: Command) -> Command:
-        before = len(getattr(command, "__click_params__", ()))
-
-        @functools.wraps(command)
-        def grouped(**values: Any) -> Any:
-            own = {option: values.pop(option) for option in names}
-            with refusing_values():
-                values[name] = make(**own)
-            return command(**values)
-
-        section("Prompt" if name == "source" else name.capitalize(), options)(grouped)
-        names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
-        return cast(Command, grouped)
-
-    return decorate
-
-
-@contextmanager
-def refusing_values() -> Iterator[None]:
-    """Show a ValueError as a fault of the command line."""
-    try:
-        yield
-    except ValueError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from error
-
-
-class Separated(click.ParamType):  # type: ignore[type-arg]
-    """Values with commas between them, read by a function whose ValueError is shown."""
-
-    def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
-        self.name, self._read = name, read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read them."""
-        try:
-            return value if isinstance(value, tuple) else self._read(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -78,11 +78,11 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """A table without lines, on stdout or a console; columns are right-justified but for those with "<"."""
+    """A table without lines; a title begins with "<" if left-justified, and with "!" if never wrapped."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
-        is_left = title.startswith("<")
-        table.add_column(title.lstrip("<"), justify="left" if is_left else "right")
+        name, is_left = title.lstrip("<!"), title.startswith("<")
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap="!" in title)
     for row in rows:
         table.add_row(*row)
     (console or Console(highlight=False)).print(table)

@@ -14,6 +14,7 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
+from llamaspec.cli.grouped import Decorator, GroupedCommand, refusing_values, section
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
@@ -30,7 +31,7 @@ from llamaspec.serve import ServeSettings
 
 MAX_KEY_FILE = 1 << 20  # bytes
 
-_OPTIONS: tuple[shared.Decorator, ...] = (
+_OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="The address to listen on; others than this machine's need a key."),
     click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free."),
@@ -69,7 +70,7 @@ _OPTIONS: tuple[shared.Decorator, ...] = (
 
 
 @click.command(
-    cls=shared.GroupedCommand,
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
@@ -77,7 +78,7 @@ Examples:
   LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
 """,
 )
-@shared.section("Server", _OPTIONS)
+@section("Server", _OPTIONS)
 @model_or_plain_options
 def serve(
     models: ModelChoice,
@@ -95,14 +96,14 @@ def serve(
     **others: Any,
 ) -> None:
     """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
-    with shared.refusing_values():
+    with refusing_values():
         decoding = shared.DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
     check_installed()
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
-    with shared.refusing_values():
+    with refusing_values():
         files = _with_room(find_files(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)

@@ -10,11 +10,12 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamaspec.errors import ModelFileError
+from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import read_beginning
 
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
@@ -30,7 +31,7 @@ _MOST_LAYERS = 4096
 _INTERVALS = {  # one of so many layers attends and the others keep states, if the file does not say it
     "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
 }  # fmt: skip
-_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _RANGES = {  # of whole numbers, by the end of their keys
     "block_count": (1, _MOST_LAYERS),
     "context_length": (1, 1 << 30),
@@ -81,6 +82,8 @@ def check_gguf(path: Path) -> None:
         raise ModelFileError(
             f"cannot read {path}: {error.strerror or error}; name a readable file"
         ) from error
+    except ValueError as error:  # a character that no path has
+        raise ModelFileError(f"no file has the path {printable(str(path))}; check it") from error
     if header[:4] != b"GGUF":
         raise ModelFileError(
             f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py"
@@ -136,9 +139,36 @@ def file_parts(path: Path) -> list[Path]:
     found = _PART.search(path.name)
     if found is None:
         return [path]
-    stem, n = path.name[: found.start()], int(found[1])
-    named = (path.with_name(f"{stem}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
-    return [path, *(part for part in named if part != path and part.is_file())]
+    return [path, *(part for part in _named_parts(path) if part != path and part.is_file())]
+
+
+def check_parts(path: Path) -> None:
+    """Refuse a part of a model that is not the first, or whose other parts are not beside it.
+
+    The name counts that is given, also of a link. What has such a name and is whole is accepted.
+
+    Raises
+    ------
+    ModelFileError
+        With the part that is missing.
+    """
+    found = _PART.search(path.name)
+    if found is None:
+        return
+    first = next(_named_parts(path))
+    missing = next((part.name for part in _named_parts(path) if not part.is_file()), None)
+    if (missing is None and path.name == first.name) or read_gguf(path).numbers.get("split.count", 0) < 2:
+        return
+    remedy = f"{missing} is not beside it; put all parts into one folder" if missing else f"name {first}"
+    raise ModelFileError(f"{path} is part {int(found[1])} of {int(found[2])} of a model; {remedy}")
+
+
+def _named_parts(path: Path) -> Iterator[Path]:
+    """The names of all parts of a model, beside one of them, in order."""
+    found = _PART.search(path.name)
+    assert found is not None
+    stem, n = path.name[: found.start()], int(found[2])
+    return (path.with_name(f"{stem}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
 
 
 def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ class _Log:
             self.errors.append(line.strip())
         if "Flash Attention" in line:
             self.flash_attention = "enabled" in line
-        if self.verbose:
+        if self.verbose and sys.stderr is not None:
             sys.stderr.write(line)
 
 

@@ -7,9 +7,11 @@ of JSON on stdout: the name of an error and its message, or two empty strings.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from llamaspec.llama.model import PARTS, LlamaModel
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.runtime import available_bytes
+from llamaspec.llama.trial import BYTES_PER_CPU_SECOND
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
@@ -85,6 +88,7 @@ def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:
         tokens = _use_vocabulary(model.vocabulary)
+        _limit_evaluation(model.facts().weights_bytes)
         _ = model.description, model.metadata("tokenizer.chat_template")
         small = model.facts().weights_bytes < SMALL_BYTES
         tokens = tokens[: min(model.context_size, 64 if small else 1)]
@@ -94,6 +98,19 @@ def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
                 model.try_memory()
             if has_heads and len(tokens) > 1:
                 _try_heads(model, tokens)
+
+
+def _limit_evaluation(n_bytes: int) -> None:
+    """Leave it a few times what opening took on this machine: some damaged files keep it busy without end."""
+    try:
+        import resource
+    except ImportError:
+        return
+    opening = time.process_time()
+    seconds = math.ceil(opening + 2 + 4 * opening + n_bytes / BYTES_PER_CPU_SECOND)
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if seconds < soft or soft == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
 
 
 def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.gguf_file import check_gguf, kv_row_sizes, read_gguf
+from llamaspec.llama.gguf_file import check_gguf, check_parts, kv_row_sizes, read_gguf
 from llamaspec.llama.options import (
     ModelOptions,
     device_handles,
@@ -88,6 +88,7 @@ class Weights:
         runtime.start()
         self.devices = _devices(options)
         check_gguf(path)
+        check_parts(path)
         ensure_tried(path, options.n_ctx, on_load)
         self._handle: Handle | None = Handle(
             self._load(options, on_load, vocabulary_only=vocabulary_only), lib.llama_model_free
@@ -207,6 +208,11 @@ class Weights:
         if "alloc" in reason or "memory" in reason:
             raise MemoryFullError(
                 f"no room for {self.path}: {reason}; close programs or put fewer layers on the GPU"
+            )
+        if "split file" in reason:
+            raise ModelFileError(
+                f"{self.path} is a part of a model under another name; "
+                "name the file that ends in -00001-of- and the number of parts"
             )
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
 

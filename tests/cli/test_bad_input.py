@@ -197,7 +197,8 @@ def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "Missing command; llamaspec -h shows what is possible"),
+        (["genrate", "x"], "No such command 'genrate', did you mean generate?; llamaspec -h"),
+        (["models", "lst"], "No such command 'lst'"),
         (["other"], "No such command 'other'; llamaspec -h shows what is possible"),
         (["--other"], "No such option"),
         (["compare", "-r", "0"], "llamaspec compare -h shows what is possible"),

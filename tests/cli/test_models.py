@@ -121,6 +121,49 @@ def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
     assert "big" in names
 
 
+def test_run_fetches_a_pair_and_opens_a_chat(env: dict[str, str], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    options = ("--chat-template", template, "--threads", "1", "-n", "8", "--seed", "1", "--stats")
+    answer = run("run", "big", *options, stdin=b"def f(self):\n", env=env)
+    assert answer.code == 0, answer
+    assert answer.stderr.count("fetching hf:acme/") == 2
+    assert answer.stdout.strip()
+    plain = run("chat", "--target", "big", *options, stdin=b"def f(self):\n", env=env)
+    assert (plain.stdout, plain.stderr.count("fetching")) == (answer.stdout, 0)
+    elsewhere = {**env, "LLAMASPEC_TARGET": "missing.gguf"}
+    assert run("run", "big", *options, stdin=b"def f(self):\n", env=elsewhere).stdout == answer.stdout
+
+
+def test_pull_is_a_command_of_its_own(env: dict[str, str]) -> None:
+    paths = run("pull", "big", env=env).stdout
+    assert len(paths.splitlines()) == 2
+    assert run("models", "pull", "big", env=env).stdout == paths
+
+
+def test_a_folder_does_not_hide_a_model(
+    own_list: Path, target_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "models", "new"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert invoke("models", "add", "mine", target_file).code == 0
+    options = ("-n", "2", "--threads", "1", "--no-stats", "x")
+    assert invoke("generate", "--target", "mine", *options).code == 0
+    assert "models; it is a folder" in said(invoke("generate", "--target", "models", "x"))
+
+
+def test_a_file_that_is_gone_cannot_be_pulled(own_list: Path, target_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(target_file.read_bytes())
+    invoke("models", "add", "mine", path)
+    for name in ("mine", path):
+        assert "is on this machine already" in invoke("models", "pull", name).stderr
+    path.unlink()
+    for name in ("mine", path):
+        assert f"no such model file: {path}" in said(invoke("models", "pull", name))
+
+
 def test_a_name_must_not_look_like_a_file(env: dict[str, str]) -> None:
     answer = run("models", "add", "mine.gguf", ADDRESS, env=env)
     assert answer.code == 2
@@ -184,8 +227,9 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
 
 
-@pytest.mark.parametrize("columns", ["40", "100"])
+@pytest.mark.parametrize("columns", ["40", "72", "75", "80", "100"])
 def test_the_list_is_readable(own_list: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """Names are whole at every width, because people copy them."""
     monkeypatch.setenv("COLUMNS", columns)
     lines = invoke("models", "list").stdout.splitlines()
     shown = " ".join(" ".join(lines).split())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
 import llamaspec
-from command import Answer, environment, invoke
-from llamaspec import public
+from command import ENTRY, Answer, environment, invoke
+from llamaspec import LlamaModel, ModelOptions, public
 from llamaspec.cli.main import _SUBCOMMANDS
 from llamaspec.cli.main import main as group
+from llamaspec.llama import runtime
 from patience import PATIENCE
 
 MAIN = "\nimport runpy; runpy.run_module('llamaspec', run_name='__main__', alter_sys=True)"
@@ -51,6 +53,43 @@ def started(code: str, *arguments: str) -> Answer:
 def test_ctrl_c_while_modules_are_loaded(module: str) -> None:
     """It was a traceback of 20 lines."""
     assert started(WHILE_LOADING.format(module=module), "generate", "-h") == Answer(130, "", "")
+
+
+WRITES = (
+    ("generate", "--threads", "1", "-n", "3", "x"),
+    ("generate", "--threads", "1", "-n", "3", "--json", "--verbose", "x"),
+    ("models", "list"),
+    ("models", "path", "mine"),
+    ("chat", "--help"),
+)
+
+
+@pytest.mark.parametrize("arguments", WRITES)
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(
+    own_list: Path, target_file: Path, arguments: tuple[str, ...], closed: str
+) -> None:
+    """`>&-` in a shell, or a program without a console."""
+    invoke("models", "add", "mine", target_file)
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *ENTRY, *arguments]
+    env = environment({"LLAMASPEC_CONFIG": str(own_list.parent), "LLAMASPEC_CACHE": str(own_list.parent)})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_streams_may_be_none(stream: str) -> None:
+    answer = started(f"import sys; sys.{stream} = None", "generate", "--threads", "1", "-n", "3", "x")
+    assert answer.code == 0, answer
+    assert (bool(answer.stdout), bool(answer.stderr)) == (stream == "stderr", stream == "stdout")
+
+
+def test_llama_cpp_s_log_needs_no_stderr(target_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(runtime._log, "verbose", True)
+    with LlamaModel(target_file, ModelOptions(threads=1)) as model:
+        assert model.vocabulary_size == 288
 
 
 def test_ctrl_c_between_two_handlers() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pexpect
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.console import Console
 from command import ENTRY, PROMPT, Answer, environment, expected, invoke, naming, run
 from llamaspec.cli import output as terminal
 from llamaspec.cli.generate import generate as command
+from llamaspec.cli.main import main as group
 from llamaspec.cli.output import Thoughts
 from model_store import ModelStore
 from patience import PATIENCE, until
@@ -107,6 +109,9 @@ def test_draft_tokens_are_coloured_on_a_terminal_only(models: list[Path]) -> Non
     ("command", "says"),
     [
         (["-h"], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        ([], ["llamaspec generate \"def fibonacci(n):\"", "compare"]),
+        (["models"], ["recommend", "pull"]),
+        (["draft"], ["distil"]),
         (["generate", "-h"], ["Examples:", "llamaspec generate -f prompt.txt", "[default: 256"]),
         (["generate", "--help"], ["Examples:"]),
         (["compare", "-h"], ["Examples:", "sanity check", "--num-runs"]),
@@ -118,6 +123,12 @@ def test_help_shows_examples(command: list[str], says: list[str]) -> None:
     assert answer.stderr == ""
     for part in says:
         assert part in answer.stdout
+
+
+@pytest.mark.parametrize("columns", [100, 160])
+def test_help_uses_the_terminal_s_width(columns: int) -> None:
+    text = run("generate", "-h", env={"COLUMNS": str(columns)}).stdout.partition("Examples:")[0]
+    assert columns - 20 < max(map(len, text.splitlines())) < columns
 
 
 @pytest.mark.parametrize(
@@ -132,9 +143,28 @@ def test_help_shows_examples(command: list[str], says: list[str]) -> None:
 )
 def test_help_shows_options_in_groups(command: str, titles: list[str]) -> None:
     lines = invoke(*command.split(), "-h").stdout.splitlines()
+    assert sum(line.startswith("  -") for line in lines) <= 20
     found = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert found == titles
     assert any("--target" in line for line in lines) or command == "draft make"
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "compare", "probe", "audit"])
+def test_all_options_are_shown_on_demand(name: str) -> None:
+    found = group.get_command(click.Context(group), name)
+    assert found is not None
+    options = {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
+    few, everything = (set(invoke(name, option).stdout.split()) for option in ("-h", "--help-all"))
+    assert {"--target", "--draft", "--help-all"} < few
+    assert "--cache-type-k" not in few
+    assert options <= {word.rstrip(",") for word in everything}
+
+
+@pytest.mark.parametrize("details", [[], ["short"], ["full"]])
+def test_statistics_do_not_swallow_the_prompt(models: list[Path], details: list[str]) -> None:
+    answer = invoke("generate", *naming(models), "-n", "3", "--seed", "1", "--stats", *details, "ab c")
+    assert answer.code == 0, answer
+    assert answer.stdout == invoke("generate", *naming(models), "-n", "3", "--seed", "1", "ab c").stdout
 
 
 def test_names_and_defaults_are_a_contract() -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from command import ENTRY, environment, run, said
 from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
+from llamaspec import hub_cache
 from llamaspec.catalog import RemoteFile
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import fetch, find_here, locate_model, remove, resolve_model
+from llamaspec.hub import locate_model, resolve_model
+from llamaspec.hub_cache import fetch, file_hash, find_here, remove
 from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
@@ -81,19 +86,27 @@ def test_all_parts_of_a_split_model(env: dict[str, str], split_files: list[Path]
     assert {path.name for path in here.parent.iterdir()} == {path.name for path in split_files}
 
 
-def test_ctrl_c_ends_a_fetch_and_leaves_nothing_half(hub: Hub, env: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_fetch_goes_on_where_it_stopped(
+    hub: Hub, env: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
     hub.stalls = True
     command = [*ENTRY, "models", "pull", LARGE_ADDRESS]
     child = subprocess.Popen(command, env=environment(env), stderr=subprocess.PIPE, text=True)
     until(lambda: any(path.stat().st_size for path in (tmp_path / "hub").rglob("blobs/*")))
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, stderr = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 130
+    assert child.returncode == (130 if number == signal.SIGINT else -number)
     assert "Traceback" not in stderr
-    assert not list((tmp_path / "hub").rglob("blobs/*"))
+    (left,) = (tmp_path / "hub").rglob("blobs/*")
+    n_left = left.stat().st_size
     hub.stalls = False
     answer = run("models", "pull", LARGE_ADDRESS, env=env)
-    assert Path(answer.stdout.strip()).read_bytes() == hub.files[LARGE]
+    content = Path(answer.stdout.strip())
+    assert content.read_bytes() == hub.files[LARGE]
+    assert hub.ranges == [f"bytes={n_left}-"]
+    assert hub.n_sent == len(hub.files[LARGE]) - n_left
+    assert list((tmp_path / "hub").rglob("blobs/*")) == [content.resolve()]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +133,20 @@ def test_no_hub(hub: Hub, env: dict[str, str]) -> None:
     assert hub.n_requests == 0
 
 
+@pytest.mark.parametrize("name", ["big", "hf:acme/big-GGUF"])
+def test_a_hub_that_says_nothing(env: dict[str, str], name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        away = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_ETAG_TIMEOUT": "1"}
+        assert "timed out" in said(run("generate", "--target", name, "x", env={**env, **away}))
+
+
+def test_a_hub_that_fails_is_asked_once(hub: Hub, cache: Path) -> None:
+    hub.listing_status = 503
+    with pytest.raises(ModelFileError, match="cannot see which models acme/big-GGUF has"):
+        resolve_model("hf:acme/big-GGUF")
+    assert hub.n_listings == 1
+
+
 def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
     own = Path(env["LLAMASPEC_CONFIG"]) / "models.yaml"
     with_hash = f"{{file: small-Q8_0.gguf, sha256: {64 * 'f'}}}"
@@ -137,6 +164,123 @@ def test_a_dropped_connection_goes_on_where_it_stopped(hub: Hub, cache: Path) ->
     assert hub.ranges != ["bytes=0-"]
 
 
+@pytest.fixture
+def left(hub: Hub, cache: Path) -> Path:
+    """A file, which a test has to write, where a transfer that was ended leaves what it has."""
+    blobs = cache / "models--acme--big-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    return blobs / f"{hub.tag(BIG)}.incomplete"
+
+
+def test_only_what_is_missing_is_announced_and_needs_room(
+    hub: Hub, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left.write_bytes(hub.files[BIG][:1000])
+    n_missing = len(hub.files[BIG]) - 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=n_missing))
+    announced = list[int]()
+    assert fetch(FILE, lambda _file, n: announced.append(n)).read_bytes() == hub.files[BIG]
+    assert announced == [n_missing]
+
+
+@pytest.mark.parametrize("wrong", ["content", "length"])
+def test_a_wrong_beginning_is_fetched_again(hub: Hub, left: Path, wrong: str) -> None:
+    n = len(hub.files[BIG])
+    left.write_bytes(bytes(1000 if wrong == "content" else n + 1))
+    if wrong == "content":
+        assert "arrived damaged" in refused()
+    assert fetch(FILE).read_bytes() == hub.files[BIG]
+
+
+def test_a_place_that_cannot_be_written_is_said(
+    hub: Hub, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permission is feigned: tests may run as a user who may write everywhere."""
+    opened = Path.open
+
+    def refusing(path: Path, *arguments: Any, **settings: Any) -> Any:
+        if path == left:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    assert f"cannot keep {FILE}: Permission denied; see to the disk" in refused()
+
+
+def test_a_size_that_was_wrong_does_not_stay_in_the_way(hub: Hub, cache: Path) -> None:
+    """The next transfer starts behind the end of the file, where the hub has nothing."""
+    hub.sizes[BIG] = len(hub.files[BIG]) + 1000
+    refused()
+    refused()
+    hub.sizes.clear()
+    assert fetch(FILE).read_bytes() == hub.files[BIG]
+
+
+def test_what_ended_transfers_left_is_deleted_when_it_is_old(hub: Hub, left: Path) -> None:
+    hours = 3600.0
+    ages = {
+        f"{'a' * 64}.0123abcd.incomplete": 2 * hours,  # of huggingface-hub, which cannot go on with it
+        f"{'b' * 64}.incomplete": 8 * 24 * hours,
+        f"{'c' * 64}.incomplete": 2 * hours,
+        f"{'d' * 64}.0123abcd.incomplete": 0,
+    }
+    for name, age in ages.items():
+        path = left.with_name(name)
+        path.write_bytes(b"x")
+        os.utime(path, 2 * (path.stat().st_mtime - age,))
+    fetch(FILE)
+    kept = {path.name[0] for path in left.parent.glob("*.incomplete")}
+    assert kept == {"c", "d"}
+
+
+def test_removing_deletes_what_an_ended_transfer_left(left: Path) -> None:
+    left.write_bytes(bytes(1000))
+    assert remove(FILE) == 0  # somebody may be writing to it
+    assert left.exists()
+    os.utime(left, (1, 1))
+    assert remove(FILE) == 1000
+    assert not left.exists()
+
+
+def test_ctrl_c_while_content_is_checked_loses_nothing(
+    hub: Hub, cache: Path, split_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that were checked stay; the one that was not has no name yet, and is checked the next time."""
+    checked = list[Path]()
+
+    def interrupted(path: Path, *arguments: Any) -> str:
+        checked.append(path)
+        if len(checked) == 2:
+            raise KeyboardInterrupt
+        return file_hash(path, *arguments)
+
+    monkeypatch.setattr(hub_cache, "file_hash", interrupted)
+    split = RemoteFile("acme/split-GGUF", split_files[0].name)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(split)
+    first = cache / "models--acme--split-GGUF" / "snapshots" / hub.commit / split_files[0].name
+    assert first.read_bytes() == split_files[0].read_bytes()
+    assert find_here(RemoteFile(split.repo, split_files[1].name)) is None
+    n_sent = hub.n_sent
+    assert fetch(split) == first
+    assert hub.n_sent - n_sent == split_files[2].stat().st_size
+    assert len(checked) == 5  # the first again, because others may have written it
+    assert {path.name for path in first.parent.iterdir()} == {path.name for path in split_files}
+
+
+def test_where_there_are_no_links_the_file_lies_in_its_place(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(Path, "symlink_to", fails)
+    for _ in range(2):
+        assert fetch(FILE).read_bytes() == hub.files[BIG]
+    assert hub.n_sent == len(hub.files[BIG])
+    assert not list(cache.rglob("blobs/*"))
+
+
 def test_what_was_fetched_earlier_stays_when_the_repository_moves_on(hub: Hub, cache: Path) -> None:
     hub.files["acme/big-GGUF/other.gguf"] = hub.files[SMALL]
     first = fetch(FILE)
@@ -146,7 +290,7 @@ def test_what_was_fetched_earlier_stays_when_the_repository_moves_on(hub: Hub, c
 
 
 def test_parts_of_different_states_are_not_mixed(hub: Hub, cache: Path, split_files: list[Path]) -> None:
-    hub.next_commits = [hub.commit] * len(split_files) + ["a" * 40] * len(split_files)
+    hub.next_commits = ["a" * 40]
     assert "changed on the hub" in refused(RemoteFile("acme/split-GGUF", split_files[0].name))
 
 
@@ -244,7 +388,10 @@ def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> 
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
-@pytest.mark.parametrize("listing", [b"[" * 100_000, b"{}", b'[{"path": 3}]', b"\xff"])
+@pytest.mark.parametrize(
+    "listing",
+    [b"[" * 100_000, b"[]", b"{}", b'{"id": "a/b", "siblings": [{"rfilename": 3}]}', b"\xff"],
+)  # fmt: skip
 def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
     hub.listing = listing
     line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
@@ -252,7 +399,7 @@ def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> 
 
 
 def test_names_in_a_list_of_files_are_escaped(hub: Hub, cache: Path) -> None:
-    hub.listing = b'[{"type": "file", "oid": "0", "size": 1, "path": "big-Q8_\\u001b[31m0.gguf"}]'
+    hub.listing = b'{"id": "a/b", "siblings": [{"rfilename": "big-Q8_\\u001b[31m0.gguf"}]}'
     assert r"did you mean big-Q8_\x1b[31m0.gguf" in refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
 
 

@@ -12,7 +12,8 @@ from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
 from llamaspec.catalog import MAX_BYTES, Quantization, RemoteFile, is_plain, remote_file
 from llamaspec.errors import ModelFileError, PairError, printable
-from llamaspec.hub import find_here, find_remote, locate_model, remove, resolve_draft, resolve_model
+from llamaspec.hub import find_remote, locate_model, resolve_draft, resolve_model
+from llamaspec.hub_cache import find_here, remove
 
 HOSTILE_FILES = (
     "../../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a//x.gguf", "./x.gguf", "a\\..\\x.gguf", "C:x.gguf",

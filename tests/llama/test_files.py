@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from forward_requests import request
-from llamaspec import LlamaModel, LlamaspecError, MemoryFullError, ModelFileError, ModelOptions
+from llamaspec import (
+    LlamaModel,
+    LlamaspecError,
+    MemoryFullError,
+    ModelFileError,
+    ModelOptions,
+    demo_target,
+    open_pair,
+)
 from llamaspec.llama.gguf_file import check_gguf
 from model_store import ModelStore, OpenModel
 from patience import PATIENCE
@@ -179,6 +187,70 @@ def test_places_without_a_model(tmp_path: Path) -> None:
     for path, says in cases.items():
         with pytest.raises(ModelFileError, match=says):
             LlamaModel(path)
+
+
+def test_no_path_has_a_nul_character() -> None:
+    path = "a\0b.gguf"
+    for use in (
+        lambda: LlamaModel(Path(path)),
+        lambda: open_pair(path),
+        lambda: open_pair(Path(path), "auto"),
+        lambda: open_pair(demo_target(), path),
+        lambda: open_pair(demo_target(), path.removesuffix(".gguf")),
+        lambda: open_pair(path, "mtp"),
+    ):
+        with pytest.raises(ModelFileError, match=r"no file has the path a\\x00b"):
+            use()
+
+
+@pytest.fixture
+def linked(split_files: list[Path], tmp_path: Path) -> Path:
+    """Links with the parts' names, to files with other names; the path of the first."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for n, part in enumerate(split_files):
+        blob = tmp_path / "blobs" / f"{n:064x}"
+        blob.write_bytes(part.read_bytes())
+        (tmp_path / "snapshot" / part.name).symlink_to(Path("../blobs") / blob.name)
+    return tmp_path / "snapshot" / split_files[0].name
+
+
+def test_parts_are_found_by_the_names_of_links(linked: Path, split_files: list[Path]) -> None:
+    with LlamaModel(linked, ModelOptions(threads=1)) as model:
+        assert model.vocabulary_size == 288
+    second = linked.with_name(split_files[1].name)
+    with pytest.raises(ModelFileError, match=rf"{second} is part 2 of 3 of a model; name {linked}$"):
+        LlamaModel(second)
+
+
+@pytest.mark.parametrize(("given", "missing"), [(1, 0), (0, 2), (0, 1), (2, 1)])
+def test_a_part_that_is_missing_is_named(
+    linked: Path, split_files: list[Path], given: int, missing: int
+) -> None:
+    names = [part.name for part in split_files]
+    linked.with_name(names[missing]).unlink()
+    reason = rf"is part {given + 1} of 3 of a model; {names[missing]} is not beside it"
+    with pytest.raises(ModelFileError, match=reason):
+        LlamaModel(linked.with_name(names[given]))
+
+
+def test_a_link_to_a_part_under_another_name(linked: Path, split_files: list[Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    for name in (split_files[0].name, split_files[1].name):
+        other.unlink(missing_ok=True)
+        other.symlink_to(linked.with_name(name))
+        with pytest.raises(ModelFileError, match=r"other\.gguf is a part of a model under another name"):
+            LlamaModel(other)
+    named = tmp_path / "named-00001-of-00003.gguf"
+    named.symlink_to(linked)
+    with pytest.raises(ModelFileError, match=r"named-00002-of-00003\.gguf is not beside it"):
+        LlamaModel(named)
+
+
+def test_a_whole_model_may_have_the_name_of_a_part(store: ModelStore, tmp_path: Path) -> None:
+    path = tmp_path / "merged-00001-of-00002.gguf"
+    path.write_bytes(store.path().read_bytes())
+    LlamaModel(path, ModelOptions(threads=1)).close()
 
 
 def test_an_unreadable_file(store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

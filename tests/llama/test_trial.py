@@ -218,6 +218,17 @@ def test_what_ends_llama_cpp_does_not_end_us(
         open_and_close(path)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no limit of processor time")
+def test_what_keeps_llama_cpp_busy_is_ended_soon(store: ModelStore, tmp_path: Path) -> None:
+    """It evaluates positions without dimensions and never ends."""
+    change = setting("lfm2.rope.dimension_count", 0)
+    path = changed(store.path("lfm2"), tmp_path / "bad.gguf", change)
+    before = os.times()
+    with pytest.raises(ModelFileError, match=r"bad.gguf keeps llama.cpp busy without end"):
+        open_and_close(path)
+    assert os.times().children_user - before.children_user < trial.CPU_SECONDS / 2
+
+
 def _large(path: Path) -> Path:
     """The file, with zeros behind its tensors that take no room on the disk."""
     os.truncate(path, trial.LARGE_BYTES + 1)

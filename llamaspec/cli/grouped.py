@@ -1,0 +1,139 @@
+"""Options in groups: what the help shows together, and what a command gets as one argument."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
+
+_MANY = 20  # options; the help of a command with more shows the common ones first
+_COMMON = frozenset((  # names of parameters
+    "argument", "option", "file", "chat", "system", "target", "draft", "pair", "n_ctx", "gpu_layers",
+    "threads", "max_tokens", "temperature", "seed", "stats", "as_json", "show_drafts", "explain",
+    "resume", "save", "load", "reasoning",
+    "host", "port", "parallel", "api_keys", "alias",
+    "task", "repeats", "llama_server", "share", "quick", "show", "forget",
+))  # fmt: skip
+_DETAILS = ("short", "full")  # of --stats
+_SHOWS_ALL = "llamaspec.shows_all"  # key of a context's meta
+_SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options in the groups in which they were given to it.
+
+    Of many options -h shows those that people use, and --help-all all of them.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own options, and --help-all if there are many."""
+        parameters = super().get_params(ctx)
+        return [*parameters, _HELP_ALL] if self._has_many else parameters
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As usual; --stats takes no word that is none of its values, such as a prompt."""
+        end = args.index("--") if "--" in args else len(args)
+        for i in range(end):
+            if args[i] == "--stats" and args[i + 1 : i + 2] and args[i + 1] not in _DETAILS:
+                args = [*args[:i], f"--stats={_DETAILS[0]}", *args[i + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each group, and one for the options in none."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            title = _SECTIONS.get(parameter, "Other")
+            is_common = title == "Other" or parameter.name in _COMMON
+            if record is not None and (is_common or self._shows_all(ctx)):
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section("Options" if len(sections) == 1 else title):
+                formatter.write_dl(records)
+
+    @property
+    def _has_many(self) -> bool:
+        return len(self.params) > _MANY
+
+    def _shows_all(self, ctx: click.Context) -> bool:
+        return not self._has_many or _SHOWS_ALL in ctx.meta
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+    help="Show all options and exit.",
+)  # fmt: skip
+
+
+def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Command]:
+    """Add options to a command, which its help shows under one title."""
+
+    def decorate(command: Any) -> Any:
+        before = len(getattr(command, "__click_params__", ()))
+        for option in reversed(options):
+            command = option(command)
+        _SECTIONS.update(dict.fromkeys(command.__click_params__[before:], title))
+        return command
+
+    return decorate
+
+
+def option_group(
+    name: str, make: Callable[..., Any], options: Sequence[Decorator]
+) -> Callable[[Command], Command]:
+    """Add a section of options, and pass what `make` makes of their values as the argument `name`.
+
+    A ValueError of `make` is shown as a fault of the command line.
+    """
+
+    def decorate(command: Command) -> Command:
+        before = len(getattr(command, "__click_params__", ()))
+
+        @functools.wraps(command)
+        def grouped(**values: Any) -> Any:
+            own = {option: values.pop(option) for option in names}
+            with refusing_values():
+                values[name] = make(**own)
+            return command(**values)
+
+        section("Prompt" if name == "source" else name.capitalize(), options)(grouped)
+        names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
+        return cast(Command, grouped)
+
+    return decorate
+
+
+@contextmanager
+def refusing_values() -> Iterator[None]:
+    """Show a ValueError as a fault of the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from error
+
+
+class Separated(click.ParamType):  # type: ignore[type-arg]
+    """Values with commas between them, read by a function whose ValueError is shown."""
+
+    def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
+        self.name, self._read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read them."""
+        try:
+            return value if isinstance(value, tuple) else self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
