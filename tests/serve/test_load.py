@@ -335,8 +335,7 @@ def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pyt
 
     monkeypatch.setattr(Costs, "padded_seconds", noted)
     with served(demo, AutoLength()) as server:
-        answer = server.post("/v1/completions", {"prompt": "def f(", "max_tokens": 60, "seed": 1}).json()
-    assert answer["timings"]["speedup_estimate"] > 0
+        server.post("/v1/completions", {"prompt": "def f(", "max_tokens": 60, "seed": 1})
     assert readers == {"llamaspec-compute"}
 
 

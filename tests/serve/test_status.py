@@ -129,10 +129,15 @@ def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -
     assert [choice["text"] for choice in choices] == said_alone
 
 
-def test_the_speed_up_is_told_once_plain_rounds_are_known(demo: Pair) -> None:
+def test_the_speed_up_is_told_where_something_was_drafted(demo: Pair) -> None:
     with served(demo, AutoLength()) as server:
-        timings = server.post("/v1/completions", {**BODY, "max_tokens": 60}).json()["timings"]
-    assert timings["speedup_estimate"] > 0
+        answers = [
+            server.post("/v1/completions", {**BODY, "max_tokens": 120, "speculative": speculative}).json()
+            for speculative in ({"enabled": False}, {})
+        ]
+    for timings in (answer["timings"] for answer in answers):
+        assert (timings["speedup_estimate"] is not None) == (timings["draft_n"] > 0)
+    assert answers[0]["timings"]["draft_n"] == 0
 
 
 def test_a_model_whose_name_has_slashes(demo: Pair) -> None:
