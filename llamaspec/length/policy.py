@@ -177,7 +177,8 @@ class AutoLength:
     def observe(self, round_: Round) -> None:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
-        self.credit += SHARE * round_.seconds / round_.n_sequences
+        plain = (round_.n_accepted + 1) * self.costs.seconds(1)  # the first evaluation reads weights from disk
+        self.credit += SHARE * min(round_.seconds / round_.n_sequences, plain)
         if round_.evaluation == self.latest and round_.n_sequences > 1:
             return
         self.latest = round_.evaluation
@@ -185,10 +186,10 @@ class AutoLength:
         self.plain.n_since += 1
         if round_.n_prefill:  # what it would have taken without the prompt is not known
             return
-        if not self.costs.n_timed:
-            self.credit += CREDIT * round_.verify_seconds
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
+        if sum(self.costs.n_timed.values()) == TIMED:
+            self.credit = CREDIT * self.costs.seconds(1)
         if round_.width == round_.n_sequences:
             self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
