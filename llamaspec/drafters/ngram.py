@@ -208,11 +208,13 @@ class Alignment:
             tokens += self._open.written[self._n_open :]
             i += len(self._open.replaced)
             strengths += [strength + k for k in range(len(tokens))]
-        while len(tokens) < n and i < len(source) and chance > HOPELESS:
-            replacement = self._replacement(source, i)
+        begin = max(i - 2, 0)
+        near = source[begin : i + n].tolist()  # as a list, because each token is looked at
+        while len(tokens) < n and i < begin + len(near) and chance > HOPELESS:
+            replaced = written = (near[i - begin],)
+            replacement = self._replacement(source, i) if replaced[0] in self._replacements else None
             if replacement is None:
-                replaced = written = (int(source[i]),)
-                stayed, left = self._stays.get(_place(source, i), (0, 0))
+                stayed, left = self._stays.get(tuple(near[max(i - 2 - begin, 0) : i - begin]), (0, 0))
                 most = (stayed + STAYED) / left if left else inf
             else:
                 replaced, written = replacement.replaced, replacement.written
