@@ -43,7 +43,8 @@ _LEGEND = (
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--tasks", type=click.Path(path_type=Path), default=TASKS, show_default="those of llamaspec",
                  metavar="FILE", help="Other tasks, in a YAML file like that of the package."),
-    click.option("--task", "names", multiple=True, metavar="NAME", help="Only this task; may be repeated."),
+    click.option("--task", "names", multiple=True, metavar="NAME",
+                 help="Only this task or group of tasks; may be repeated."),
     click.option("--max-tokens", "-n", type=click.IntRange(min=1), metavar="N",
                  help="Of an answer; default: as the task says, 1024 of an edit and 256 of all others."),
     click.option("--temperature", "-t", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
@@ -101,7 +102,7 @@ class BenchOptions:
 Examples:
   llamaspec bench --target big-instruct.gguf --draft small-instruct.gguf
   llamaspec bench --pair qwen3-14b --llama-server llama.cpp/build/bin/llama-server --plot bench.png
-  llamaspec bench --target big.gguf --draft small.gguf --task edit --task chat -n 1000 --share edits.json
+  llamaspec bench --target big.gguf --draft small.gguf --task edits --task chat -n 1000 --share edits.json
 """,
 )
 @option_group("bench", BenchOptions, _OPTIONS)

@@ -1,10 +1,11 @@
 """Prompt lookup: draft tokens copied from where the same tokens occurred before.
 
-A copy begins at the longest end of the text that also occurs earlier, in the text itself or in a prediction
+A copy begins at the longest end of the text that also occurs earlier: in the text itself, or in a prediction
 that the caller gave. From there on the text is aligned with its source: after an
-insertion, deletion or replacement the copy resumes in the same passage, and a replacement that was seen once
-is proposed where the replaced tokens come next. Copies cost nothing to make; which of them are verified is
-decided by their confidences. tests/drafters/test_ngram.py.
+insertion, deletion or replacement the copy resumes in the same passage; a replacement that was seen once
+is proposed where the replaced tokens come next; where the text has left its source before, between the same
+tokens, a copy is unsure. Copies cost nothing to make; which of them are verified is decided by their
+confidences. tests/drafters/test_ngram.py; what they cost in edits: scripts/replay_edits.py.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,13 @@ MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_MATCH_BESIDE_MODEL = 4  # tokens; behind a shorter match a draft model guesses better
 LONGEST_MATCH = 32  # tokens; longer ones are not told apart
 SURE = 8  # strength of an alignment that is not compared with other matches
-SWITCH = 4  # tokens of a match that an alignment is given up for, or begins with
+SWITCH = 12  # tokens of a match elsewhere that an alignment jumps to
 BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, where a text is looked for
-FAR = 48  # lost tokens that end an alignment
-NEEDED, LONGEST_REPLACED = 2, 8  # tokens that must match to resume; of a replacement
+NEAR = 8  # tokens of the source that a text may skip, for each token behind them that matches, but for one
+FAR = 48  # lost tokens after which the text is looked for everywhere
+LONGEST_REPLACED = 8  # tokens of a replacement
+STAYED = 0.5  # times that a text is taken to have stayed with its source, at every place
+HOPELESS = 0.005  # chance below which nothing more is copied
 UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
 
 
@@ -77,6 +82,11 @@ class Alignment:
         self._replacements: dict[int, Replacement] = {}  # by the first of the replaced tokens
         self._open: Replacement | None = None  # that the text is in
         self._n_open = 0  # tokens of it
+        self._stays: dict[tuple[int, ...], list[int]] = {}  # by place: times that the text stayed, and left
+
+    def jump(self, at: int, n_matched: int) -> None:
+        """Go on elsewhere in the source."""
+        self.at, self.n_matched, self.n_before, self.lost, self._open = at, n_matched, 0, [], None
 
     @property
     def strength(self) -> float:
@@ -89,7 +99,8 @@ class Alignment:
         """One more token of the text."""
         if self.lost:
             self.lost.append(token)
-            self._realign(source)
+            if len(self.lost) <= FAR:
+                self._realign(source)
             return
         if self._open is None:
             self._open, self._n_open = self._replacement(source, self.at), 0
@@ -100,9 +111,12 @@ class Alignment:
                 replacement.n_confirmed += 1
                 self.at, self._open = self.at + len(replacement.replaced), None
             return
-        if replacement is None and self.at < len(source) and source[self.at] == token:
-            self.at, self.n_matched = self.at + 1, self.n_matched + 1
-            return
+        if replacement is None and self.at < len(source):
+            left = bool(source[self.at] != token)
+            self._stays.setdefault(_place(source, self.at), [0, 0])[left] += 1
+            if not left:
+                self.at, self.n_matched = self.at + 1, self.n_matched + 1
+                return
         written: Sequence[int] = ()
         if replacement is not None:
             written, self._open = replacement.written[: self._n_open], None
@@ -119,26 +133,30 @@ class Alignment:
         i, strength = self.at, self.strength
         if self.lost:  # as many are taken to be replaced
             i += len(self.lost)
-        if not self._replacements:
-            following = source[i : i + n]
-            return following, strength + np.arange(float(len(following)))
-        tokens, strengths = list[int](), list[float]()
+        tokens, strengths, chance = list[int](), list[float](), 1.0
+        replaced: tuple[int, ...]
+        written: tuple[int, ...]
         if self._open is not None:
             tokens += self._open.written[self._n_open :]
             i += len(self._open.replaced)
             strengths += [strength + k for k in range(len(tokens))]
-        while len(tokens) < n and i < len(source):
-            replacement = self._replacement(source, i)
-            written: tuple[int, ...] = (int(source[i]),)
-            known = replacement is None or replacement.n_confirmed > 0
+        begin = max(i - 2, 0)
+        near = source[begin : i + n].tolist()  # as a list, because each token is looked at
+        while len(tokens) < n and i < begin + len(near) and chance > HOPELESS:
+            replaced = written = (near[i - begin],)
+            replacement = self._replacement(source, i) if replaced[0] in self._replacements else None
             if replacement is None:
-                i += 1
+                stayed, left = self._stays.get(tuple(near[max(i - 2 - begin, 0) : i - begin]), (0, 0))
+                most = (stayed + STAYED) / left if left else inf
             else:
-                written = replacement.written
-                i += len(replacement.replaced)
+                replaced, written = replacement.replaced, replacement.written
+                most = inf if replacement.n_confirmed else UNSURE
+            i += len(replaced)
             for token in written:
-                strengths.append(strength + len(tokens) if known else UNSURE)
+                strengths.append(min(strength + len(tokens), most))
                 tokens.append(token)
+                if len(tokens) > 1:  # the first is tried in any case
+                    chance *= strengths[-1] / (strengths[-1] + 1.0)
         return np.array(tokens[:n], np.int32), np.array(strengths[:n], np.float64)
 
     def _replacement(self, source: TokenArray, i: int) -> Replacement | None:
@@ -149,24 +167,33 @@ class Alignment:
         return found
 
     def _realign(self, source: TokenArray) -> None:
-        """Find the end of the lost tokens in the source: the longest match, the nearest of several."""
+        """Find the end of the lost tokens in the source: the longest match, less what it skips.
+
+        An insertion skips nothing, or ends like the tokens before it; as many tokens may be replaced.
+        """
         begin, n_lost = max(self.at - BACK, 0), len(self.lost)
         window = source[begin : self.at + AHEAD + n_lost].tolist()
-        best, end = (0, 0), 0
+        best, n_found, resumed = (1.0, -inf), 0, 0
         for j in range(1, len(window) + 1):
             n = 0
             while n < min(n_lost, j) and window[j - 1 - n] == self.lost[-1 - n]:
                 n += 1
-            if n:
-                best, end = max((best, end), ((n, -abs(begin + j - self.at - n_lost)), j))
-        n_found = best[0]
-        if n_found < NEEDED and not (n_found and window.count(self.lost[-1]) == 1):
+            n_skipped = begin + j - n - self.at
+            is_usual = n_skipped in (-n, n_lost - n)
+            score = n - (0.0 if is_usual else abs(n_skipped) / NEAR), -abs(n_skipped)
+            if n and score >= best:
+                best, n_found, resumed = score, n, begin + j
+        if not n_found:
             return
-        resumed = begin + end
         replaced, written = source[self.at : resumed - n_found].tolist(), self.lost[: n_lost - n_found]
         if 0 < len(replaced) <= LONGEST_REPLACED and 0 < len(written) <= LONGEST_REPLACED:
             self._replacements[replaced[0]] = Replacement(tuple(replaced), tuple(written))
         self.at, self.n_matched, self.lost = resumed, n_found, []
+
+
+def _place(source: TokenArray, i: int) -> tuple[int, ...]:
+    """The tokens before index `i`, by which a place is known again: two, because one is everywhere."""
+    return tuple(source[max(i - 2, 0) : i].tolist())
 
 
 @dataclass(slots=True)
@@ -213,8 +240,10 @@ class NgramDrafter:
             return (
                 Draft(source=Source.NGRAM) if alignment is None else self._aligned(alignment, context, length)
             )
-        if alignment is None or n >= SWITCH:
+        if alignment is None or (self._source is not Source.NGRAM and n >= SWITCH):
             self._alignment, self._source = Alignment(begin, n), Source.NGRAM
+        elif self._source is Source.NGRAM and (n >= SWITCH or len(alignment.lost) > FAR):
+            alignment.jump(begin, n)
         # What is copied may itself be copied from: a text that repeats goes on.
         following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
         return _copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
@@ -228,13 +257,14 @@ class NgramDrafter:
             n = i - len(alignment.lost)  # what follows in the text itself cannot be its source
             source = self._prediction if self._source is Source.PREDICTION else context[:n]
             alignment.follow(source, int(context[i]))
-        if len(alignment.lost) > FAR:
+        if len(alignment.lost) > FAR and self._source is Source.PREDICTION:
             self._alignment = None
 
     def _aligned(self, alignment: Alignment, context: TokenArray, length: SequenceLength) -> Draft:
         source = self._prediction if self._source is Source.PREDICTION else context
         following, strengths = alignment.continuation(source, LONGEST_COPY)
-        if self._source is Source.NGRAM and 0 < len(following) < LONGEST_COPY:  # a text that repeats goes on
+        n_left = len(source) - alignment.at
+        if self._source is Source.NGRAM and 0 < n_left <= len(following) < LONGEST_COPY:  # it repeats itself
             more = strengths[-1] + np.arange(1, LONGEST_COPY + 1 - len(following))
             following, strengths = np.resize(following, LONGEST_COPY), np.concatenate((strengths, more))
         return _copied(self._source, following, strengths, length)

@@ -37,7 +37,7 @@ TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, no draft is explored
 SHARE, CREDIT = 0.02, 3.0  # of all time, what timing widths and exploring may cost; plain tokens at first
-AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
+AS_GOOD = 0.98  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
 USUAL = 256.0  # tokens of a text, before any ended
 REMEMBERED = 6  # texts that the average remembers: requests of a kind come one after the other
@@ -177,7 +177,9 @@ class AutoLength:
     def observe(self, round_: Round) -> None:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
-        plain = (round_.n_accepted + 1) * self.costs.seconds(1)  # the first evaluation reads weights from disk
+        plain = (round_.n_accepted + 1) * self.costs.seconds(
+            1
+        )  # the first evaluation reads weights from disk
         self.credit += SHARE * min(round_.seconds / round_.n_sequences, plain)
         if round_.evaluation == self.latest and round_.n_sequences > 1:
             return

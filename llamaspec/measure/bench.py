@@ -82,20 +82,20 @@ def read_task_file(path: Path = TASKS) -> TaskFile:
 
 
 def read_tasks(path: Path = TASKS, names: Sequence[str] = ()) -> list[BenchTask]:
-    """The tasks of a YAML file: all, or those of these names.
+    """The tasks of a YAML file: all, or those of these names, which may be names of groups.
 
     Raises
     ------
     PromptError
-        The file cannot be read or used, or has no task of a name.
+        The file cannot be read or used, or has no task and no group of a name.
     """
     found = read_task_file(path)
-    known = [task.name for task in found.tasks]
+    known = [*dict.fromkeys([each.name for each in found.tasks] + [each.group for each in found.tasks])]
     unknown = [name for name in names if name not in known]
     if unknown or not known:
         told = ", ".join(known) or "none"
         raise PromptError(f"there is no task {', '.join(unknown)} in {path.name}; choose one of {told}")
-    chosen = (task for task in found.tasks if not names or task.name in names)
+    chosen = (task for task in found.tasks if not names or {task.name, task.group} & {*names})
     return [_filled(task, found.files) for task in chosen]
 
 
@@ -116,7 +116,7 @@ class Request:
     task: BenchTask
     conversation: int  # which one of all tasks, from 0
     turn: Turn
-    label: str  # what people call it, such as "edit 2"
+    label: str  # what people call it, such as "ask 2"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Sample:
     arm: str
     group: str
     task: str
-    prompt: str  # which of the task's, such as "edit 2"
+    prompt: str  # which of the task's, such as "ask 2"
     repeat: int
     answer: Answer
 

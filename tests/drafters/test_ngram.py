@@ -134,6 +134,40 @@ def test_a_copy_resumes_after_an_edit(text: tuple[int, ...], expected: list[int]
     assert aligned(PASSAGE, *text).continuation(PASSAGE, 3)[0].tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ((10, 11, 12, 98, 99, 7), 13),  # the token that was expected ends an insertion
+        ((10, 11, 12, 7, 13, 98, 99, 13), 14),  # so does the token before it
+        ((10, 11, 12, 7, 13, 98, 7, 15), 16),  # as many tokens are replaced by others
+        ((10, 11, 12, 98, 15), 14),  # one token further on may be chance: as many are taken to be replaced
+        ((10, 11, 12, 98, 15, 16), 13),  # two are not
+    ],
+)
+def test_a_copy_resumes_near_the_place_where_it_ended(text: tuple[int, ...], expected: int) -> None:
+    """Of several places the nearest: a far one took the copy away from its passage, and it came back late."""
+    source = tokens(10, 11, 12, 7, 13, 14, 7, 15, 16, 13, 7, 17, 13, 18, 19, 20)
+    assert aligned(source, *text).continuation(source, 1)[0].tolist() == [expected]
+
+
+def test_a_copy_is_unsure_where_the_text_left_such_a_place_before() -> None:
+    source = tokens(*range(20, 30), 7, 8, 30, *range(40, 50), 7, 8, 31, *range(60, 70))
+    text = (*range(20, 30), 7, 8, 99, 98, 97, 30, *range(40, 50))
+    following, strengths = aligned(source, *text).continuation(source, 5)
+    assert following.tolist() == [7, 8, 31, 60, 61]
+    assert strengths[2] < 1.0 < strengths[[0, 1, 3, 4]].min()
+
+
+def test_an_alignment_outlives_a_copy_from_elsewhere() -> None:
+    """What is inserted may have been copied; the text then goes on where it was."""
+    drafter, text = NgramDrafter(), [*range(100, 190), *range(50, 60), *range(100, 110)]
+    drafter.prepare(tokens(*text))
+    proposed(drafter, tokens(*text), 1)
+    text += range(50, 55)
+    assert proposed(drafter, tokens(*text), 2).tokens.tolist() == [55, 56]
+    assert proposed(drafter, tokens(*text, 110), 3).tokens.tolist() == [111, 112, 113]
+
+
 def test_a_replacement_is_proposed_again_and_dropped_when_it_was_wrong() -> None:
     source = tokens(10, 11, 5, 12, 13, 14, 5, 15, 16, 17, 5, 18, 19)
     alignment = aligned(source, 10, 11, 99, 12, 13)

@@ -26,7 +26,10 @@ from llamaspec.measure.bench import (
 from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, Ask, RefusedError, own_arms, peer_arms
 from llamaspec.measure.store import ModelFile, PairFiles
 
-SINGLE = ["ask", "explain", "write code", "translate", "summarise", "json", "edit", "rename"]
+EDITS = [
+    "annotate", "rename", "signature", "logging", "docstrings", "translate comments", "mend", "add a field"
+]  # fmt: skip
+SINGLE = ["ask", "explain", "write code", "translate", "summarise", "json", *EDITS]
 TALKS = ["chat", "agent", "logs"]
 LONG = 1500  # characters, which are more than 500 tokens where half of them are digits and marks
 
@@ -53,16 +56,17 @@ def test_the_tasks_of_the_package() -> None:
     tasks = read_tasks()
     assert [task.name for task in tasks] == [*SINGLE, *TALKS]
     asked = [request.turn.user for request in requests_of(tasks)]
-    assert len(asked) == 24
+    assert len(asked) == 29
     assert sum(len(text) > LONG for text in asked) >= len(asked) / 3, "much of the time is reading"
     texts = [turn.user for task in tasks for turns in task.conversations() for turn in turns]
     assert not any("<<" in text for text in texts)
-    edits = [turns[0].user for task in tasks if task.name == "edit" for turns in task.conversations()]
+    edits = [turns[0].user for task in tasks if task.name in EDITS for turns in task.conversations()]
     assert all(60 < len(text.splitlines()) < 150 for text in edits)
     assert [task.name for task in tasks if task.json_schema] == ["json"]
-    assert [task.name for task in tasks if task.max_tokens == 1024] == ["edit", "rename"], "whole files"
+    assert [task.name for task in tasks if task.max_tokens == 1024] == EDITS, "whole files"
     assert [len(task.turns) for task in tasks if task.turns] == [4, 4, 2]
     assert [task.name for task in read_tasks(names=["agent", "ask"])] == ["ask", "agent"]
+    assert [task.name for task in read_tasks(names=["edits", "ask"])] == ["ask", *EDITS], "a group"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_the_tasks_of_the_package() -> None:
         ("just text", "is no file of tasks"),
         ("tasks: [{name: a, group: b}]", "the task 'a' has neither prompts nor turns"),
         ("tasks: [{name: a, group: b, prompts: [c], kind: d}]", "tasks.0.kind"),
-        ("tasks: [{name: a, group: b, prompts: [c]}]", "there is no task x, y in own.yaml; choose one of a"),
+        ("tasks: [{name: a, group: b, prompts: [c]}]", "no task x, y in own.yaml; choose one of a, b"),
     ],
 )
 def test_a_file_of_tasks_that_cannot_be_used(tmp_path: Path, content: str | None, says: str) -> None:

@@ -1,0 +1,229 @@
+"""Replay the edits of `llamaspec bench` without a model: what copies cost next to perfect foresight.
+
+\b
+    python scripts/replay_edits.py --vocabulary coder-1.5b-Q4_K_M.gguf
+
+The answers are known: replay_edits.yaml says what changes in each file. The loop, the drafter and the
+automatic length are those of llamaspec; only the target is played, by the known answer, and its seconds come
+from a curve of costs. All figures are in the time of one plain token, so plain decoding takes as many as the
+answer has tokens:
+
+first, later: a text of its own; texts of a pair that has written all of them before
+length: the same copies, each cut exactly where it would be rejected, and made only where that gains
+all: the answer itself is known, and split as is fastest
+drafted, accepted: tokens of `later`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from llamaspec.drafters.ngram import MIN_MATCH_BESIDE_MODEL, NgramDrafter
+from llamaspec.engine.speculate import Speculation, speculate
+from llamaspec.length.fixed import FixedLength
+from llamaspec.length.policy import AutoLength
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.weights import Weights
+from llamaspec.measure.bench import read_tasks
+from llamaspec.opening import demo_target
+from llamaspec.protocols import LengthPolicy, PromptReading
+from llamaspec.sampling.acceptance_rules import Coupled
+from llamaspec.sampling.filters import Sampling
+from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.values import LONGEST_COPY, Draft, Forward, Round, Source, TokenArray, n_common
+
+ANSWERS = Path(__file__).with_suffix(".yaml")
+GROUP = "edits"
+PLAIN_SECONDS = 0.1  # of a large model on a CPU
+CHUNK = 512  # positions of a prompt that are read at once
+CURVES: dict[str, dict[int, float]] = {  # evaluations of one position by width, measured on three hosts
+    "F16": {1: 1, 2: 1.25, 4: 1.46, 8: 1.98, 16: 2.9, 32: 5.1, 64: 9.5},
+    "F16, other": {1: 1, 2: 1.56, 4: 1.80, 8: 2.45},
+    "Q4_K_M": {1: 1, 2: 1.65, 4: 2.8, 8: 5.8, 16: 7.2, 64: 22},
+}
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edit:
+    """A prompt with a file, and the answer with the changed file."""
+
+    name: str
+    prompt: TokenArray
+    answer: TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A text that was replayed."""
+
+    cost: float  # in plain tokens
+    n_rounds: int
+    n_drafted: int  # tokens that were verified
+    n_accepted: int
+
+
+def edits(vocabulary_file: Path, tasks: Sequence[str] = (GROUP,)) -> list[Edit]:
+    """The edits of the benchmark, in the tokens of a model."""
+    changes: dict[str, list[tuple[str, str]]] = yaml.safe_load(ANSWERS.read_text(encoding="utf-8"))
+    weights = Weights(vocabulary_file, ModelOptions(), vocabulary_only=True)
+    try:
+        words = weights.vocabulary
+        return [
+            Edit(
+                task.name,
+                words.tokenize(f"{task.prompts[0]}\n".encode()),
+                words.tokenize(edited(task.prompts[0], changes[task.name]).encode(), add_special=False),
+            )
+            for task in read_tasks(names=tasks)
+        ]
+    finally:
+        weights.close()
+
+
+def edited(prompt: str, changes: Sequence[tuple[str, str]]) -> str:
+    """The file at the end of a prompt, changed, between its fences."""
+    file = prompt[prompt.index("```") :]
+    for old, new in changes:
+        if old not in file:
+            raise click.ClickException(f"{ANSWERS.name} changes {old!r}, which does not occur")
+        file = file.replace(old, new)
+    return file
+
+
+def costs_of(curve: Mapping[int, float], widest: int) -> Array:
+    """Of evaluations of 0, 1, ... `widest` positions: straight lines, the last of which goes on."""
+    widths, costs = [*curve], [*curve.values()]
+    slope = (costs[-1] - costs[-2]) / (widths[-1] - widths[-2])
+    far = max(widest, widths[-1]) + 1
+    found: Array = np.interp(
+        np.arange(widest + 1), [*widths, far], [*costs, costs[-1] + slope * (far - widths[-1])]
+    )
+    return found
+
+
+def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MATCH_BESIDE_MODEL) -> Played:
+    """Write a known answer with copies, as the loop, the drafter and the policy do."""
+    known, ids = np.unique(np.concatenate((edit.prompt, edit.answer)), return_inverse=True)
+    text, n_prompt = ids.astype(np.int32), len(edit.prompt)
+    drafter, rounds = NgramDrafter(min_match), list[Round]()
+    length = policy.start_sequence(drops=True, max_tokens=len(edit.answer))
+    if isinstance(length, PromptReading):
+        for begin in range(0, n_prompt - 1, CHUNK):
+            n = min(CHUNK, n_prompt - 1 - begin)
+            length.observe_prompt(n, float(costs[n]) * PLAIN_SECONDS)
+    drafter.prepare(text[:n_prompt])
+    config = Speculation(
+        drafter, length, Coupled(), Sampling(temperature=0), SeededStreams(0), len(text) + LONGEST_COPY
+    )
+    loop = speculate(text[:n_prompt], len(text), config)
+    event = next(loop, None)
+    while event is not None:
+        answer: Forward | Round
+        if isinstance(event, Round):
+            answer = replace(event, verify_seconds=float(costs[event.width]) * PLAIN_SECONDS)
+            rounds.append(answer)
+        else:
+            begin, n_positions = len(event.tokens), 1 + len(event.draft)
+            right = text[begin : begin + n_positions]
+            logits = np.zeros((n_positions, len(known)), np.float32)
+            logits[np.arange(len(right)), right] = 1.0
+            width = length.width(n_positions) or n_positions
+            answer = Forward(logits, 0.0, width, 1, begin - 1, len(rounds))
+        try:
+            event = loop.send(answer)
+        except StopIteration:
+            break
+    config.close()
+    return Played(
+        sum(round_.verify_seconds for round_ in rounds) / PLAIN_SECONDS,
+        len(rounds),
+        sum(len(round_.draft) for round_ in rounds),
+        sum(round_.n_accepted for round_ in rounds),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhileRight(FixedLength):
+    """Drafts until a token is wrong: the length that knows the answer."""
+
+    right: TokenArray
+
+    def wants_more(self, draft: Draft) -> bool:
+        """Whether all tokens up to here are right."""
+        return len(draft) == n_common(draft.tokens, self.right)
+
+
+def right_copies(edit: Edit, min_match: int = MIN_MATCH_BESIDE_MODEL) -> list[int]:
+    """How many tokens of a copy would be accepted at each place of the answer; asked at every place."""
+    text, n_prompt = np.concatenate((edit.prompt, edit.answer)), len(edit.prompt)
+    drafter = NgramDrafter(min_match)
+    drafter.prepare(edit.prompt)
+    drafts = (
+        drafter.propose(text[:i], WhileRight(LONGEST_COPY, text[i:])) for i in range(n_prompt, len(text))
+    )
+    return [n_common(draft.tokens, text[n_prompt + i :]) for i, draft in enumerate(drafts)]
+
+
+def fastest(n_right: Sequence[int], costs: Array) -> float:
+    """The least cost of a text, if at each place so many tokens of a copy are known to be right."""
+    best = np.zeros(len(n_right) + 1)
+    for i in range(len(n_right) - 1, -1, -1):
+        n = min(n_right[i], len(n_right) - i - 1, LONGEST_COPY)
+        best[i] = (costs[1 : n + 2] + best[i + 1 : i + n + 2]).min()
+    return float(best[0])
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
+@click.option(
+    "--vocabulary",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A model file whose tokens are used; default: the embedded target.",
+)
+@click.option("--task", "tasks", multiple=True, default=(GROUP,), help="Only this task; may be repeated.")
+@click.option(
+    "--curve",
+    "curves",
+    multiple=True,
+    type=click.Choice([*CURVES]),
+    default=[*CURVES],
+    help="Only this curve of costs; may be repeated.",
+)
+@click.option("--min-match", default=MIN_MATCH_BESIDE_MODEL, show_default=True,
+              help="Tokens of a match; 2 is usual without a draft model.")  # fmt: skip
+def main(vocabulary: Path | None, tasks: tuple[str, ...], curves: tuple[str, ...], min_match: int) -> None:
+    every = edits(vocabulary or demo_target(), tasks)
+    for name in curves:
+        costs = costs_of(CURVES[name], LONGEST_COPY + 1)
+        shared = AutoLength(sources={Source.NGRAM})
+        for edit in every:
+            play(edit, costs, shared, min_match)
+        print(f"\n| {name} | plain | first | later | length | all | rounds | drafted | accepted |")
+        print(f"|---|{8 * '---:|'}")
+        sums = np.zeros(8)
+        for edit in every:
+            first = play(edit, costs, AutoLength(sources={Source.NGRAM}), min_match)
+            later, n = play(edit, costs, shared, min_match), len(edit.answer)
+            line = (
+                n, first.cost, later.cost, fastest(right_copies(edit, min_match), costs),
+                fastest([n] * n, costs), later.n_rounds, later.n_drafted, later.n_accepted,
+            )  # fmt: skip
+            sums += line
+            print(_row(edit.name, line))
+        print(_row("all", sums))
+
+
+def _row(name: str, numbers: Sequence[float] | Array) -> str:
+    return f"| {name} | {' | '.join(f'{number:.0f}' for number in numbers)} |"
+
+
+if __name__ == "__main__":
+    main()
