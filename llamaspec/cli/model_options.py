@@ -99,7 +99,7 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="Flash attention; auto = as llama.cpp chooses. llamaspec probe measures both."),
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the target's KV cache."),
-    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
+    click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
                  help="Values in the target's KV cache."),
     click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
@@ -163,8 +163,10 @@ def _choice(
         threads=threads,
         flash_attention=given["flash_attn"],
         cache_type_k=given["cache_type_k"],
-        cache_type_v=given["cache_type_v"],
+        cache_type_v=given["cache_type_v"] or "f16",
     )
+    if click.get_current_context().params.get("exact"):
+        target_options = _exact(target_options, is_chosen=given["cache_type_v"] is not None)
     draft_options = ModelOptions(
         n_ctx=n_ctx if draft_ctx is None else draft_ctx,
         gpu_layers=given["draft_gpu_layers"],
@@ -179,6 +181,23 @@ def _choice(
         target, first, tuple(stages), ngram, past_texts, no_draft, verbose, draft_ctx,
         target_options, draft_options,
     )  # fmt: skip
+
+
+def _exact(options: ModelOptions, *, is_chosen: bool) -> ModelOptions:
+    """Options with which a text's numbers depend on no other text; `is_chosen`: the type of the values is.
+
+    Raises a ValueError if the chosen ones do not allow it.
+    """
+    options = replace(options, reads_apart=False)  # other kernels round differently
+    if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
+        return options
+    if options.flash_attention == "off":
+        raise ValueError("--exact needs flash attention on a CPU; drop --flash-attn off")
+    if is_chosen:
+        raise ValueError(
+            f"--exact needs values of another type than {options.cache_type_k} keys; drop --cache-type-v"
+        )
+    return replace(options, cache_type_v="bf16")
 
 
 # The command gets a ModelChoice as `models`.
@@ -293,9 +312,6 @@ def learning(
     files: PairFiles, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end keep what was learnt, and texts if asked for."""
-    if decoding.exact:  # other kernels round differently
-        options = replace(files.target.options, reads_apart=False)
-        files = replace(files, target=replace(files.target, options=options))
     with open_files(files, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
         restore_reading_gain(pair)

@@ -99,6 +99,16 @@ class ModelOptions:
         return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
+    def has_one_attention(self) -> bool:
+        """Whether CPUs add up attention in one order, for all widths, depths and neighbours.
+
+        llama.cpp has several kernels for keys and values of the same float type, and without flash attention
+        the order depends on the cells of other texts.
+        """
+        is_same = self.cache_type_k == self.cache_type_v and self.cache_type_k in ("f16", "f32")
+        return self.flash_attention != "off" and not is_same
+
+    @property
     def offloads(self) -> bool:
         """Whether layers may be computed elsewhere than on this machine's CPU."""
         return self.gpu_layers != 0 and self.devices != ()

@@ -11,7 +11,8 @@ from command import generate, invoke, naming, run
 from hub_server import Hub
 from llamaspec import LlamaModel, Pair, open_pair
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.probe import Effort, exact_widths, measure
+from llamaspec.measure.exactness import Exactness, exact_widths
+from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
 from llamaspec.values import ForwardRequest, Logits
 
@@ -150,7 +151,8 @@ def test_widths_that_round_otherwise_are_not_exact(
 
 
 def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaspec.measure.store.exact_widths", lambda pair: frozenset({1, 3}))
+    known = Exactness((1, 3), reads=True)
+    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair: known)
     asked: list[int] = []
     honest = LlamaModel.evaluate
 
