@@ -26,7 +26,7 @@ from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_he
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import check_heads
-from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
 from llamaspec.measure.store import (
     ModelFile,
     PairFiles,
@@ -166,7 +166,7 @@ def _choice(
         cache_type_v=given["cache_type_v"] or "f16",
     )
     if click.get_current_context().params.get("exact"):
-        target_options = _exact(target_options, is_chosen=given["cache_type_v"] is not None)
+        target_options = exact(target_options, chooses_values=given["cache_type_v"] is None)
     draft_options = ModelOptions(
         n_ctx=n_ctx if draft_ctx is None else draft_ctx,
         gpu_layers=given["draft_gpu_layers"],
@@ -181,23 +181,6 @@ def _choice(
         target, first, tuple(stages), ngram, past_texts, no_draft, verbose, draft_ctx,
         target_options, draft_options,
     )  # fmt: skip
-
-
-def _exact(options: ModelOptions, *, is_chosen: bool) -> ModelOptions:
-    """Options with which a text's numbers depend on no other text; `is_chosen`: the type of the values is.
-
-    Raises a ValueError if the chosen ones do not allow it.
-    """
-    options = replace(options, reads_apart=False)  # other kernels round differently
-    if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
-        return options
-    if options.flash_attention == "off":
-        raise ValueError("--exact needs flash attention on a CPU; drop --flash-attn off")
-    if is_chosen:
-        raise ValueError(
-            f"--exact needs values of another type than {options.cache_type_k} keys; drop --cache-type-v"
-        )
-    return replace(options, cache_type_v="bf16")
 
 
 # The command gets a ModelChoice as `models`.

@@ -209,7 +209,7 @@ DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
                  help="Let draft tokens branch where that is expected to be faster: where wide batches "
                       "cost little, with the coupled rule."),
     click.option("--exact", is_flag=True,
-                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
+                 help="The same text for a seed, to the bit, whatever ran before or beside it; on CPUs."),
 )  # fmt: skip
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
