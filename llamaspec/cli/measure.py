@@ -321,8 +321,8 @@ def audit(
     seed = decoding.seed or 0
     with open_files(files, models) as pair, out.SlowProgress("auditing") as progress:
         task = _task(pair, text, decoding, seed)
-        found = run_audit(pair, task, shared.make_policy(pair, decoding), progress)
-        exactness = curves.known_exactness(pair) if decoding.exact else None
+        exactness = curves.known_exactness(pair, out.say) if decoding.exact else None
+        found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
         options = pair.target.options
     if as_json:
         told = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}

@@ -19,6 +19,7 @@ from llamaspec.cli.output import Detail, say
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.length.fixed import AtMost, FixedLength
 from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.measure.exactness import Exactness
 from llamaspec.measure.store import auto_length, known_exactness
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, LengthPolicy
@@ -297,13 +298,13 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
 
 
-def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
+def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | None = None) -> LengthPolicy:
     """A new policy that starts from what earlier runs and a probe have found for this pair."""
     if not decoding.exact:
         if decoding.draft_length is not None:
             return FixedLength(decoding.draft_length)
         return auto_length(pair, tell=say, trees=decoding.trees)
-    found = known_exactness(pair)
+    found = exactness or known_exactness(pair, say)
     if not found.reads:
         pair.target.isolate_texts()
         say(

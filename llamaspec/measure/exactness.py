@@ -17,7 +17,7 @@ from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 # On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
 DEPTHS = (32, 320)  # tokens in the cache
-COMPARED = 34  # positions at each depth
+COMPARED = 20  # positions at each depth
 SECONDS = 60.0  # no further comparison begins after this; what was not compared is not exact
 WIDEST = 17  # positions
 # Lengths of prompts whose reading is compared. The short one finds most differences, soon; the long one has
@@ -31,6 +31,7 @@ class Exactness:
 
     widths: tuple[int, ...]  # bit-identical with width 1, ascending
     reads: bool  # prompts may be read in any parts
+    is_whole: bool = True  # there was time to compare all widths
 
     def __post_init__(self) -> None:
         if 1 not in self.widths or not all(1 <= width <= WIDEST for width in self.widths):
@@ -39,23 +40,18 @@ class Exactness:
 
 def find_exactness(pair: Pair) -> Exactness:
     """Compare on the spot, without timing anything. The KV caches are emptied."""
-    widths = exact_widths(pair)
-    return Exactness(tuple(sorted(widths)), reads_exactly(pair, max(widths)))
-
-
-def exact_widths(pair: Pair) -> frozenset[int]:
-    """Widths that are bit-identical with width 1 here."""
     target, begin = pair.target, time.perf_counter()
     widths = range(1, min(WIDEST + 1, target.max_scored + 1, target.context_size // 2))
     pair.forget()
-    exact = {1, *widths}
+    exact, is_whole = {1, *widths}, True
     for depth in sorted({max(1, min(d, target.context_size - COMPARED)) for d in DEPTHS}):
         tokens = sample_tokens(target.vocabulary, min(depth + COMPARED, target.context_size))
         found = pair.run(
             compare_widths(tokens, depth, widths, lambda part: time.perf_counter() - begin < part * SECONDS)
         )
         exact &= {width for width, difference in found.items() if difference == 0}
-    return frozenset(exact)
+        is_whole &= len(found) == len(widths)
+    return Exactness(tuple(sorted(exact)), reads_exactly(pair, max(exact)), is_whole)
 
 
 def reads_exactly(pair: Pair, width: int) -> bool:

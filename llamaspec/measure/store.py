@@ -158,13 +158,15 @@ def auto_length(
     return begun(pair, widths, trees)
 
 
-def known_exactness(pair: Pair) -> Exactness:
+def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: None) -> Exactness:
     """Which evaluations have the bits of single positions: as found earlier, or found now and kept."""
     known = _read(_path(pair, Exactness), Exactness).value
     if known is None:
+        tell("--exact: comparing the numbers of all batch widths, once for a pair on a machine")
         known = find_exactness(pair)
-        with suppress(OSError):
-            _write(_path(pair, Exactness), known)
+        if known.is_whole:  # else the machine was busy
+            with suppress(OSError):
+                _write(_path(pair, Exactness), known)
     return known
 
 

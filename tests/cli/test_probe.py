@@ -12,7 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.cli.options import DecodingOptions, make_policy
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.exactness import Exactness, exact_widths, reads_exactly
+from llamaspec.measure.exactness import Exactness, find_exactness, reads_exactly
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
 from llamaspec.measure.store import known_exactness
@@ -149,7 +149,7 @@ def test_widths_that_round_otherwise_are_not_exact(
 
     monkeypatch.setattr(LlamaModel, "evaluate", biased)
     with open_pair(*models) as pair:
-        assert max(exact_widths(pair)) <= 4
+        assert max(find_exactness(pair).widths) <= 4
 
 
 def test_prompts_that_are_rounded_otherwise_are_not_exact(
@@ -167,7 +167,7 @@ def test_prompts_that_are_rounded_otherwise_are_not_exact(
         return [answer + 1e-3 * is_wide[0] for answer in honest(self, batch, n_padding)]
 
     with open_pair(*models, target_options=ModelOptions(cache_type_v="bf16")) as pair:
-        width = max(exact_widths(pair))
+        width = max(find_exactness(pair).widths)
         assert reads_exactly(pair, min(width, 8)) == (width > 1)
         monkeypatch.setattr(LlamaModel, "evaluate", biased)
         assert not reads_exactly(pair, min(width, 8))
@@ -178,7 +178,9 @@ def test_what_is_exact_is_found_out_once(
 ) -> None:
     options = ModelOptions(cache_type_v="bf16")
     with open_pair(*models) as usual, open_pair(*models, target_options=options) as other:
-        known = Exactness((1, 3), reads=True)
+        known, hurried = Exactness((1, 3), reads=True), Exactness((1,), reads=False, is_whole=False)
+        monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: hurried)
+        assert known_exactness(usual) == hurried  # not kept
         monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: known)
         assert known_exactness(usual) == known
         monkeypatch.setattr(
@@ -192,10 +194,9 @@ def test_without_draft_tokens_exact_widths_are_kept_to(
     models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = Exactness((1, 3), reads=False)
-    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair: known)
     decoding = DecodingOptions(Sampling(), 8, 1, "coupled", 0, exact=True)
     with open_pair(*models) as pair:
-        length = make_policy(pair, decoding).start_sequence()
+        length = make_policy(pair, decoding, known).start_sequence()
         assert [length.width(n) for n in (1, 2, 3, 4)] == [1, 3, 3, None]
         assert pair.target.prompt_chunk == 64
         assert pair.target.max_chunked_prefill == 0
@@ -203,7 +204,7 @@ def test_without_draft_tokens_exact_widths_are_kept_to(
 
 def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     known = Exactness((1, 3), reads=True)
-    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair: known)
+    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair, tell: known)
     asked: list[int] = []
     honest = LlamaModel.evaluate
 
