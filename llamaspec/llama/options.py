@@ -102,11 +102,11 @@ class ModelOptions:
     def has_one_attention(self) -> bool:
         """Whether CPUs add up attention in one order, for all widths, depths and neighbours.
 
-        llama.cpp has several kernels for keys and values of the same float type, and without flash attention
-        the order depends on the cells of other texts.
+        llama.cpp has several kernels for keys and values that both are f16, or f32, which it converts; and
+        without flash attention the order depends on the cells of other texts.
         """
-        is_same = self.cache_type_k == self.cache_type_v and self.cache_type_k in ("f16", "f32")
-        return self.flash_attention != "off" and not is_same
+        has_several = {self.cache_type_k, self.cache_type_v} <= {"f16", "f32"}
+        return self.flash_attention != "off" and not has_several
 
     @property
     def offloads(self) -> bool:

@@ -22,11 +22,14 @@ def test_values_are_chosen_so_that_cpus_have_one_kernel_of_attention(monkeypatch
     monkeypatch.setattr(runtime, "can_offload", lambda: False)
     usual = exact(ModelOptions())
     assert (usual.cache_type_k, usual.cache_type_v, usual.reads_apart) == ("f16", "bf16", False)
-    for types in (("q8_0", "f16"), ("q8_0", "q8_0"), ("f16", "f32")):
+    for types in (("q8_0", "f16"), ("q8_0", "q8_0"), ("f32", "bf16")):
         kept = ModelOptions(cache_type_k=types[0], cache_type_v=types[1])
         assert exact(kept, chooses_values=False).cache_type_v == types[1]
-    with pytest.raises(ValueError, match="drop --cache-type-v"):
-        exact(ModelOptions(), chooses_values=False)
+    for of_keys, of_values in (("f16", "f16"), ("f16", "f32"), ("f32", "f16")):  # f32 is converted
+        options = ModelOptions(cache_type_k=of_keys, cache_type_v=of_values)
+        assert exact(options).cache_type_v == "bf16"
+        with pytest.raises(ValueError, match="drop --cache-type-v"):
+            exact(options, chooses_values=False)
     with pytest.raises(ValueError, match="drop --flash-attn off"):
         exact(ModelOptions(flash_attention="off"))
     monkeypatch.setattr(runtime, "can_offload", lambda: True)
