@@ -10,17 +10,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, kv_cache, paths, text
-from llamaspec import FixedLength, LlamaModel, ModelOptions, Pair, Sampling, StopReason, TextStream, open_pair
+from llamaspec import (
+    FixedLength,
+    LlamaModel,
+    ModelOptions,
+    NoDrafter,
+    Pair,
+    Sampling,
+    StopReason,
+    TextStream,
+    open_pair,
+)
 from llamaspec.errors import ContextFullError
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.length.policy import AutoLength
+from llamaspec.llama.options import exact
+from llamaspec.measure.probe import sample_tokens
+from llamaspec.measure.store import auto_length, known_exactness
+from llamaspec.protocols import LengthPolicy
+from llamaspec.values import ForwardRequest, Logits, TokenArray
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -235,6 +252,7 @@ class Recorder:
         default_factory=list
     )  # position, rows, largest difference
     n_compared: int = 0
+    n_read: set[int] = field(default_factory=set)  # tokens up to which parts of prompts were read
 
     def arrange(self, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate = LlamaModel.evaluate
@@ -246,6 +264,8 @@ class Recorder:
             if model is self.model:
                 for (_, wanted), logits in zip(batch, answers, strict=True):
                     self._note(wanted, logits, len(batch))
+                    if not wanted.n_scored:
+                        self.n_read.add(wanted.n_tokens)
             return answers
 
         monkeypatch.setattr(LlamaModel, "evaluate", recorded)
@@ -315,3 +335,62 @@ def test_a_text_has_the_same_logits_whatever_ran_before(
         assert recorder.n_compared == 30
         assert recorder.differing == []
         assert pair.target.cache_use()[0] == 60 + 29
+
+
+def in_every_situation(pair: Pair, policy: LengthPolicy, prompts: Sequence[TokenArray], n: int) -> None:
+    """Write a text alone, plainly and with drafts, behind cached and stored prompts, and beside others."""
+
+    def write(prompt: TokenArray, policy: LengthPolicy | None = policy) -> None:
+        drafter = NoDrafter() if policy is None else None
+        pair.stream(prompt, seed=3, max_tokens=n, policy=policy, drafter=drafter).run()
+
+    first, *others = prompts
+    pair.forget()
+    write(first, None)
+    pair.forget()
+    write(first)
+    for n_known in (len(first) // 3, len(first) - 3):
+        pair.forget()
+        write(first[:n_known])
+        write(first)
+        write(first)
+        for prompt in others:  # so that the first text comes back from the store
+            write(prompt)
+        write(first)
+    pair.forget()
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for each in [threads.submit(write, prompt) for prompt in (*others, first)]:
+            each.result()
+
+
+def test_exact_logits_of_the_embedded_pair_are_the_same_in_every_situation(
+    demo_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, own_cache: None
+) -> None:
+    """What --exact promises; with values as f16 a text's numbers change behind a cached prompt."""
+    options = exact(ModelOptions(threads=1, n_ctx=1024, n_cells=4096))
+    with open_pair(*demo_files, target_options=options) as pair:
+        policy = auto_length(pair, frozenset(known_exactness(pair).widths))
+        recorder = Recorder(pair.target)
+        recorder.arrange(monkeypatch)
+        prompts = [np.roll(sample_tokens(pair.target.vocabulary, 540), 5 * i) for i in range(4)]
+        in_every_situation(pair, policy, prompts, 40)
+        assert recorder.n_compared > 300
+        assert recorder.differing == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2", "jamba"])
+def test_isolated_texts_have_the_same_logits_in_every_situation(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """F16 weights round otherwise at other widths than 1, also where a prompt is read."""
+    options = {"n_ctx": 512, "n_cells": 2048, "cache_type_v": "bf16", "threads": 1}
+    with tiny_pair(store, kind, "f16", **options) as pair:
+        pair.target.isolate_texts()
+        recorder = Recorder(pair.target)
+        recorder.arrange(monkeypatch)
+        policy = AutoLength(None, (1,), pads=pair.target.can_pad)
+        in_every_situation(pair, policy, [text(200, seed) for seed in range(4)], 20)
+        assert recorder.n_compared > 150
+        assert recorder.differing == []
+        assert {64, 128, 192} <= recorder.n_read
+        assert pair.target.n_cached(text(200)) == 0

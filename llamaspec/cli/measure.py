@@ -321,13 +321,24 @@ def audit(
     seed = decoding.seed or 0
     with open_files(files, models) as pair, out.SlowProgress("auditing") as progress:
         task = _task(pair, text, decoding, seed)
-        found = run_audit(pair, task, shared.make_policy(pair, decoding), progress)
+        exactness = curves.known_exactness(pair, out.say) if decoding.exact else None
+        found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
+        options = pair.target.options
     if as_json:
         told = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
+        if exactness is not None:
+            told["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
         click.echo(json.dumps(told))
     else:
         _show_audit(found, task)
-    if not found.is_lossless:
+        if exactness is not None:
+            widths = ", ".join(map(str, exactness.widths))
+            parts = "in any parts" if exactness.reads else "in equal parts, and texts share nothing"
+            click.echo(
+                f"--exact here: {options.cache_type_k} keys, {options.cache_type_v} values; "
+                f"widths {widths}; prompts are read {parts}"
+            )
+    if not (found.is_exact if decoding.exact else found.is_lossless):
         sys.exit(1)
 
 
@@ -348,6 +359,10 @@ def _show_audit(found: Audit, task: Task) -> None:
         )
     widths = ", ".join(str(width) for width in found.identical_widths) or "none"
     click.echo(f"widths up to {WIDEST} that are bit-identical with width 1 here: {widths}")
+    for situation, n in found.n_changed.items():
+        click.echo(
+            f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
+        )
     if found.forks:
         click.echo("a batch of several positions is rounded differently on this machine; --exact avoids that")
 

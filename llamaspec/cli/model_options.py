@@ -20,7 +20,7 @@ from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_he
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import check_heads
-from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
 from llamaspec.measure.store import (
     ModelFile,
     PairFiles,
@@ -89,7 +89,7 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="Flash attention; auto = as llama.cpp chooses. llamaspec probe measures both."),
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the target's KV cache."),
-    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
+    click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
                  help="Values in the target's KV cache."),
     click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
@@ -152,8 +152,10 @@ def _choice(
         threads=threads,
         flash_attention=given["flash_attn"],
         cache_type_k=given["cache_type_k"],
-        cache_type_v=given["cache_type_v"],
+        cache_type_v=given["cache_type_v"] or "f16",
     )
+    if click.get_current_context().params.get("exact"):
+        target_options = exact(target_options, chooses_values=given["cache_type_v"] is None)
     draft_options = ModelOptions(
         n_ctx=n_ctx if draft_ctx is None else draft_ctx,
         gpu_layers=given["draft_gpu_layers"],
@@ -276,9 +278,6 @@ def learning(
     files: PairFiles, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end keep what was learnt."""
-    if decoding.exact:  # other kernels round differently
-        options = replace(files.target.options, reads_apart=False)
-        files = replace(files, target=replace(files.target, options=options))
     with open_files(files, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
         restore_reading_gain(pair)

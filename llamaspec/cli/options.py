@@ -16,9 +16,10 @@ from llamaspec.chat.transcript import Transcript
 from llamaspec.cli.grouped import Command, Decorator, Separated, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import ConstraintError, PromptError
-from llamaspec.length.fixed import FixedLength
+from llamaspec.length.fixed import AtMost, FixedLength
 from llamaspec.llama.options import MAX_DRAFT
-from llamaspec.measure.store import auto_length, known_exact_widths
+from llamaspec.measure.exactness import Exactness
+from llamaspec.measure.store import auto_length, known_exactness
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
@@ -128,7 +129,7 @@ DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
                  help="Let draft tokens branch where that is expected to be faster: where wide batches "
                       "cost little, with the coupled rule."),
     click.option("--exact", is_flag=True,
-                 help="Evaluate only batch widths that are bit-identical with single tokens here."),
+                 help="The same text for a seed, to the bit, whatever ran before or beside it; on CPUs."),
 )  # fmt: skip
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
@@ -216,19 +217,21 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
 
 
-def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
+def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | None = None) -> LengthPolicy:
     """A new policy that starts from what earlier runs and a probe have found for this pair."""
-    if decoding.draft_length is not None:
-        return FixedLength(decoding.draft_length)
     if not decoding.exact:
+        if decoding.draft_length is not None:
+            return FixedLength(decoding.draft_length)
         return auto_length(pair, tell=say, trees=decoding.trees)
-    widths = known_exact_widths(pair)
-    if widths == {1}:
+    found = exactness or known_exactness(pair, say)
+    if not found.reads:
+        pair.target.isolate_texts()
         say(
-            "--exact: no wider batch is sure to be bit-identical here, decoding plainly; on a CPU "
-            "--cache-type-v bf16 may help, after llamaspec probe"
+            "--exact: other batch widths round differently here, so prompts are read in equal parts and "
+            "no text takes over what another has cached; Q8_0 and Q4_0 weights are exact on most CPUs"
         )
-    return auto_length(pair, widths, say, trees=decoding.trees)
+    policy = auto_length(pair, frozenset(found.widths), say, trees=decoding.trees)
+    return policy if decoding.draft_length is None else AtMost(decoding.draft_length, policy)
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:

@@ -66,6 +66,7 @@ class KVCache:
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
         self._has_left = False  # a text has left cells between those of others
         self.n_compactions = 0
+        self.shares = True  # texts take over what others have computed
 
     @property
     def n_used(self) -> int:
@@ -142,7 +143,7 @@ class KVCache:
         if finished and not self._keeps_finished:
             n_stored = self._store.find(self._owner, tokens).n
             best = max(finished, key=lambda each: each.shared(tokens))
-            n = best.shared(tokens)
+            n = best.shared(tokens) if self.shares else 0
             if n > 0 and n >= n_stored:
                 self._table.take_over(sequence, best, n)
             for each in finished:
@@ -151,7 +152,7 @@ class KVCache:
 
     def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
         """Let a sequence hold what another knows more of some tokens, if it is so long."""
-        others = [other for other in self._sequences if other is not sequence]
+        others = [other for other in self._sequences if other is not sequence] if self.shares else []
         n_shared = [other.shared(tokens) for other in others]
         n = max(n_shared, default=0)
         if n >= least:
@@ -180,6 +181,8 @@ class KVCache:
 
     def n_known(self, tokens: TokenArray) -> int:
         """How many of the first of some tokens need not be evaluated again."""
+        if not self.shares:
+            return 0
         n_stored = self._store.find(self._owner, tokens).n
         return max([n_stored, *(sequence.shared(tokens) for sequence in self._sequences)])
 
@@ -284,7 +287,7 @@ class KVCache:
             return self._cells.copy_out(sequence.number, start, end)
 
         tokens, block = sequence.tokens[: sequence.n], self._cells.block
-        if block:
+        if block and self.shares:
             self._store.put(self._owner, tokens, block, copy, sequence.hidden.tail(sequence.n))
 
     def _has_much_garbage(self) -> bool:

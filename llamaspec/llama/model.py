@@ -29,7 +29,7 @@ from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.sequences import CachedSequence
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import CHUNK, TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MOST_STORED = 4, 8 << 30  # of the free memory, and bytes
@@ -112,6 +112,8 @@ class LlamaModel:
         self._of_row: dict[int, Context] = {}  # only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
+        self._chunk = self.batch_size
+        self._shares = True  # texts take over what others have computed
         self._reader = make_reader(self.weights, self.options, context, self._open)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
@@ -135,7 +137,17 @@ class LlamaModel:
     @property
     def prompt_chunk(self) -> int:
         """Positions of a prompt that are read at once while nobody else waits."""
-        return (self._reader and self._reader.chunk) or self.batch_size
+        return (self._reader and self._reader.chunk) or self._chunk
+
+    def isolate_texts(self) -> None:
+        """Compute every text as if it were alone, for models that round differently at other widths.
+
+        Texts take over nothing of each other, and prompts are read in equal parts, beside no other text.
+        """
+        self._shares, self.max_chunked_prefill = False, 0
+        self._chunk = min(CHUNK, self.batch_size)
+        for context in self._contexts:
+            context.cache.shares = False
 
     @property
     def reading_gain(self) -> float | None:
@@ -343,6 +355,7 @@ class LlamaModel:
                 # Of the same size, though the memory that is free may have changed.
                 options = replace(self.options, n_ctx=self.context_size)
                 free = [self._open(self.weights, options)]
+                free[0].cache.shares = self._shares
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
         return self._of_row[row].prepare([entry])[0]

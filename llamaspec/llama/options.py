@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_cpp import llama_cpp as lib
 
@@ -99,6 +99,16 @@ class ModelOptions:
         return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
+    def has_one_attention(self) -> bool:
+        """Whether CPUs add up attention in one order, for all widths, depths and neighbours.
+
+        llama.cpp has several kernels for keys and values that both are f16, or f32, which it converts; and
+        without flash attention the order depends on the cells of other texts.
+        """
+        has_several = {self.cache_type_k, self.cache_type_v} <= {"f16", "f32"}
+        return self.flash_attention != "off" and not has_several
+
+    @property
     def offloads(self) -> bool:
         """Whether layers may be computed elsewhere than on this machine's CPU."""
         return self.gpu_layers != 0 and self.devices != ()
@@ -126,6 +136,25 @@ class ModelOptions:
             raise ValueError("one share of tensor-split must be greater than 0")
         if len(self.tensor_split) > lib.LLAMA_MAX_DEVICES:
             raise ValueError(f"tensor-split has at most {lib.LLAMA_MAX_DEVICES} shares")
+
+
+def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions:
+    """Options with which CPUs compute a text's logits as if it were alone, as far as its weights allow.
+
+    Raises
+    ------
+    ValueError
+        Attention would need other options, which the caller has chosen.
+    """
+    options = replace(options, reads_apart=False)  # with other kernels
+    if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
+        return options
+    if options.flash_attention == "off":
+        raise ValueError("--exact needs flash attention on a CPU; drop --flash-attn off")
+    if not chooses_values:
+        types = f"{options.cache_type_k} keys and values"
+        raise ValueError(f"--exact cannot be exact with {types} on a CPU; drop --cache-type-v")
+    return replace(options, cache_type_v="bf16")
 
 
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type

@@ -45,6 +45,7 @@ class RecurrentCache:
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
         self._is_settled = True  # no evaluation was interrupted, so llama.cpp holds only what is noted
+        self.shares = True  # a text takes over what an earlier one has computed
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
         self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
 
@@ -92,6 +93,8 @@ class RecurrentCache:
 
     def n_known(self, tokens: TokenArray) -> int:
         """How many of the first of some tokens need not be evaluated again."""
+        if not self.shares:
+            return 0
         return max(self.shared(tokens), self._store.find(self._owner, tokens).n)
 
     def begin(self, n_scored: int) -> None:
@@ -128,7 +131,8 @@ class RecurrentCache:
     def store_finished(self) -> None:
         """Copy to the store what is held."""
         held = self._held
-        if not (self._can_restore and self._is_settled and held.n >= WORTH_COPYING and self._store.limit):
+        is_wanted = held.n >= WORTH_COPYING and self._store.limit and self.shares
+        if not (self._can_restore and self._is_settled and is_wanted):
             return
         state = np.empty(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, 0), dtype=np.uint8)
         n = lib.llama_state_seq_get_data_ext(self._context, as_pointer(state), len(state), SEQUENCE, 0)
@@ -137,6 +141,9 @@ class RecurrentCache:
 
     def _begin(self, tokens: TokenArray) -> None:
         """Another text takes this context: store what it would lose, and copy back what is known of it."""
+        if not self.shares:
+            self.forget()
+            return
         n, found = self.shared(tokens), self._store.find(self._owner, tokens)
         is_better = found.n >= n + WORTH_COPYING
         if is_better or self._held.n >= n + WORTH_COPYING:

@@ -36,7 +36,12 @@ class Task:
         return self.rule == "coupled" or self.sampling.temperature == 0
 
     def run(
-        self, pair: Pair, policy: LengthPolicy | None = None, *, drafter: Drafter | None = None
+        self,
+        pair: Pair,
+        policy: LengthPolicy | None = None,
+        *,
+        drafter: Drafter | None = None,
+        logprobs: int | None = None,
     ) -> Completion:
         """Generate with a pair."""
         return pair.stream(
@@ -47,6 +52,7 @@ class Task:
             rule=self.rule,
             policy=policy,
             drafter=drafter,
+            logprobs=logprobs,
         ).run()
 
     def run_plain(self, pair: Pair) -> Completion:

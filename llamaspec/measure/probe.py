@@ -9,7 +9,6 @@ short, the widest batches, long contexts and further turns are left out. Measure
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -34,10 +33,6 @@ DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
 READING = 0.25  # part of the time left that reading on to a longer context may take
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
-# On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
-EXACT_DEPTHS = (32, 320)  # tokens in the cache
-EXACT_COMPARED = 34  # positions at each depth
-EXACT_SECONDS = 20.0  # no further comparison begins after this; what was not compared is not exact
 # Ordinary text, because a mixture of experts sends random tokens through more of its experts.
 TEXT = """\
 def moving_average(values, size):
@@ -293,23 +288,6 @@ def _folded(parts: Sequence[_AtDepth], left_out: tuple[int, ...]) -> Probe:
         ),
         draft_step=Spread.of(step) if step else None,
     )
-
-
-def exact_widths(pair: Pair) -> frozenset[int]:
-    """Widths that are bit-identical with width 1 here, found on the spot, without timing anything."""
-    target, begin = pair.target, time.perf_counter()
-    widths = range(1, min(18, target.max_scored + 1, target.context_size // 2))
-    pair.forget()
-    exact = {1, *widths}
-    for depth in sorted({max(1, min(d, target.context_size - EXACT_COMPARED)) for d in EXACT_DEPTHS}):
-        tokens = sample_tokens(target.vocabulary, min(depth + EXACT_COMPARED, target.context_size))
-        found = pair.run(
-            compare_widths(
-                tokens, depth, widths, lambda part: time.perf_counter() - begin < part * EXACT_SECONDS
-            )
-        )
-        exact &= {width for width, difference in found.items() if difference == 0}
-    return frozenset(exact)
 
 
 def compare_widths(

@@ -23,7 +23,8 @@ from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.probe import Probe, exact_widths, time_draft_step
+from llamaspec.measure.exactness import Exactness, find_exactness
+from llamaspec.measure.probe import Probe, time_draft_step
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import CascadeLevel
@@ -74,8 +75,13 @@ class ReadingGain:
 
 
 PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair
-Measured: TypeAlias = Probe | LearnedPrior | ReadingGain
-_SUFFIXES: dict[type[Measured], str] = {Probe: "", LearnedPrior: ".runs", ReadingGain: ".reading"}
+Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness
+_SUFFIXES: dict[type[Measured], str] = {
+    Probe: "",
+    LearnedPrior: ".runs",
+    ReadingGain: ".reading",
+    Exactness: ".exact",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +163,16 @@ def auto_length(
     return policy
 
 
-def known_exact_widths(pair: Pair) -> frozenset[int]:
-    """Batch widths that are bit-identical with width 1: as a probe has found, or found now."""
-    known = stored_probe(pair).value
-    return known.identical_widths if known is not None else exact_widths(pair)
+def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: None) -> Exactness:
+    """Which evaluations have the bits of single positions: as found earlier, or found now and kept."""
+    known = _read(_path(pair, Exactness), Exactness).value
+    if known is None:
+        tell("--exact: comparing the numbers of all batch widths, once for a pair on a machine")
+        known = find_exactness(pair)
+        if known.is_whole:  # else the machine was busy
+            with suppress(OSError):
+                _write(_path(pair, Exactness), known)
+    return known
 
 
 def restore_reading_gain(pair: Pair) -> None:
@@ -209,10 +221,10 @@ def _write(path: Path, content: Measured) -> None:
 
 
 def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
-    """Of what belongs to a pair, or a target; a probe also to how attention is computed, as bits do."""
+    """Of what belongs to a pair, or a target; bits also to how attention is computed."""
     models = [pair.target, *([] if kind is ReadingGain else pair.draft_models)]
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), bool(pair.heads)]
-    if kind is Probe:
+    if kind in (Probe, Exactness):
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
     key += [runtime.backend_description(), platform.node()]

@@ -27,6 +27,19 @@ def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: s
     assert list(answer.json["largest_logit_difference"]) == [str(width) for width in range(2, 17)]
 
 
+def test_exact_texts_are_compared_in_every_situation(demo_files: tuple[Path, Path], own_cache: None) -> None:
+    options = ("--exact", "-n", "20", "--threads", "1")
+    answer = invoke("audit", *naming([*demo_files]), *options, "--json")
+    assert answer.code == 0
+    assert set(answer.json["n_changed"].values()) == {0}
+    assert len(answer.json["n_changed"]) == 4
+    assert answer.json["n_compared"] == 20
+    assert answer.json["exact"]["reads"]
+    told = invoke("audit", *naming([*demo_files]), *options).stdout.splitlines()
+    assert "log-probabilities beside 3 other texts: the same" in told
+    assert told[-1].startswith("--exact here: f16 keys, ")
+
+
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that rounds wider batches otherwise, by far."""

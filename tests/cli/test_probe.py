@@ -9,10 +9,13 @@ import pytest
 
 from command import generate, invoke, naming, run
 from hub_server import Hub
-from llamaspec import LlamaModel, Pair, open_pair
+from llamaspec import LlamaModel, ModelOptions, Pair, Sampling, open_pair
+from llamaspec.cli.options import DecodingOptions, make_policy
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.probe import Effort, exact_widths, measure
+from llamaspec.measure.exactness import Exactness, find_exactness, reads_exactly
+from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
+from llamaspec.measure.store import known_exactness
 from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
@@ -146,11 +149,62 @@ def test_widths_that_round_otherwise_are_not_exact(
 
     monkeypatch.setattr(LlamaModel, "evaluate", biased)
     with open_pair(*models) as pair:
-        assert max(exact_widths(pair)) <= 4
+        assert max(find_exactness(pair).widths) <= 4
+
+
+def test_prompts_that_are_rounded_otherwise_are_not_exact(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that are read at once leave other bits behind than those that are read in parts."""
+    honest, is_wide = LlamaModel.evaluate, [False]
+
+    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
+        ((row, request),) = batch
+        if not request.n_scored:
+            held = self.cached(row)
+            assert held is not None
+            is_wide[0] = request.n_tokens - held.n > 8
+        return [answer + 1e-3 * is_wide[0] for answer in honest(self, batch, n_padding)]
+
+    with open_pair(*models, target_options=ModelOptions(cache_type_v="bf16")) as pair:
+        width = max(find_exactness(pair).widths)
+        assert reads_exactly(pair, min(width, 8)) == (width > 1)
+        monkeypatch.setattr(LlamaModel, "evaluate", biased)
+        assert not reads_exactly(pair, min(width, 8))
+
+
+def test_what_is_exact_is_found_out_once(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch, own_cache: None
+) -> None:
+    options = ModelOptions(cache_type_v="bf16")
+    with open_pair(*models) as usual, open_pair(*models, target_options=options) as other:
+        known, hurried = Exactness((1, 3), reads=True), Exactness((1,), reads=False, is_whole=False)
+        monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: hurried)
+        assert known_exactness(usual) == hurried  # not kept
+        monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: known)
+        assert known_exactness(usual) == known
+        monkeypatch.setattr(
+            "llamaspec.measure.store.find_exactness", lambda pair: Exactness((1,), reads=False)
+        )
+        assert known_exactness(usual) == known
+        assert known_exactness(other) == Exactness((1,), reads=False)  # other attention
+
+
+def test_without_draft_tokens_exact_widths_are_kept_to(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Exactness((1, 3), reads=False)
+    decoding = DecodingOptions(Sampling(), 8, 1, "coupled", 0, exact=True)
+    with open_pair(*models) as pair:
+        length = make_policy(pair, decoding, known).start_sequence()
+        assert [length.width(n) for n in (1, 2, 3, 4)] == [1, 3, 3, None]
+        assert pair.target.prompt_chunk == 64
+        assert pair.target.max_chunked_prefill == 0
 
 
 def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaspec.measure.store.exact_widths", lambda pair: frozenset({1, 3}))
+    known = Exactness((1, 3), reads=True)
+    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair, tell: known)
     asked: list[int] = []
     honest = LlamaModel.evaluate
 

@@ -57,6 +57,8 @@ def test_either_finding_makes_an_audit_fail() -> None:
     assert sound.identical_widths == [2, 4]
     assert not Audit(9, (fork,), True, None, widths).is_lossless
     assert not Audit(9, (), True, 0, widths).is_lossless
+    changed = Audit(9, (), True, None, widths, {"behind a cached prompt": 2}, 9)
+    assert (sound.is_exact, changed.is_exact, changed.is_lossless) == (True, False, True)
 
 
 PROBE = Probe(
