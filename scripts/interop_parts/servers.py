@@ -37,12 +37,17 @@ from llamaspec.serve.service import EventStream, Form, Service
 from serve_soak import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
-N_CTX = 1 << 16  # agents have long instructions
+N_CTX = 1 << 14  # agents have long instructions, and one conversation is to be too long
 
 
 def call(name: str, **arguments: Any) -> str:
     """A call of a tool as a Hermes model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def cut(answer: str) -> str:
+    """A call as it is when the limit comes in the middle of its last argument."""
+    return answer.rpartition('"')[0][:-1]
 
 
 class Script:
@@ -70,7 +75,9 @@ async def _deltas(text: str, request: GenerationRequest) -> Deltas:
     for found in [*map(parser.feed, text), parser.finish()]:
         for delta in builder.add([AnswerPart(tuple(found), None)]):
             yield 0, delta
-    done = Completion(text, (1,), len(request.prompt), StopReason.END, (), summarize([], 1), 0.0)
+    is_cut = text.count("<tool_call>") > text.count("</tool_call>")
+    reason = StopReason.LIMIT if is_cut else StopReason.END
+    done = Completion(text, (1,), len(request.prompt), reason, (), summarize([], 1), 0.0)
     yield 0, Finished(done, None)
 
 
