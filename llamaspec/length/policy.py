@@ -36,8 +36,7 @@ REACH = 4  # positions that an evaluation may have at first; later half as many 
 TIMED = 2  # timings of plain decoding before anything is drafted
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations
 SURE = 0.95  # acceptance: where not even that would pay, no draft is explored
-SHARE, CREDIT = 0.015, 2.0  # of all time, what exploring may cost; plain tokens at first
-CALIBRATION_SHARE, CALIBRATION_CREDIT = 0.015, 4.0  # the same, of timing the widths
+SHARE, CREDIT = 0.02, 3.0  # of all time, what timing widths and exploring may cost; plain tokens at first
 AS_GOOD = 0.95  # of the best rate: the shortest copy that has it is taken, because its end is never far
 CHANGED = 0.1  # part by which plain decoding may differ from what was believed
 USUAL = 256.0  # tokens of a text, before any ended
@@ -137,7 +136,7 @@ class AutoLength:
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
         self.trees = TreeAcceptance() if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
-        self.credit = self.calibration_credit = 0.0  # seconds that exploring may cost; that calibrating may
+        self.credit = 0.0  # seconds that timing widths and exploring may cost
         self.sequences: list[AutoSequence] = []
         self.n_tokens = 0
         self.usual_length = USUAL  # tokens of a text
@@ -158,7 +157,7 @@ class AutoLength:
     def calibration(self, n_sequences: int) -> int | None:
         """The width that a round of so many texts is padded to, so that its cost is known; None: to none."""
         wanted = self.costs.calibration() if self.sources and n_sequences == 1 else None
-        return wanted[0] if wanted is not None and wanted[1] <= self.calibration_credit else None
+        return wanted[0] if wanted is not None and wanted[1] <= self.credit else None
 
     def experience(self) -> LearnedPrior:
         """What has been learnt up to now."""
@@ -179,7 +178,6 @@ class AutoLength:
         """Learn what one text's round cost; what texts share is learnt once."""
         self.n_tokens += round_.n_accepted + 1
         self.credit += SHARE * round_.seconds / round_.n_sequences
-        self.calibration_credit += CALIBRATION_SHARE * round_.seconds / round_.n_sequences
         if round_.evaluation == self.latest and round_.n_sequences > 1:
             return
         self.latest = round_.evaluation
@@ -189,7 +187,6 @@ class AutoLength:
             return
         if not self.costs.n_timed:
             self.credit += CREDIT * round_.verify_seconds
-            self.calibration_credit += CALIBRATION_CREDIT * round_.verify_seconds
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
         if round_.width == round_.n_sequences:
@@ -290,7 +287,7 @@ class AutoSequence:
         if self._checks:
             policy.plain.n_since = 0
         if self._calibrated is not None:
-            policy.calibration_credit -= max(round_.verify_seconds - n_made * self._plain, 0.0)
+            policy.credit -= max(round_.verify_seconds - n_made * self._plain, 0.0)
         if n_steps and self._explored is policy.drafting:
             policy.drafts.learn(paid=any(outcome > 0.5 for _, outcome in found))
             policy.credit -= max(round_.seconds / round_.n_sequences - n_made * self._plain, 0.0)

@@ -39,7 +39,7 @@ def brief(demo: Pair) -> Iterator[Served]:
         return grammar.replace("(?s:.*)", "[a-z ]{4,12}").replace(" SPACE? ", " ")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llamaspec.serve.requests.answer_grammar", short)
+        patch.setattr("llamaspec.serve.constraints.answer_grammar", short)
         with served(demo, FixedLength(8), template=TEMPLATE) as running:
             yield running
 
