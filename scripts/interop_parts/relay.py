@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import NamedTuple
 
 import httpx
 
@@ -53,10 +52,17 @@ class Exchange:
         return b'"code":"context_length_exceeded"' in self.answer
 
 
+class Change(NamedTuple):
+    """How a request is changed: which tool the answer must call, and the limit of its tokens."""
+
+    tool: str | None = None  # requests without tools are passed on as they are until one has tools
+    max_tokens: int | None = None
+
+
 class Relay(ThreadingHTTPServer):
     """Listens on a free port of this machine.
 
-    Each of `overrides` replaces fields of one request that offers tools; `max_tokens` is renamed for the API.
+    `changes`: of the requests to come, each applies to one.
     """
 
     daemon_threads = True
@@ -64,7 +70,7 @@ class Relay(ThreadingHTTPServer):
     def __init__(self, server_url: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server_url, self.exchanges = server_url, list[Exchange]()
-        self.overrides: list[Mapping[str, Any]] = []
+        self.changes: list[Change] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -72,14 +78,21 @@ class Relay(ThreadingHTTPServer):
         """Where clients find it."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def overridden(self, path: str, body: bytes) -> bytes:
-        """A request as it is passed on."""
-        if not self.overrides or not body or not (asked := json.loads(body)).get("tools"):
+    def passed_on(self, path: str, body: bytes) -> bytes:
+        """A request as the server gets it."""
+        if not self.changes or not body:
             return body
-        fields = dict(self.overrides.pop(0))
-        if "max_tokens" in fields and path.endswith("/responses"):
-            fields["max_output_tokens"] = fields.pop("max_tokens")
-        return json.dumps({**asked, **fields}).encode()
+        asked, (tool, max_tokens) = json.loads(body), self.changes[0]
+        if tool is not None and not asked.get("tools"):
+            return body
+        del self.changes[0]
+        is_chat = path.endswith("/chat/completions")
+        if tool is not None:
+            named = {"function": {"name": tool}} if is_chat else {"name": tool}
+            asked |= {"tool_choice": {"type": "function", **named}, "parallel_tool_calls": False}
+        if max_tokens is not None:
+            asked["max_tokens" if is_chat else "max_output_tokens"] = max_tokens
+        return json.dumps(asked).encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -87,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        passed_on = self.server.overridden(self.path, body)
+        passed_on = self.server.passed_on(self.path, body)
         passed = {name: text for name, text in self.headers.items() if name.lower() not in _NOT_PASSED_ON}
         url, exchange = self.server.server_url + self.path, Exchange(self.path, body)
         self.server.exchanges.append(exchange)

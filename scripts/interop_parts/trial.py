@@ -13,12 +13,11 @@ from typing import Literal
 
 import httpx
 
-from interop_parts.relay import Exchange, Relay
+from interop_parts.relay import Change, Exchange, Relay
 from interop_parts.servers import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "any"
-CUT_TOKENS = 24  # of a call that a real model begins
 State = Literal["ok", "answered", "failed", "skipped"]
 Command = Sequence[str | Path]
 
@@ -50,7 +49,7 @@ class Trial:
     def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
         """Forget earlier requests; these are the answers to come, where they are not a model's own."""
         self.relay.exchanges.clear()
-        self.relay.overrides.clear()
+        self.relay.changes.clear()
         if self.script is not None:
             self.script.begin(answers, with_tools=with_tools)
 
@@ -107,20 +106,19 @@ class Trial:
         *commands: Command,
         answers: Sequence[str] | None = None,
         with_tools: bool = True,
-        cuts: bool = False,
+        changes: Sequence[Change] = (),
         overflows: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> Result:
         """Run an agent, with a command for each of its turns, and judge its effect.
 
         `is_done` is handed the output of the last command. `answers`: what a script says, `with_tools` only
-        to requests that offer tools. `cuts`: the limit cuts the first call of a real model, as the script's
-        is. `overflows`: the context is too small for some request, but not for the last.
+        to requests that offer tools. `changes` apply to a real model only. `overflows`: the context is too
+        small for some request, but not for the last.
         """
         self.begin(answers, with_tools=with_tools)
-        if cuts and self.script is None:
-            forced = {"tool_choice": "required"}
-            self.relay.overrides += [{**forced, "max_tokens": CUT_TOKENS}, forced]
+        if self.script is None:
+            self.relay.changes += changes
         for command in commands:
             code, output = self.run(*command, env=env)
         asked = [each for each in self.relay.exchanges if each.path.startswith("/v1/") and each.request]
