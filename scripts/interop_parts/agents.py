@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from interop_parts.relay import Change
-from interop_parts.servers import call, cut
+from interop_parts.servers import N_CTX, call, cut
 from interop_parts.trial import MODEL, Command, Result, Trial
 
 TASK = "Create a file named hello.txt that contains only the word hello."
@@ -114,6 +114,7 @@ def _codex_folder(trial: Trial) -> tuple[Path, dict[str, str]]:
     provider = f'{{name = "llamaspec", base_url = "{trial.api}", wire_api = "responses"}}'
     told = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
     told += 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n'
+    told += f"model_auto_compact_token_limit = {N_CTX * 9 // 10}\n"
     if trial.script is None:
         (home / "brief.md").write_text(BRIEF.format("exec_command"))
         told += f'model_instructions_file = "{home / "brief.md"}"\nweb_search = "disabled"\n'
