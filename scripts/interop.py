@@ -19,152 +19,27 @@ stdout is one JSON object. The exit code is 1 where something failed.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import click
 import httpx
 from rich.console import Console
 from rich.table import Table
 
+from interop_parts.agents import aider, codex, continue_cli, mini_swe_agent, opencode
 from interop_parts.checks import ASKED, SCHEMA
 from interop_parts.packages import NotInstalledError, Package, install
 from interop_parts.recorded import recorded
-from interop_parts.relay import Exchange, Relay
-from interop_parts.servers import Script, call, real_server, scripted_server
+from interop_parts.relay import Relay
+from interop_parts.servers import Script, real_server, scripted_server
+from interop_parts.trial import MODEL, Result, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-TASK = "Create a file named hello.txt that contains only the word hello."
-THOUGHT = "<think>\nI do it.\n</think>\n\n"
-COMMAND = "echo hello > hello.txt"
-MODEL = "any"
-WHOLE = 'greet.py\n```\ndef greet():\n    print("hello")\n```\n'
-DIFF = 'greet.py\n```\n<<<<<<< SEARCH\n    print("hi")\n=======\n    print("hello")\n>>>>>>> REPLACE\n```\n'
-State = Literal["ok", "answered", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of one check."""
-
-    check: str
-    state: State
-    reason: str = ""
-
-
-@dataclass
-class Trial:
-    """Where one client runs."""
-
-    relay: Relay
-    script: Script | None  # None: a real model
-    installed: Path  # with the client's program
-    folder: Path
-    seconds: float
-    exchanges: list[Exchange] = field(default_factory=list)  # of the last command
-
-    @property
-    def api(self) -> str:
-        """The URL that OpenAI's clients want."""
-        return f"{self.relay.url}/v1"
-
-    def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
-        """The answers to come, where they are not a model's own."""
-        if self.script is not None:
-            self.script.begin(answers, with_tools=with_tools)
-
-    def fresh(self) -> Path:
-        """An empty folder to work in."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        (self.folder / "home").mkdir(parents=True)
-        work = self.folder / "work"
-        work.mkdir()
-        return work
-
-    def run(self, *command: str | Path, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-        """The exit code, None if it was too slow, and the output of a command in the folder of this trial."""
-        home = str(self.folder / "home")
-        variables = {
-            "PATH": f"{self.installed / 'bin'}:{os.environ['PATH']}",
-            "HOME": home,
-            "XDG_CONFIG_HOME": home,
-            "XDG_DATA_HOME": home,
-            "XDG_CACHE_HOME": home,
-            "XDG_STATE_HOME": home,
-            "NO_PROXY": "127.0.0.1",
-            "OPENAI_API_KEY": "none",
-            "OPENAI_API_BASE": self.api,
-            "OPENAI_BASE_URL": self.api,
-            "PYTHONPATH": str(ROOT / "scripts"),
-            "TERM": "dumb",
-            "CI": "1",
-            **(env or {}),
-        }
-        self.relay.exchanges.clear()
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=self.folder / "work",
-            env=variables,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        code: int | None = None
-        try:
-            output, _ = process.communicate(timeout=self.seconds)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        self.exchanges = self.relay.exchanges.copy()
-        return code, output
-
-    def task(
-        self,
-        check: str,
-        is_done: Callable[[str], bool],
-        *command: str | Path,
-        answers: Sequence[str] | None = None,
-        with_tools: bool = True,
-        env: Mapping[str, str] | None = None,
-    ) -> Result:
-        """Run an agent and judge its effect; `is_done` is handed the output.
-
-        `answers`: what a script says, `with_tools` only to requests that offer tools.
-        """
-        self.begin(answers, with_tools=with_tools)
-        code, output = self.run(*command, env=env)
-        asked = [each for each in self.exchanges if each.path.startswith("/v1/")]
-        wrong = next((each for each in asked if each.status not in (None, httpx.codes.OK)), None)
-        how = "streamed" if any(each.is_stream for each in asked) else "whole"
-        told = f"{len(asked)} requests, {how}"
-        told += "" if code is not None else f", stopped after {self.seconds:g} s"
-        if wrong is not None:
-            said = wrong.answer[:200].decode(errors="replace")
-            return Result(check, "failed", f"{wrong.path}: {wrong.status} {said}")
-        if not any(each.request for each in asked):
-            return Result(check, "failed", f"it asked nothing; exit code {code}: {output.strip()[-200:]}")
-        if not any(each.is_whole for each in asked if each.request):
-            return Result(check, "failed", f"{told}, before an answer ended")
-        if any(each.leaks for each in asked):
-            return Result(check, "failed", f"{told}: marks of a call are text of an answer")
-        if self.script is not None and answers is not None and not is_done(output):
-            return Result(check, "failed", f"{told}: not done; {output.strip()[-200:]}")
-        return Result(check, "ok" if is_done(output) else "answered", told)
-
-
 Drive = Callable[[Trial], Iterator[Result]]
 
 
@@ -205,7 +80,7 @@ def llm(trial: Trial) -> Iterator[Result]:
         ("whole", ["--no-stream", "Say hello."], "Hello.", bool),
         ("schema", shaped, '{"a": 20, "b": 22}', lambda said: '"a"' in said),
     ):
-        yield trial.task(check, is_right, *ask, *more, answers=[answer], with_tools=False, env=env)
+        yield trial.task(check, is_right, [*ask, *more], answers=[answer], with_tools=False, env=env)
 
 
 def claude_code(trial: Trial) -> Iterator[Result]:
@@ -216,90 +91,6 @@ def claude_code(trial: Trial) -> Iterator[Result]:
             answer = http.post(request.path, json=request.body, headers=request.headers)
             is_fine = answer.status_code == httpx.codes.OK and "event: error" not in answer.text
             yield Result(request.about, "ok" if is_fine else "failed", "" if is_fine else answer.text[:200])
-
-
-def aider(trial: Trial) -> Iterator[Result]:
-    """Edits a file, in both formats of edits."""
-    ask = ["aider", "--model", f"openai/{MODEL}", "--yes-always", "--no-git", "--no-check-update"]
-    ask += ["--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--map-tokens", "0"]
-    ask += ["--analytics-disable", "--no-detect-urls", "--no-suggest-shell-commands"]
-    ask += ["--message", 'Print "hello" instead of "hi".', "greet.py"]
-    for form, stream in (("whole", "--stream"), ("whole", "--no-stream"), ("diff", "--stream")):
-        file = trial.fresh() / "greet.py"
-        file.write_text('def greet():\n    print("hi")\n')
-        yield trial.task(
-            f"edits a file: {form}, {stream.lstrip('-')}",
-            lambda _, file=file: 'print("hello")' in file.read_text(),  # type: ignore[misc]
-            *[*ask, "--edit-format", form, stream],
-            answers=[WHOLE if form == "whole" else DIFF],
-            with_tools=False,
-        )
-
-
-def mini_swe_agent(trial: Trial) -> Iterator[Result]:
-    """Runs commands in a shell, which it asks for with a tool."""
-    file = trial.fresh() / "hello.txt"
-    ask = [
-        "mini",
-        "-y",
-        "--exit-immediately",
-        "-m",
-        f"openai/{MODEL}",
-        "-l",
-        "0",
-        "-c",
-        "mini.yaml",
-        "-t",
-        TASK,
-    ]
-    last = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-    answers = [call("bash", command=COMMAND), call("bash", command=last)]
-    more = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
-    more["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is fetched
-    yield trial.task("runs a command", lambda _: is_hello(file), *ask, answers=answers, env=more)
-
-
-def codex(trial: Trial) -> Iterator[Result]:
-    """Runs commands in a shell, over /v1/responses."""
-    file = trial.fresh() / "hello.txt"
-    config = trial.folder / "home" / "config.toml"
-    provider = f'{{name = "llamaspec", base_url = "{trial.api}", wire_api = "responses"}}'
-    told = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
-    config.write_text(told + 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n')
-    answers = [THOUGHT + call("exec_command", cmd=COMMAND), "Done."]
-    ask = ["codex", "exec", "--skip-git-repo-check", TASK]
-    home = str(config.parent)
-    yield trial.task(
-        "runs a command", lambda _: is_hello(file), *ask, answers=answers, env={"CODEX_HOME": home}
-    )
-
-
-def opencode(trial: Trial) -> Iterator[Result]:
-    """Writes a file with a tool, over /v1/chat/completions."""
-    file = trial.fresh() / "hello.txt"
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": trial.api}, "models": {MODEL: {}}}
-    config = {"provider": {"llamaspec": provider}, "model": f"llamaspec/{MODEL}", "permission": "allow"}
-    (file.parent / "opencode.json").write_text(json.dumps(config))
-    answers = [THOUGHT + call("write", filePath=str(file), content="hello\n"), "Done."]
-    more = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    ask = ["opencode", "run", TASK]
-    yield trial.task("writes a file", lambda _: is_hello(file), *ask, answers=answers, env=more)
-
-
-def continue_cli(trial: Trial) -> Iterator[Result]:
-    """Writes a file with a tool, over /v1/chat/completions."""
-    file = trial.fresh() / "hello.txt"
-    model = {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": trial.api, "apiKey": "none"}
-    config = {"name": "local", "version": "1.0.0", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
-    (file.parent / "config.yaml").write_text(json.dumps(config))
-    ask = ("cn", "-p", TASK, "--auto", "--config", file.parent / "config.yaml")
-    answers = [call("Write", filepath=str(file), content="hello\n"), "Done."]
-    more = {"CONTINUE_TELEMETRY_ENABLED": "0"}
-    yield trial.task("writes a file", lambda _: is_hello(file), *ask, answers=answers, env=more)
-
-
-def is_hello(file: Path) -> bool:
-    return file.is_file() and file.read_text(errors="replace").strip() == "hello"
 
 
 CLIENTS = {
@@ -333,7 +124,7 @@ def tried(
                     {"path": each.path, "body": json.loads(each.request or b"null")}
                     for each in relay.exchanges
                 ]
-                (record / f"{name}.json").write_text(json.dumps(told, indent=1))
+                (record / f"{name}, {result.check}.json").write_text(json.dumps(told, indent=1))
             print(f"{name}: {result.check}: {result.state} {result.reason}", file=sys.stderr)
             results.append(result)
     return results

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+LONG = "one two three four. " * 2000  # fits the context of a scripted server once, not twice
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "serve" / "recorded"
 
 
@@ -16,14 +17,23 @@ class Recorded(NamedTuple):
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+    overflows: bool  # whether it is too long for a scripted server
 
 
 def recorded(client: str) -> list[Recorded]:
-    """The requests of a client; `fields_of` names an earlier one, whose other fields a request repeats."""
-    told = json.loads((FOLDER / f"{client}.json").read_text())
+    """The requests of a client; `fields_of` names an earlier one, whose other fields a request repeats.
+
+    "(long text)" stands for `LONG`.
+    """
+    told = json.loads((FOLDER / f"{client}.json").read_text().replace("(long text)", LONG))
     found: list[Recorded] = []
     for i, each in enumerate(told["requests"]):
         shared = found[each["fields_of"]].body if "fields_of" in each else {}
         body = {**shared, **each["body"]}
-        found.append(Recorded(each.get("about", f"request {i}"), each["path"], told.get("headers", {}), body))
+        about, headers, overflows = (
+            each.get("about", f"request {i}"),
+            told.get("headers", {}),
+            "overflows" in each,
+        )
+        found.append(Recorded(about, each["path"], headers, body, overflows))
     return found

@@ -37,12 +37,22 @@ from llamaspec.serve.service import EventStream, Form, Service
 from serve_soak import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
-N_CTX = 1 << 16  # agents have long instructions
+LETTERS = 4  # of a token, about
+N_CTX = 1 << 14  # agents have long instructions, and one conversation is to be too long
 
 
 def call(name: str, **arguments: Any) -> str:
     """A call of a tool as a Hermes model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Cut(str):
+    """An answer that is ended by the limit."""
+
+
+def cut(answer: str) -> Cut:
+    """An answer whose limit comes in the middle of its last quotation."""
+    return Cut(answer.rpartition('"')[0][:-1])
 
 
 class Script:
@@ -70,7 +80,10 @@ async def _deltas(text: str, request: GenerationRequest) -> Deltas:
     for found in [*map(parser.feed, text), parser.finish()]:
         for delta in builder.add([AnswerPart(tuple(found), None)]):
             yield 0, delta
-    done = Completion(text, (1,), len(request.prompt), StopReason.END, (), summarize([], 1), 0.0)
+    reason = StopReason.LIMIT if isinstance(text, Cut) else StopReason.END
+    n_tokens = len(text) // LETTERS + 1
+    figures = summarize([], n_tokens)
+    done = Completion(text, (1,) * n_tokens, len(request.prompt), reason, (), figures, 0.0)
     yield 0, Finished(done, None)
 
 

@@ -9,16 +9,18 @@ import httpx
 import pytest
 
 from interop_parts.recorded import Recorded, recorded
-from interop_parts.servers import Script, call, scripted_server
+from interop_parts.servers import Script, call, cut, scripted_server
 from serve_soak import TEMPLATE
 from serving import PATIENCE_SECONDS, parse_events
 
 AGENTS = ("aider", "claude-code", "codex", "opencode")
 REQUESTS = [(name, request) for name in AGENTS for request in recorded(name)]
-# As Qwen's: the system message comes first, and is the only one.
+# As Qwen's: the system message comes first, and is the only one, and arguments are an object.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% for name, _ in c.function.arguments | items %}{{ name }}"
+    "{% endfor %}{% endfor %}{% endfor %}"
 )
 
 
@@ -54,6 +56,10 @@ def test_requests_of_agents(http: httpx.Client, script: Script, name: str, asked
     called = call(names[-1], a="é") if names else ""
     script.begin([f"<think>\nHm.\n</think>\n\nSo.{called}"], with_tools=False)
     answer = http.post(asked.path, json=asked.body, headers=asked.headers)
+    if asked.overflows:
+        assert '"code":"context_length_exceeded"' in answer.text
+        assert ("event: response.failed" in answer.text) == (name == "codex")
+        return
     assert answer.status_code == httpx.codes.OK, answer.text
     if "count_tokens" in asked.path:
         assert answer.json()["input_tokens"] > 0
@@ -63,3 +69,15 @@ def test_requests_of_agents(http: httpx.Client, script: Script, name: str, asked
     assert "So." in told
     assert "tool_call>" not in told
     assert not names or names[-1] in told
+
+
+def test_codex_sends_a_cut_call_back_as_it_was(http: httpx.Client, script: Script) -> None:
+    requests = {asked.about: asked for asked in recorded("codex")}
+    first, later = requests["first turn"], requests["after a call that was cut"].body["input"]
+    script.begin([cut(call("exec_command", cmd="echo hello > hello.txt"))])
+    events = dict(parse_events(http.post(first.path, json=first.body).text))
+    assert events["response.incomplete"]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    sent = events["response.output_item.done"]["item"]
+    back = next(item for item in later if item["type"] == "function_call")
+    for field in ("type", "status", "name", "arguments"):
+        assert sent[field] == back[field]
