@@ -125,6 +125,43 @@ def refusing_values() -> Iterator[None]:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
+class Integer(click.IntRange):
+    """An integer in a range, with an error message that says which."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            return self.fail(f"must be {self.wanted()}", param, ctx)
+
+    def wanted(self) -> str:
+        """Describe the values that are accepted."""
+        return f"an integer{in_range(self.min, self.max)}"
+
+
+class Number(click.FloatRange):
+    """A number in a range, with an error message that says which."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            return self.fail(f"must be a number{in_range(self.min, self.max)}", param, ctx)
+
+
+def in_range(least: float | None, most: float | None) -> str:
+    """Describe a range, for a message."""
+    if least is not None and most is not None:
+        return f" from {least:g} to {most:g}"
+    return f" ≥ {least:g}" if most is None else f" ≤ {most:g}"
+
+
 class Separated(click.ParamType):  # type: ignore[type-arg]
     """Values with commas between them, read by a function whose ValueError is shown."""
 

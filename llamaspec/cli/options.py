@@ -13,7 +13,7 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript
-from llamaspec.cli.grouped import Command, Decorator, Separated, option_group
+from llamaspec.cli.grouped import Command, Decorator, Integer, Separated, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.length.fixed import FixedLength
@@ -33,7 +33,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(share) for share in text.replace("/", ",").split(","))  # llama.cpp allows slashes
     except ValueError:
-        raise ValueError(f"{text!r} are no numbers with commas between them, such as 3,1") from None
+        raise ValueError(f"{text!r} is not a list of numbers such as 3,1") from None
 
 
 DEVICE_NAMES = Separated(
@@ -106,45 +106,51 @@ def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] =
 # How tokens are drawn and drafted
 
 
-class DraftLength(click.IntRange):
+class DraftLength(Integer):
     """A number of draft tokens, or "auto", which becomes None."""
 
     name = f"auto|0-{MAX_DRAFT}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read it."""
+        """Convert an argument."""
         return None if value == "auto" else super().convert(value, param, ctx)
+
+    def wanted(self) -> str:
+        """Describe the values that are accepted."""
+        return f"auto or {super().wanted()}"
 
 
 def _limit(default: int, shown: str | bool, text: str) -> Decorator:
-    return click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=default,
+    return click.option("--max-tokens", "-n", type=Integer(min=1), default=default,
                         show_default=shown, help=text)  # fmt: skip
 
 
 DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
-                 help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
+                 help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
     click.option("--trees", is_flag=True,
-                 help="Let draft tokens branch where that is expected to be faster: where wide batches "
-                      "cost little, with the coupled rule."),
+                 help="Let drafts branch into trees if that is expected to be faster, which needs cheap "
+                      "large batches and the coupled rule."),
     click.option("--exact", is_flag=True,
                  help="Evaluate only batch widths that are bit-identical with single tokens here."),
 )  # fmt: skip
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
-                 help="0 = always the best token."),
-    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k best tokens; 0 = all."),
+                 help="0 = always the most probable token."),
+    click.option("--top-k", type=int, default=40, show_default=True,
+                 help="Sample from the k most probable tokens; 0 = all."),
     click.option("--top-p", type=float, default=0.95, show_default=True,
-                 help="Keep the best tokens with this much probability together; 1 = all."),
+                 help="Sample from the most probable tokens that reach this total probability; 1 = all."),
     click.option("--min-p", type=float, default=0.05, show_default=True,
-                 help="Keep tokens at least this probable relative to the best; 0 = all."),
-    click.option("--repeat-penalty", type=float, help="Divide the scores of tokens seen lately; 1 = off."),
-    click.option("--presence-penalty", type=float, help="Lower the scores of tokens seen lately."),
-    click.option("--frequency-penalty", type=float, help="The same, for each time they came."),
-    click.option("--seed", type=int, help="For the same text again; default: drawn at random and reported."),
+                 help="Drop tokens below this fraction of the best token's probability; 0 = none."),
+    click.option("--repeat-penalty", type=float, help="Divide the scores of recent tokens; 1 = off."),
+    click.option("--presence-penalty", type=float, help="Subtract from the scores of recent tokens."),
+    click.option("--frequency-penalty", type=float, help="The same, once per occurrence."),
+    click.option("--seed", type=int,
+                 help="Random seed: the same seed gives the same text. Default: random, and reported."),
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
-                 help="How draft tokens are accepted; only coupled gives the same text for a seed without a "
-                      "draft."),
+                 help="How draft tokens are accepted; only with coupled does a seed give the same text with "
+                      "and without a draft."),
     *DRAFTING,
 )  # fmt: skip
 
@@ -185,7 +191,7 @@ def _decoding(
 
 # The command gets DecodingOptions as `decoding`; answers of a chat end by themselves.
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
-_ANSWER_LIMIT = _limit(UNLIMITED, "what the context has room for", "Stop an answer after this many tokens.")
+_ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
 answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))
 
@@ -268,9 +274,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if not self.chat and (self.system or self.chat_template):
-            raise ValueError(
-                "--system and --chat-template need --chat; without it the text is just continued"
-            )
+            raise ValueError("--system and --chat-template need --chat")
         try:
             (self.system or "").encode()
         except UnicodeEncodeError as error:
@@ -299,12 +303,12 @@ class ChatOptions:
 
 
 _CHAT: tuple[Decorator, ...] = (
-    click.option("--system", metavar="TEXT", help="The system prompt: how the model should behave."),
+    click.option("--system", metavar="TEXT", help="System prompt."),
     click.option("--chat-template", metavar="FILE",
-                 help="A Jinja template instead of the one in the target's file."),
+                 help="Jinja chat template to use instead of the target's own."),
 )  # fmt: skip
 _WHETHER = click.option(
-    "--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template."
+    "--chat", is_flag=True, help="Treat the prompt as a chat message, using the chat template."
 )
 # The command gets ChatOptions as `conversation`.
 chat_options = option_group("conversation", ChatOptions, _CHAT)
@@ -320,7 +324,7 @@ def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorato
     return (
         click.option(
             "--stats", type=click.Choice(["short", "full"]), is_flag=False, flag_value="short",
-            metavar="[short|full]", help=f"{help_text}; alone: short. Default: {shown}."
+            metavar="[short|full]", help=f"{help_text}; --stats alone: short. Default: {shown}."
         ),
         click.option("--no-stats", is_flag=True, help="No statistics."),
     )  # fmt: skip

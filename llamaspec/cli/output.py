@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.reasons import Reasons, break_even_seconds
@@ -34,7 +34,15 @@ from llamaspec.values import COPIES, MTP, Round
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
 TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
-NOTABLE = 0.1  # seconds; what would have taken less is not told
+NOTABLE = 0.1  # seconds; shorter delays are not mentioned
+_ENDS = {
+    StopReason.END: "at end of text",
+    StopReason.LIMIT: "at --max-tokens",
+    StopReason.STOP: "at a stop string",
+    StopReason.CONTEXT: "at the end of the context",
+    StopReason.CONSTRAINT: "by the constraint",
+    StopReason.INTERRUPT: "by an interrupt",
+}
 
 # The options that belong to the remedy of an error; the first class that fits counts.
 _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
@@ -225,24 +233,27 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
     gain = summary.speed_up if summary.n_tokens >= TELLING else None
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} not verified" if n_dropped else ""
-    ended = f"stopped by {completion.stop_reason.value}, seed {seed}"
+    ended = f"stopped {_ENDS[completion.stop_reason]}, seed {seed}"
+    unverified = (
+        f"{summary.n_drafted} proposed, none verified" if summary.n_drafted else "nothing was drafted"
+    )
     if detail == "short":
         if gain is not None:
-            speed += f": {gain:.{1 if gain >= 1 else 2}f} times as fast as without a draft"
+            speed += f": {gain_in_words(gain, digits=1)}"
         n_rejected = summary.n_verified - summary.n_accepted
-        source = "nothing was drafted"
-        if summary.n_drafted:
+        source = unverified
+        if summary.n_verified:
             rejected = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
             source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
-        prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
+        prompt = f"prompt processed in {completion.prefill_seconds:.2f} s"
         return [speed, f"{source}; {prompt}; {ended}", *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
     prompt = f"{completion.n_prompt_tokens} tokens{cached} in {completion.prefill_seconds:.2f} s"
     lines = [f"{speed} (prompt: {prompt}), {ended}"]
     if gain is not None and summary.plain_seconds:
         lines.append(
-            f"{gain:.2f} times as fast as without a draft: "
-            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
+            f"{gain_in_words(gain, digits=2)}: a round without draft tokens takes "
+            f"{1e3 * summary.plain_seconds:.1f} ms"
         )
     if summary.acceptance_rate is not None:
         lines.append(
@@ -250,7 +261,7 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             f"({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
         )
     else:
-        lines.append(f"no draft tokens verified{dropped}")
+        lines.append(unverified)
     if summary.decode_seconds > 0:
         parts = {
             "draft": summary.draft_seconds,
@@ -258,22 +269,30 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             "overhead": summary.overhead_seconds,
         }
         if completion.mask_seconds:
-            parts["of these, for the constraint"] = completion.mask_seconds
+            parts["constraint (included above)"] = completion.mask_seconds
         shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
         lines.append("time: " + ", ".join(shares))
     return [*lines, *_unused_draft(completion)]
 
 
+def gain_in_words(gain: float, digits: int) -> str:
+    """Compare the estimated speed with that of plain decoding."""
+    percent = round(100 * (1 - gain))
+    if percent > 0:
+        return f"{percent}% slower than without a draft (estimate)"
+    return f"{gain:.{digits}f} times as fast as without a draft (estimate)"
+
+
 def _unused_draft(completion: Completion) -> list[str]:
     unused = completion.unused_draft
     if completion.draft_fault is not None:
-        return [f"the draft failed and was not used any more: {printable(completion.draft_fault)}"]
+        return [f"the draft failed and is no longer used: {printable(completion.draft_fault)}"]
     if unused is None or unused.reading_seconds < NOTABLE:
         return []
     reading, saved = unused
     return [
-        f"the draft was not used: it would have taken {reading:.1f} s to read the prompt, "
-        f"and was expected to save {saved:.1f} s"
+        f"the draft was not used: reading the prompt would have taken {reading:.1f} s, "
+        f"to save about {saved:.1f} s"
     ]
 
 
@@ -281,21 +300,22 @@ def _unused_draft(completion: Completion) -> list[str]:
 
 
 def verdict(reasons: Reasons) -> str:
-    """One sentence: did drafting pay, and what decides it?"""
+    """Say in one line whether drafting was faster, and at which acceptance it breaks even."""
     if reasons.break_even_acceptance is not None:
-        needed = f"at these costs it needs an acceptance of {reasons.break_even_acceptance:.2f}"
+        needed = f"break-even acceptance: {reasons.break_even_acceptance:.0%}"
     elif reasons.is_conclusive:
-        needed = "at these costs it never does, at any acceptance"
+        needed = "at these costs drafting is slower at any acceptance"
     else:
-        needed = "which acceptance it needs is not known yet: too little was timed; llamaspec probe tells"
+        needed = "break-even acceptance unknown: too few timings so far, run `llamaspec probe`"
     if not reasons.n_judged and not reasons.n_copies_judged:
-        return f"no draft token was verified, so drafting gained nothing in this text; {needed}"
+        return f"no draft token was verified, so drafting gained nothing; {needed}"
+    observed = "" if reasons.acceptance is None else f"; observed: {reasons.acceptance:.0%}"
     if reasons.gained_seconds is None:
-        return f"whether drafting paid in this text is not known: there was no plain round; {needed}"
-    paid = "paid" if reasons.gained_seconds > 0 else "did not pay"
+        return f"gain unknown: no round without draft tokens to compare with; {needed}{observed}"
+    compared = "faster" if reasons.gained_seconds > 0 else "slower"
     if reasons.acceptance is None:
-        return f"looking draft tokens up in earlier text {paid} in this text"
-    return f"drafting {paid} in this text: {needed}, verified draft tokens had {reasons.acceptance:.2f}"
+        return f"copying from earlier text was {compared} than plain decoding"
+    return f"drafting was {compared} than plain decoding; {needed}{observed}"
 
 
 def explain(reasons: Reasons, console: Console) -> None:
@@ -304,10 +324,10 @@ def explain(reasons: Reasons, console: Console) -> None:
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
     costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
-    print_table(("positions at once", "ms", "rounds timed"), costs, console)
-    console.print(f"overhead of a round: {1e3 * reasons.overhead_seconds:.2f} ms")
+    print_table(("batch size", "ms", "rounds timed"), costs, console)
+    console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
     if reasons.draft_step_seconds:
-        console.print(f"a draft token costs {1e3 * reasons.draft_step_seconds:.2f} ms")
+        console.print(f"time per draft token: {1e3 * reasons.draft_step_seconds:.2f} ms")
     if reasons.n_judged:
         groups = []
         for group in reasons.bins:
@@ -317,12 +337,13 @@ def explain(reasons: Reasons, console: Console) -> None:
     n_copies, n_accepted = reasons.n_copies_judged, reasons.n_copies_accepted
     if n_copies:
         console.print(
-            f"looked up in earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
+            f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
             f"({n_accepted / n_copies:.0%})"
         )
     gained = reasons.gained_seconds
     if gained is not None:
-        console.print(f"against plain decoding: {abs(gained):.2f} s {'saved' if gained >= 0 else 'lost'}")
+        outcome = "saved" if gained >= 0 else "lost"
+        console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
     console.print(verdict(reasons))
 
 
@@ -361,11 +382,11 @@ def conclusion(completion: Completion) -> str:
     if not summary.n_drafted:
         return "Nothing was drafted: this is plain decoding."
     if summary.speed_up is None:
-        return "Every round had a draft, so this run does not tell what plain decoding takes."
+        return "Every round had a draft, so there is no plain round to compare with."
     share = 1 / summary.speed_up
     if share <= 1:
-        return f"With the drafts this text took {share:.0%} of the time that plain decoding takes."
-    return f"The drafts did not pay: this text took {share:.2f} times as long as plain decoding."
+        return f"With drafts, decoding took {share:.0%} of the time without them (estimate)."
+    return f"Drafts cost more than they saved: decoding took {share:.2f} times as long (estimate)."
 
 
 def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -418,10 +439,10 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
         axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
     curve = found.curve
     if found.draft_step is not None:
-        break_even = "break-even: the same as single tokens, if every draft token is accepted"
+        break_even = "break-even: every draft token accepted"
         axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
         figure.supxlabel(verdict_of_costs(curve), fontsize="medium")
-    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
+    axes.set(title=title, xlabel="batch size", ylabel="milliseconds")
     slowest = max(timing.high for row in found.widths for timing in row.timings)
     axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
     axes.grid(alpha=0.3)

@@ -189,12 +189,12 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
         fault, option = "; an NVIDIA GPU is here, but this build computes on the CPU only", "CUDA"
     elif not machine.can_offload:
         shown += "; no GPU offload"
-    remedy = f"build llama.cpp anew with CMAKE_ARGS=-DGGML_{option}=on"
+    remedy = f"rebuild llama.cpp with CMAKE_ARGS=-DGGML_{option}=on"
     yield check("devices", shown, not fault, fault, remedy)
     if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
         text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
-        fault = "; llamaspec computes with fewer threads while they do, and is slower than on a quiet machine"
-        yield Finding(WARNING, "load", text + fault, "close what computes beside it")
+        fault = "; until they stop, llamaspec uses fewer threads and is slower"
+        yield Finding(WARNING, "load", text + fault, "stop other CPU-heavy programs")
 
 
 def _device(device: Device) -> str:
@@ -207,8 +207,10 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
     n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
     text += " (default)" if asked is None else ""
-    is_fine, remedy = n <= machine.n_physical, f"ask for {machine.n_physical}"
-    return check(topic, text, is_fine, ": too many wait for each other", remedy, f"{role}.threads")
+    is_fine, remedy = n <= machine.n_physical, f"use {machine.n_physical}"
+    return check(
+        topic, text, is_fine, ": more threads than cores slow each other down", remedy, f"{role}.threads"
+    )
 
 
 def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
@@ -219,18 +221,18 @@ def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
         if not model.options.workers
     ]
     if not sizes:
-        return Finding(OK, "memory", "weights and context lie on the workers")
+        return Finding(OK, "memory", "weights and context are on the workers")
     needed = sum(weights + context for _, weights, context in sizes)
     on_gpu = any(machine.offloads(model.options) for model in models)
     free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
     parts = " + ".join(f"{role} {as_size(w)} weights, {as_size(c)} context" for role, w, c in sizes)
     text = f"{as_size(needed)} needed ({parts})"
     if free is None:
-        return Finding(OK, "memory", f"{text}; the system does not say what is free")
+        return Finding(OK, "memory", f"{text}; free memory is unknown on this system")
     text += f", {as_size(free)} free {'on the GPU' if on_gpu else 'in main memory'}"
     if needed <= CROWDED * free:
         return Finding(OK, "memory", text)
-    remedy = "open a smaller context, choose a smaller quantisation, or close programs"
+    remedy = "use a smaller context or quantization, or close other programs"
     if on_gpu:
         settings = ("target.n_ctx", "target.gpu_layers")
         return Finding(WARNING, "memory", text, f"{remedy}; or put fewer layers on the GPU", settings)
@@ -283,14 +285,14 @@ def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
     asked, most = options.n_ctx, model.trained_context_size
     yield check(
         f"{role} context", context, asked is None or asked <= most,
-        ": its text may break down beyond that", f"open {most} tokens or less", f"{role}.n_ctx",
+        ": text may degrade beyond that", f"use {most} tokens or fewer", f"{role}.n_ctx",
     )  # fmt: skip
     yield _rollback_finding(model)
     types = options.cache_type_k, options.cache_type_v
     yield check(
         f"{role} KV types", f"keys {types[0]}, values {types[1]}",
         role != "draft" or min(CACHE_BYTES[kind] for kind in types) >= CACHE_BYTES["q8_0"],
-        ": below q8_0 draft tokens get worse", "raise both to q8_0 or f16",
+        ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
         "draft.cache_type_k", "draft.cache_type_v",
     )  # fmt: skip
     on_gpu = machine.offloads(options) or options.workers != ()
@@ -313,21 +315,21 @@ def _rollback_finding(model: Examined) -> Finding:
     if facts.window is not None:
         kind += f", some layers see the last {facts.window}"
     if memory.n_reread and not memory.n_kept:
-        fault = "; it cannot go back, so after a rejected draft token the whole text is evaluated again"
-        remedy = "keep texts short, decode plainly, or choose a model that keeps positions only"
+        fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
+        remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
         return Finding(WARNING, topic, kind + fault, remedy, ("draft_length",))
     how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
     if memory.n_reread:
         again = f"{memory.n_reread} of {memory.n_right} tokens were evaluated again in a trial"
         how = f"from a snapshot, {again}"
-    return Finding(OK, topic, f"{kind}; rejected draft tokens are taken back {how}")
+    return Finding(OK, topic, f"{kind}; rejected draft tokens are rolled back {how}")
 
 
 def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
     """On CPUs attention without it may be the faster: no reason to warn."""
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
-        return Finding(OK, topic, "not needed, there is no attention")
+        return Finding(OK, topic, "not applicable: the model has no attention")
     text = asked
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
@@ -348,13 +350,13 @@ def file_findings(files: PairFiles) -> Iterator[Finding]:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
         elif found.n_heads:
-            can = "they draft" if files.heads else "they can draft"
+            can = "used as the draft" if files.heads else "can be used as the draft"
             settings = () if files.heads else ("heads",)
-            yield Finding(OK, "target heads", f"{found.n_heads} in the file; {can}", settings=settings)
+            yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}", settings=settings)
     if files.ngram is not False and files.draft is None and not files.heads:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
     elif not files.drafts:
-        remedy = "name a small model of the target's family, or look draft tokens up in earlier text"
+        remedy = "name a small model of the target's family, or copy draft tokens from earlier text"
         text = "none given: plain decoding, one token at a time"
         yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
 
@@ -364,18 +366,20 @@ def pace_finding(target: Examined, draft: Examined) -> Finding:
     ratio = target.step_seconds / draft.step_seconds
     text = (
         f"a token takes {1e3 * target.step_seconds:.2f} ms in the target, "
-        f"{1e3 * draft.step_seconds:.2f} ms in the draft: {ratio:.1f} times cheaper"
+        f"{1e3 * draft.step_seconds:.2f} ms in the draft: "
     )
-    fault = f", {CHEAP:.0f} times are wanted"
-    remedy = "choose a smaller draft, or a larger target; a comparison shows whether drafting pays"
-    return check("draft cost", text, ratio >= CHEAP, fault, remedy)
+    if ratio >= CHEAP:
+        return Finding(OK, "draft cost", f"{text}{ratio:.1f}× faster")
+    fault = f"only {ratio:.1f}× faster than the target" if ratio > 1 else "no faster than the target"
+    remedy = f"aim for {CHEAP:.0f}× or more with a smaller draft, or measure with `llamaspec compare`"
+    return Finding(WARNING, "draft cost", text + fault, remedy)
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
     """Of two that number the same tokens: whether both begin and end a text alike."""
     sizes = f"{target.size} tokens"
     if target.size != draft.size:
-        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, those of both equal"
+        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, shared ids equal"
     yield Finding(OK, "vocabulary", f"the same: {sizes}")
     ends = ("start", target.bos, draft.bos), ("end", target.eos, draft.eos)
     differing = [
@@ -385,7 +389,7 @@ def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iter
     ]
     text = "; ".join(differing) or f"start {_token(target.bos)}, end {_token(target.eos)} in both"
     remedy = "choose a draft tuned like the target, both for chat or neither"
-    yield check("special tokens", text, not differing, ": draft tokens there are wrong", remedy)
+    yield check("special tokens", text, not differing, ": draft tokens there will be wrong", remedy)
 
 
 def _token(token: int) -> str:
@@ -400,8 +404,8 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
         yield Finding.of_error("vocabulary", error)
         return
     shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
-    text = f"differs: the draft has {shared}, and {common.of_text:.0%} of those of an ordinary text; "
-    yield Finding(OK, "vocabulary", text + "it draws among these")
+    text = f"different: both have {shared}, covering about {common.of_text:.0%} of typical text; "
+    yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
     yield acceptance_finding(target, draft, common, clock)
 
 
@@ -418,6 +422,6 @@ def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonToke
     summary = stream.completion.summary
     if summary.acceptance_rate is None:
         return Finding(OK, "acceptance", "not tried: the draft proposed nothing")
-    text = f"{summary.acceptance_rate:.0%} of {summary.n_verified} draft tokens in a trial on a short text"
-    remedy = "choose a draft of the target's family; a comparison shows whether drafting pays"
+    text = f"{summary.acceptance_rate:.0%} of {summary.n_verified} draft tokens accepted in a short trial"
+    remedy = "choose a draft of the target's family, or measure with `llamaspec compare`"
     return check("acceptance", text, summary.acceptance_rate >= FEW, "", remedy)

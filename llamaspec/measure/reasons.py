@@ -106,19 +106,19 @@ def verdict(curve: CostCurve) -> str:
     """One plain sentence: does drafting pay, as far as was measured?"""
     needed = break_even(round_seconds(curve))
     if needed is not None:
-        return f"drafting does not pay on this machine for this pair below an acceptance of {needed:.2f}"
+        return f"on this machine, drafting with this pair is faster above an acceptance of {needed:.0%}"
     if curve.widths[-1] < CONCLUSIVE_WIDTH:
         return (
-            f"whether drafting pays on this machine for this pair is not known yet: only {len(curve.widths)} "
-            f"widths timed, up to {curve.widths[-1]}"
+            f"break-even acceptance unknown: only {len(curve.widths)} batch sizes timed, "
+            f"up to {curve.widths[-1]}"
         )
-    return "drafting does not pay on this machine for this pair, at any acceptance"
+    return "on this machine, drafting with this pair is slower at any acceptance"
 
 
 def attention_verdicts(found: Probe) -> list[str]:
     """One plain sentence for each depth: is it worth turning flash attention off?"""
     return [
-        f"behind {timing.depth} tokens --flash-attn off "
+        f"with {timing.depth} tokens in the KV cache, --flash-attn off "
         + (f"decodes {timing.off_speed_up:.2f} times as fast" if timing.is_off_faster else "is no faster")
         for timing in found.attention
     ]
@@ -197,8 +197,8 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
             judged[group] += 1
             accepted[group] += is_accepted
     overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
-    n_steps = sum(round_.n_draft_steps for round_ in rounds)
-    step = sum(round_.draft_seconds for round_ in rounds) / n_steps if n_steps else None
+    steps = [round_.draft_seconds / round_.n_draft_steps for round_ in rounds if round_.n_draft_steps]
+    step = statistics.median_low(steps) if steps else None  # a mean would include reading the prompt
     if step is None and curve is not None:
         step = curve.draft_step_seconds
     plain = [r.seconds for r in rounds if r.width == 1 and not r.n_draft_steps]

@@ -118,7 +118,7 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     output = made_path(target, "distilled")
     assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
     assert answer.stdout.splitlines() == [
-        "a draft token costs 0.250 of a target token, acceptance 0.62",
+        "a draft token takes 0.250 of a target token's time, acceptance 0.62",
         f"wrote {output}, measured: 1.50x ± 0.50",
     ]
     other = target.with_name("other.gguf")
@@ -234,7 +234,7 @@ def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     answer = invoke("draft", "make", target, "--threads", "1")
     assert answer.code == 0
-    told = "no draft made of this target pays here: the best one, L6-Q4_0, gave 0.93x"
+    told = "no draft made from this target is faster here: the best one, L6-Q4_0, gave 0.93x"
     assert answer.stdout.splitlines()[-1] == told
     found = invoke("draft", "make", target, "--threads", "1", "--json").json
     assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (None, None, None)
