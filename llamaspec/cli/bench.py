@@ -20,7 +20,8 @@ from rich.console import Console
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, Separated, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION
-from llamaspec.cli.output import check_plot, check_writable, print_table, save_figure, say
+from llamaspec.cli.output import print_table, say
+from llamaspec.cli.pictures import check_plot, check_writable, save_figure
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError

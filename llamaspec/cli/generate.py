@@ -13,6 +13,7 @@ import click
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
+from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
@@ -94,7 +95,7 @@ def generate(
 ) -> None:
     """Continue PROMPT. Without --target, a small embedded pair is used."""
     if output.timeline is not None:
-        out.check_writable(Path(output.timeline), "timeline")
+        pictures.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):
@@ -116,7 +117,7 @@ def generate(
         completion = stream.completion
         if output.timeline is not None:
             summary = out.statistics_lines(completion, seed, "full")[0]
-            out.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
+            pictures.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
         if output.as_json:
             click.echo(json.dumps(out.completion_json(completion, pair, seed, decoding.rule)))
         else:

@@ -30,7 +30,7 @@ _SUBCOMMANDS = {
     "bench": ("bench", "Measure whole requests, with drafts and without."),
     "chat": ("chat", "Chat with a model."),
     "compare": ("measure", "Compare the target alone, the draft alone and both together on one prompt."),
-    "doctor": ("measure", "Check this machine and the models, and suggest fixes."),
+    "doctor": ("doctor", "Check this machine and the models, and suggest fixes."),
     "draft": ("draft", "Make a draft for a target that has none."),
     "generate": ("generate", "Continue PROMPT."),
     "models": ("models", "List, fetch and name models and pairs."),

@@ -1,4 +1,4 @@
-"""Commands that measure and look: `llamaspec probe`, `compare`, `audit` and `doctor`."""
+"""Commands that measure a pair: `llamaspec probe`, `compare` and `audit`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
@@ -16,10 +15,10 @@ from typing import Any
 import click
 from rich.bar import Bar
 from rich.console import Console
-from rich.text import Text
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
+from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
@@ -30,12 +29,10 @@ from llamaspec.cli.model_options import (
     open_files,
 )
 from llamaspec.errors import LlamaspecError, PairError, printable
-from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
 from llamaspec.measure.attention import compare_attention
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
-from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
@@ -109,7 +106,7 @@ def probe(
     if as_csv and as_json:
         raise click.UsageError("--json and --csv both write to stdout; choose one")
     if plot is not None:
-        out.check_plot(plot)
+        pictures.check_plot(plot)
     if forget:
         dropped = curves.forget(find_files_here(models))
         click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
@@ -126,7 +123,7 @@ def probe(
         with open_files(files, models) as pair:
             found = _measured(pair, quick=quick)
     if plot is not None:
-        out.draw_probe(found, plot, printable(files.target.path.stem))
+        pictures.draw_probe(found, plot, printable(files.target.path.stem))
     if as_json:
         click.echo(json.dumps(conclusions(found)))
     elif as_csv:
@@ -362,80 +359,3 @@ def _show_audit(found: Audit, task: Task) -> None:
     click.echo(f"widths up to {WIDEST} that are bit-identical with width 1 here: {widths}")
     if found.forks:
         click.echo("a batch of several positions is rounded differently on this machine; --exact avoids that")
-
-
-# doctor
-
-STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
-_SETTINGS = {  # by the settings that findings name
-    "target.n_ctx": "--n-ctx",
-    "draft.n_ctx": "--draft-ctx",
-    "target.gpu_layers": "--gpu-layers",
-    "target.threads": "--threads",
-    "draft.threads": "--draft-threads",
-    "target.flash_attention": "--flash-attn",
-    "draft.flash_attention": "--flash-attn",
-    "target.cache_type_k": "--cache-type-k",
-    "target.cache_type_v": "--cache-type-v",
-    "draft.cache_type_k": "--draft-cache-type-k",
-    "draft.cache_type_v": "--draft-cache-type-v",
-    "draft_length": "--draft-length 0",
-    "draft": "--draft FILE",
-    "heads": "--draft mtp",
-    "ngram": "--draft ngram",
-}
-
-
-@click.command(
-    cls=GroupedCommand,
-    epilog="""\b
-Examples:
-  llamaspec doctor                                            this machine, with the embedded pair
-  llamaspec doctor --target big.gguf --draft small.gguf
-  llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
-""",
-)
-@model_options
-@shared.JSON_OPTION
-def doctor(models: ModelChoice, as_json: bool) -> None:
-    """Check this machine and the models, and suggest fixes. Exit code 1 if there is a problem."""
-    runtime.set_verbose(models.verbose)
-    if models.is_embedded:
-        out.say("no --target given, using the small embedded pair")
-    found = list(examine(find_files(models), lambda role: out.SlowProgress(f"loading the {role}")))
-    counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
-    if as_json:
-        listed = []
-        for finding in found:
-            text, remedy = _told(finding)
-            entry = {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
-            listed.append(entry)
-        click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
-    else:
-        _show_findings(found)
-    if counts[PROBLEM]:
-        sys.exit(1)
-
-
-def _told(finding: Finding) -> tuple[str, str | None]:
-    """Text and remedy, the last of them with the options that it takes."""
-    options = [_SETTINGS[setting] for setting in finding.settings]
-    if finding.error is not None:
-        options += out.options_of(finding.error)
-    added = f" ({', '.join(options)})" if options else ""
-    if finding.remedy is None:
-        return finding.text + added, None
-    return finding.text, finding.remedy + added
-
-
-def _show_findings(findings: Sequence[Finding]) -> None:
-    """One line for each finding; colour only on a terminal, NO_COLOR honoured."""
-    console = Console(highlight=False, soft_wrap=True)
-    n_topic = max(len(finding.topic) for finding in findings)
-    for finding in findings:
-        text, remedy = _told(finding)
-        told = printable(text if remedy is None else f"{text}; {remedy}")
-        line = Text.assemble(
-            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", told
-        )
-        console.print(line)

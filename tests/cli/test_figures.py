@@ -15,15 +15,8 @@ from rich.console import Console
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.cli.output import (
-    completion_json,
-    conclusion,
-    draw_probe,
-    explain,
-    statistics_lines,
-    verdict,
-    write_timeline,
-)  # fmt: skip
+from llamaspec.cli.output import completion_json, explain, statistics_lines, verdict
+from llamaspec.cli.pictures import conclusion, draw_probe, write_timeline
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.probe import AttentionTiming, Probe, Spread, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
