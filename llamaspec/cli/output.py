@@ -1,7 +1,7 @@
-"""What reaches people and scripts: text, messages, tables and bars, statistics, JSON, the timeline page.
+"""Print text, messages, tables, progress, statistics and JSON.
 
-Text of models, files and hubs reaches a terminal with its control characters escaped: it could set the title
-and the clipboard, move the cursor, or forge a line. To a pipe or a file text goes unchanged.
+Control characters in text from models, files and hubs are escaped on a terminal, where they could set the
+title or the clipboard, move the cursor, or forge a line. Pipes and files get the text unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llamaspec.values import MTP
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
-TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
+TELLING = 16  # tokens; the speed-up of a shorter text would be noise
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
     StopReason.END: "at end of text",
@@ -36,7 +36,7 @@ _ENDS = {
     StopReason.INTERRUPT: "by an interrupt",
 }
 
-# The options that belong to the remedy of an error; the first class that fits counts.
+# Options that remedy an error; the first matching class counts.
 _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
     (NoTemplateError, ("--target", "--chat-template")),
     (SystemPromptError, ("--system",)),
@@ -48,24 +48,24 @@ _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
 
 
 def say(message: str) -> None:
-    """One line on stderr, whatever the message contains."""
+    """Print one line on stderr."""
     click.echo(f"llamaspec: {printable(message)}", err=True)
 
 
 def message_of(error: LlamaspecError) -> str:
-    """An error in one line, with the options of its remedy."""
+    """Return an error in one line, with the options that remedy it."""
     options = options_of(error)
     return f"{error} ({', '.join(options)})" if options else str(error)
 
 
 def options_of(error: LlamaspecError) -> tuple[str, ...]:
-    """The options of the remedy; none where the message names one itself."""
+    """Return the options that remedy an error; none if the message already names one."""
     options = next((options for kind, options in _REMEDIES if isinstance(error, kind)), ())
     return () if any(option in str(error) for option in options) else options
 
 
 def write_text(text: str, colour: str | None = None) -> None:
-    """Generated text on stdout, at once: as it is, or on a terminal escaped and in a colour."""
+    """Write generated text to stdout and flush; on a terminal it is escaped and may be coloured."""
     if sys.stdout.isatty():
         shown = printable(text, keep="\n\t")
         click.echo(click.style(shown, fg=colour) if colour is not None else shown, nl=False)
@@ -78,7 +78,7 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """A table without lines; a title begins with "<" if left-justified, and with "!" if never wrapped."""
+    """Print a table. A column title that starts with "<" is left-justified, with "!" never wrapped."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
         name, is_left = title.lstrip("<!"), title.startswith("<")
@@ -89,19 +89,19 @@ def print_table(
 
 
 def stderr_console() -> Console:
-    """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
+    """Return a console on stderr, with colour only on a terminal and without NO_COLOR."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Thoughts:
-    """What a model thinks, on stderr; if it is not to be shown, a terminal shows that it thinks."""
+    """Show reasoning on stderr, or only "thinking …" on a terminal if it is hidden."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
         self._is_open = False
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Show more reasoning."""
         is_terminal = sys.stderr.isatty()
         if not self._is_shown:
             if self._is_open or not is_terminal:
@@ -112,28 +112,28 @@ class Thoughts:
         click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
 
     def end(self) -> None:
-        """The answer begins, or ends."""
+        """End the reasoning, because the answer begins or the sequence ends."""
         if self._is_open:
             click.echo(err=True)
         self._is_open = False
 
 
 class SlowProgress:
-    """A progress bar on a terminal, which appears when the work takes longer than two seconds.
+    """A progress bar that appears on a terminal if work takes longer than two seconds.
 
-    Use as a context manager; call it with the finished fraction, 0 to 1: at 1 the bar goes away.
+    Use as a context manager. Call it with the finished fraction, 0 to 1; at 1 the bar disappears.
     """
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._fraction = 0.0
         self._bar: Progress | None = None
-        self._lock = threading.Lock()  # a timer shows the bar of work that tells nothing for a while
+        self._lock = threading.Lock()  # the timer shows the bar from another thread
         self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
 
     def __call__(self, fraction: float) -> None:
-        """Show how much is done."""
+        """Update the bar."""
         self._fraction = fraction
         if fraction >= 1:
             self._end()
@@ -141,7 +141,7 @@ class SlowProgress:
             self._bar.update(self._bar.task_ids[0], completed=fraction)
 
     def part(self, done: int, total: int) -> None:
-        """The same, told as parts done of a total."""
+        """Update the bar from a number of parts done and their total."""
         self(done / total)
 
     def __enter__(self) -> SlowProgress:
@@ -174,7 +174,7 @@ class SlowProgress:
 
 
 def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
-    """What `generate --json` prints; the names are a contract with scripts."""
+    """Return what `generate --json` prints. Scripts depend on the names."""
     summary = completion.summary
     draft: str | None = None
     if pair.heads is not None:
@@ -217,7 +217,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
 
 
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
-    """The lines after a text: short without the field's terms, full with them and with where time went."""
+    """Return the statistics of a completion: short for everyone, full with all figures and times."""
     summary = completion.summary
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
@@ -311,7 +311,7 @@ def verdict(reasons: Reasons) -> str:
 
 
 def explain(reasons: Reasons, console: Console) -> None:
-    """Print the lengths, the costs, the acceptance, what was gained and the verdict."""
+    """Print draft lengths, costs, acceptance, gain and verdict."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")

@@ -20,14 +20,14 @@ from llamaspec.values import COPIES, Round
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raise a LlamaspecError, before anything is loaded, if the file cannot be written."""
+    """Raise a LlamaspecError if the file cannot be written."""
     existing = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
         raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
 
 
 def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:
-    """Write timeline.html with the data as JSON in it, escaped so that no text can break the page."""
+    """Write timeline.html with the data as JSON, escaped so that no text can break the page."""
     data = {
         "summary": summary,
         "conclusion": conclusion(completion),
@@ -46,7 +46,7 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
 
 
 def conclusion(completion: Completion) -> str:
-    """What the drafts were worth in this text, in one sentence."""
+    """Say in one sentence what the drafts gained."""
     summary = completion.summary
     if not summary.n_drafted:
         return "Nothing was drafted: this is plain decoding."
@@ -87,7 +87,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def check_plot(path: Path) -> None:
-    """Raise a LlamaspecError, before anything is measured, if the picture cannot be drawn."""
+    """Raise a LlamaspecError if the picture cannot be drawn."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
     if find_spec("matplotlib") is None:
@@ -95,7 +95,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_probe(found: Probe, path: Path, title: str) -> None:
-    """Draw seconds by width, one line for each depth, and the most that pays if all tokens are accepted."""
+    """Draw the time by batch size, one line per depth, and the break-even line of full acceptance."""
     check_plot(path)
     from matplotlib.figure import Figure  # an extra, which most people do without
 
@@ -120,7 +120,7 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib; a LlamaspecError where that cannot be."""
+    """Write a matplotlib figure, or raise a LlamaspecError."""
     try:
         metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figure, the same file
         figure.savefig(path, dpi=150, metadata=metadata)
