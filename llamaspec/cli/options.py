@@ -1,4 +1,4 @@
-"""Options that several commands share: prompts, how tokens are drawn and drafted, chats, statistics."""
+"""Options that several commands share: prompts, sampling, drafting, chats, statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What the command line says about the prompt."""
+    """The prompt as named on the command line."""
 
     text: str | None
     file: str | None
@@ -76,7 +76,7 @@ class PromptSource:
 
 
 def read_input(path: Path, kind: str) -> bytes:
-    """A file of the user's; a PromptError where it cannot be read."""
+    """Read a file of the user, or raise a PromptError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -157,13 +157,13 @@ _DECODING: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DecodingOptions:
-    """How a command was asked to generate; a ValueError for --exact with a number of draft tokens."""
+    """Sampling and drafting options. Raises a ValueError for --exact with a fixed draft length."""
 
     sampling: Sampling
     max_tokens: int
     seed: int | None  # None = draw one
     rule: str
-    draft_length: int | None  # None = as many as pay
+    draft_length: int | None  # None = automatic
     exact: bool
     trees: bool = False  # draft tokens may branch
 
@@ -172,7 +172,7 @@ class DecodingOptions:
             raise ValueError("--exact chooses the number of draft tokens by itself; drop --draft-length")
 
     def seed_or_random(self) -> int:
-        """The seed, or one drawn now."""
+        """Return the seed, or a random one."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
 
@@ -180,7 +180,7 @@ def _decoding(
     *, max_tokens: int, seed: int | None, rule: str, draft_length: int | None, exact: bool, trees: bool,
     **chain: Any,
 ) -> DecodingOptions:  # fmt: skip
-    """From the command line, where "off" has a value: 1 or 0."""
+    """Make DecodingOptions; on the command line 1 or 0 means off."""
     off = {"top_p": 1, "repeat_penalty": 1}
     kept: dict[str, Any] = {
         name: None if name != "temperature" and value == off.get(name, 0) else value
@@ -197,7 +197,7 @@ answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_
 
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
-    """The same options with another value of one, given as on the command line; a PromptError if wrong."""
+    """Return the options with one value changed, parsed as on the command line; PromptError if invalid."""
     values = settings_of(decoding)
     field = name.lstrip("-").replace("-", "_")
     if field not in values:
@@ -215,7 +215,7 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
 
 
 def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
-    """What can be set between two answers, with its value; None = off, or drawn at random."""
+    """Return the settings that can change between answers; None = off, or a random seed."""
     penalties = ("repeat_penalty", "presence_penalty", "frequency_penalty")
     names = ("temperature", "top_k", "top_p", "min_p", *penalties)
     chain = {name: getattr(decoding.sampling, name) for name in names}
@@ -238,7 +238,7 @@ def make_policy(pair: Pair, decoding: DecodingOptions) -> LengthPolicy:
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """A JSON schema or a grammar, each a file or the text itself; a ConstraintError if it cannot be used."""
+    """Compile a JSON schema or a grammar, given as a file or as text, or raise a ConstraintError."""
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
         return pair.json_schema(_constraint_text(json_schema, is_text, "JSON schema"))
@@ -266,7 +266,7 @@ def _constraint_text(value: str, is_text: bool, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation becomes a text; a ValueError where there is none, or no UTF-8."""
+    """Chat options. Raises a ValueError if they need --chat, or are not UTF-8."""
 
     system: str | None
     chat_template: str | None
@@ -281,7 +281,7 @@ class ChatOptions:
             raise ValueError("the system prompt is not UTF-8; convert it first") from error
 
     def read_template(self, pair: Pair) -> ChatTemplate:
-        """The template that was asked for; a NoTemplateError where the target has none."""
+        """Return the chat template; NoTemplateError if the target has none."""
         if self.chat_template is None:
             return ChatTemplate.of(pair.target)
         path = Path(self.chat_template)
@@ -291,7 +291,7 @@ class ChatOptions:
             raise PromptError(f"the chat template {path} is not UTF-8; convert it first") from error
 
     def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
-        """Tokens of a conversation that begins with a prompt as the user's message."""
+        """Return the tokens of a conversation with the prompt as its first user message."""
         try:
             message = Message("user", prompt.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -331,7 +331,7 @@ def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorato
 
 
 def chosen_detail(stats: Detail | None, no_stats: bool, default: Detail | None) -> Detail | None:
-    """How much a person wants to read; None = nothing. A ValueError where both options are given."""
+    """Return the detail of the statistics; None = no statistics. ValueError for both options."""
     if stats is not None and no_stats:
         raise ValueError("--stats and --no-stats contradict each other; drop one")
     return None if no_stats else stats or default

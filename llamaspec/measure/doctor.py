@@ -1,8 +1,7 @@
-"""Looks at the machine and at two models, and yields what will go wrong or be slow.
+"""Check the machine and the models, and yield findings about what will fail or be slow.
 
-The models are loaded one by one, so that a damaged one is a finding and the other is examined all the same.
-A finding that is not ok names its remedy and the settings for it: by the role of the model and the field of
-its options, such as "draft.n_ctx".
+Models are loaded one by one, so that a damaged file is a finding and the other model is still checked. A
+finding that is not ok names a remedy and its settings by role and field, such as "draft.n_ctx".
 """
 
 from __future__ import annotations
@@ -35,37 +34,37 @@ Clock = Callable[[], float]  # seconds
 Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> told how much is loaded
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-CHEAP = 3.0  # a draft should be at least so many times cheaper than its target
-CROWDED = 0.9  # of the free memory; computing needs some more than weights and contexts
-STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
-PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
-LOOK_SECONDS = 0.3  # at what other programs do
+CHEAP = 3.0  # a draft should be at least this many times faster than its target
+CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
+STEPS, WARM_UP = 9, 2  # tokens timed one by one; the first ones do not count
+PATIENCE_SECONDS = 5.0  # limit per model; a very large one is timed fewer times
+LOOK_SECONDS = 0.3  # for measuring the load of other programs
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
-TRIAL_SECONDS = 5.0  # for it; a very large target writes less
-FEW = 0.3  # of the draft tokens: below that drafting hardly ever pays
+TRIAL_SECONDS = 5.0  # limit of that trial
+FEW = 0.3  # acceptance below which drafting is hardly ever faster
 N_BEFORE = 16  # cached tokens when the first step is timed
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: str  # ok, warning or problem
     topic: str
     text: str
     remedy: str | None = None  # None where nothing needs to be done
-    settings: tuple[str, ...] = ()  # with which something can be done
-    error: LlamaspecError | None = None  # what it was made of
+    settings: tuple[str, ...] = ()  # that the remedy uses
+    error: LlamaspecError | None = None  # the error that it reports
 
     @classmethod
     def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
-        """A problem; our errors end with their remedy, behind a semicolon."""
+        """Make a problem from an error, whose message ends with the remedy, after a semicolon."""
         text, _, remedy = str(error).rpartition("; ")
         return cls(PROBLEM, topic, text or str(error), remedy if text else None, error=error)
 
 
 def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settings: str) -> Finding:
-    """OK where all is fine; else a warning whose text ends with the fault."""
+    """Return OK, or a warning whose text ends with the fault."""
     if is_fine:
         return Finding(OK, topic, text)
     return Finding(WARNING, topic, text + fault, remedy, settings)
@@ -73,7 +72,7 @@ def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settin
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the models will run on."""
+    """The machine that the models will run on."""
 
     system: str  # sys.platform
     backend: str  # build and CPU features, in one line
@@ -113,7 +112,7 @@ class Examined:
 
 
 def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
-    """All findings, the machine's first."""
+    """Yield all findings, those of the machine first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
     draft = files.draft
@@ -152,7 +151,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
 
 
 def look_at_machine() -> Machine:
-    """Ask llama.cpp and the system."""
+    """Collect facts from llama.cpp and the system."""
     return Machine(
         system=sys.platform,
         backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
@@ -275,7 +274,7 @@ def step_seconds(model: LlamaModel, clock: Clock) -> float:
 
 
 def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
-    """What is to say of one model alone."""
+    """Yield findings about one model."""
     role, facts, options = model.role, model.facts, model.options
     parameters = f"{_count(facts.n_parameters)} parameters"
     if facts.n_active_parameters is not None:
@@ -304,7 +303,7 @@ def _count(n: int) -> str:
 
 
 def _rollback_finding(model: Examined) -> Finding:
-    """What the KV cache did when draft tokens were taken back."""
+    """Say how the KV cache rolls back draft tokens."""
     facts, memory, topic = model.facts, model.memory, f"{model.role} rollback"
     kinds = [
         name
@@ -326,7 +325,7 @@ def _rollback_finding(model: Examined) -> Finding:
 
 
 def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
-    """On CPUs attention without it may be the faster: no reason to warn."""
+    """Check flash attention; on a CPU it may be slower, so turning it off is no warning there."""
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
         return Finding(OK, topic, "not applicable: the model has no attention")
@@ -410,7 +409,7 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
 
 
 def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Clock) -> Finding:
-    """What a short trial accepts, with the usual sampling."""
+    """Measure acceptance in a short trial with default sampling."""
     begin, prompt = clock(), sample_tokens(target.vocabulary, N_PROMPT)
     with Pair(target, draft, 0.0, common=common, clock=clock) as pair:
         stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
