@@ -158,6 +158,7 @@ def test_auto_finds_a_trimmed_draft(target: Path, draft_file: Path, tmp_path: Pa
     text = ("--keep", "260", "--text", tmp_path / "text.txt")
     answer = invoke("draft", "trim", draft_file, *text, "--output", tmp_path / "small.gguf")
     assert answer.stdout.startswith("kept 260 of 288 tokens, 5.3% of the text; ")
+    assert " MB → " in answer.stdout
     assert answer.stdout.endswith(f"wrote {tmp_path / 'small.gguf'}\n")
 
 
