@@ -192,7 +192,7 @@ def draw(lines: list[Line], picture: Path) -> None:
             right.plot(line.acceptances, line.speed_ups, marker="o", markersize=4, color=drawn.get_color())
     left.set(
         title="Time of a batch, relative to a single position",
-        xlabel="positions evaluated at once",
+        xlabel="batch size",
         ylabel="times the time of one",
         ylim=(0, 1.1 * highest),
     )

@@ -187,7 +187,7 @@ def test_the_command_takes_several_drafts(store: ModelStore) -> None:
     for other in ("mtp", "ngram", "auto"):
         answer = invoke(*common, "--draft", draft, "--draft", other)
         assert answer.code == 1
-        assert "a draft has drafts of its own only where all are models" in answer.stderr
+        assert "only model files can draft for each other" in answer.stderr
 
 
 def test_a_chain_with_something_else_in_it_is_refused(store: ModelStore) -> None:

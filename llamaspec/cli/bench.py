@@ -17,10 +17,11 @@ from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Separated, option_group
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, Separated, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION
-from llamaspec.cli.output import check_plot, check_writable, print_table, save_figure, say
+from llamaspec.cli.output import print_table, say
+from llamaspec.cli.pictures import check_plot, check_writable, save_figure
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
@@ -35,38 +36,39 @@ from llamaspec.measure.store import PairFiles
 
 _WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
 _LEGEND = (
-    "times as fast as {0}, geometric means: whole: a request, decoding: after the first text, first: to the "
-    "first text; total: all requests together; spread: a factor; worst: of one prompt; s, first s: medians; "
-    "same: texts that equal those of {0}"
+    "speed-ups over {0}, geometric means. whole: entire requests; decoding: after the first text; first: up "
+    "to the first text; total: all requests together; spread: a factor; worst: the worst prompt; s, first s: "
+    "medians; same: texts identical to those of {0}"
 )
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--tasks", type=click.Path(path_type=Path), default=TASKS, show_default="those of llamaspec",
-                 metavar="FILE", help="Other tasks, in a YAML file like that of the package."),
+                 metavar="FILE", help="YAML file with other tasks, in the format of the built-in ones."),
     click.option("--task", "names", multiple=True, metavar="NAME",
                  help="Only this task or group of tasks; may be repeated."),
-    click.option("--max-tokens", "-n", type=click.IntRange(min=1), metavar="N",
-                 help="Of an answer; default: as the task says, 1024 of an edit and 256 of all others."),
-    click.option("--temperature", "-t", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
-                 help="0 = always the best token."),
-    click.option("--repeats", "-r", type=click.IntRange(min=1), default=1, show_default=True,
-                 help="Times that every request is asked."),
+    click.option("--max-tokens", "-n", type=Integer(min=1), metavar="N",
+                 help="Maximum tokens per answer; default: set by the task, 1024 for edits, else 256."),
+    click.option("--temperature", "-t", type=Number(min=0.0), default=0.0, show_default=True,
+                 help="0 = always the most probable token."),
+    click.option("--repeats", "-r", type=Integer(min=1), default=1, show_default=True,
+                 help="Runs of each request."),
     click.option("--llama-server", metavar="PROGRAM",
-                 help="Also llama.cpp's server, from this file; all ratios are then to this server without a "
+                 help="Also measure llama.cpp's server, from this file; all ratios are then to it, without a "
                  "draft."),
     click.option("--spec-types", type=Separated("types", lambda text: tuple(text.split(","))),
-                 metavar="TYPE,...", help="What llama-server drafts with, a server each, beside none; "
+                 metavar="TYPE,...", help="Speculation types of llama-server to measure, besides none; "
                  "default: draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
-                 help="Also another checkout of llamaspec, in this folder."),
+                 help="Also measure another checkout of llamaspec, in this folder."),
     click.option("--also", multiple=True, metavar="OPTIONS",
-                 help="Also llamaspec serve with these options beside, such as '-k 4'; may be repeated."),
-    click.option("--markdown", is_flag=True, help="The tables in Markdown."),
+                 help="Also measure llamaspec serve with these options added, such as '-k 4'; may be "
+                 "repeated."),
+    click.option("--markdown", is_flag=True, help="Print the tables in Markdown."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
                  help="Draw the ratios as .png or .svg (needs matplotlib)."),
     click.option("--share", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Write what --json prints into a file to show to others: machine, versions, hashes of "
-                 "models, costs, results; no texts, no paths, no names of yours."),
+                 help="Write what --json prints to a file that you can share: machine, versions, hashes of "
+                 "models, costs, results; no texts, paths or names of yours."),
     JSON_OPTION,
 )  # fmt: skip
 
@@ -111,10 +113,10 @@ Examples:
 def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) -> None:
     """Measure whole requests, with drafts and without.
 
-    Each arm is a server: plain (no draft and no copies), auto (llamaspec serve as it is by default), and
-    others that are asked for. They take turns. Ratios are times as fast as llama-server without a draft, else
-    as plain, prompt included. Without --n-ctx each has a context for the longest conversation. Ctrl-C ends it
-    and shows what was measured so far.
+    Each arm is a server: plain (no draft, no copies), auto (llamaspec serve with its defaults), and others on
+    request. They take turns. Ratios are speed-ups over llama-server without a draft if there is one, else
+    over plain, prompt included. Without --n-ctx, the context fits the longest conversation. Ctrl-C stops the
+    benchmark and shows the results so far.
     """
     _check(bench)
     tasks = read_tasks(bench.tasks, bench.names)
@@ -132,7 +134,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
                 times = ", ".join(f"{sample.arm} {sample.answer.seconds:.2f} s" for sample in each)
                 click.echo(f"{done}/{total} {each[0].prompt}: {times}", err=True)
     except KeyboardInterrupt:
-        say(f"interrupted{'; this was measured so far' if samples else ''}")
+        say(f"interrupted{'; results so far:' if samples else ''}")
         code = EXIT_INTERRUPTED
     except LlamaspecError as error:
         fault = error
@@ -147,9 +149,9 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         _show(samples, report, bench)
         if bench.share is not None and is_whole:
             write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")
-            say(f"wrote {bench.share}: no texts, no paths, no names of yours; look before you share it")
+            say(f"wrote {bench.share}: no texts, paths or names of yours; check it before you share it")
         elif bench.share is not None:
-            say(f"{bench.share} was not written: the run is not whole")
+            say(f"{bench.share} was not written: the run is incomplete")
     if fault is not None:
         raise fault
     sys.exit(code)
@@ -162,10 +164,10 @@ def _check(bench: BenchOptions) -> None:
         check_plot(bench.plot)
     if bench.share is not None:
         if bench.tasks != TASKS:
-            raise click.UsageError("--share compares with others, on the tasks of llamaspec; drop --tasks")
+            raise click.UsageError("--share needs the built-in tasks; drop --tasks")
         check_writable(bench.share, "report")
     if bench.llama_server is not None and shutil.which(bench.llama_server) is None:
-        raise click.UsageError(f"--llama-server: {bench.llama_server} is no program; name its file")
+        raise click.UsageError(f"--llama-server: {bench.llama_server} is not a program; name its file")
 
 
 def _files_and_options(models: ModelChoice, n_ctx: int) -> tuple[PairFiles, list[str]]:
@@ -234,7 +236,7 @@ def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> N
     for arm, each in figures_of_arms(samples).items():
         if each.forks and is_comparable(arm, report):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
-            console.print(f"{arm}: other text than {report.baseline} in {where}")
+            console.print(f"{arm}: text differs from {report.baseline} in {where}")
     if not options.markdown:
         _show_bars(report, console)
     if options.plot is not None:
@@ -280,7 +282,7 @@ def draw(report: Report, path: Path) -> None:
         axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))
         axes.invert_yaxis()
         axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0.5, label=report.baseline_name)
-        axes.set(xlabel=f"whole request, times as fast as {report.baseline_name}")
+        axes.set(xlabel=f"whole request, speed-up over {report.baseline_name}")
         devices = ", ".join(dict.fromkeys(report.machine.devices))
         axes.set_title(f"{report.title}\n{devices}, {report.machine.cores} cores", fontsize="medium")
         axes.margins(y=0.01)

@@ -16,7 +16,7 @@ import click
 
 from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
 from llamaspec.cli import options as shared
-from llamaspec.cli.grouped import Decorator, GroupedCommand, refusing_values, section
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     chat_model_options,
@@ -45,23 +45,22 @@ class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
 
 
 _FILES: tuple[Decorator, ...] = (
-    click.option("--save", metavar="FILE", help="Write the conversation to a new file after every answer."),
+    click.option("--save", metavar="FILE", help="Save the conversation to a new file after every answer."),
     click.option("--load", metavar="FILE",
-                 help="Go on with a saved conversation; may be the file of --save."),
+                 help="Resume a saved conversation; may be the same file as --save."),
     click.option("--resume", is_flag=True,
-                 help="Go on with the conversation that was held last at a terminal."),
+                 help="Resume the last conversation held at a terminal."),
     click.option("-c", "last_or_size", type=_LastOrSize(), is_flag=False, flag_value=_LAST, multiple=True,
-                 metavar="[N]", help="Alone the same as --resume; with a number, --n-ctx."),
+                 metavar="[N]", help="Without a number: --resume. With one: --n-ctx."),
     click.option("--keep/--no-keep", default=True, show_default=True,
-                 help="Keep the conversation for --resume, in the cache folder, readable by you alone."),
+                 help="Store the conversation for --resume, in the cache folder, readable by you alone."),
     *shared.statistics_options(None, "Statistics after every answer"),
 )  # fmt: skip
 _REASONING: tuple[Decorator, ...] = (
     click.option("--reasoning", type=click.Choice(["show", "hide", "off"]), default="show", show_default=True,
-                 help="What a model thinks before it answers goes to stderr, or nowhere; off asks it not to "
-                      "think."),
-    click.option("--reasoning-budget", type=click.IntRange(min=0), metavar="N",
-                 help="End thinking after this many tokens."),
+                 help="Show the model's reasoning on stderr, or hide it; off asks the model not to reason."),
+    click.option("--reasoning-budget", type=Integer(min=0), metavar="N",
+                 help="Stop reasoning after this many tokens."),
 )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def chat(
     stats: Detail | None,
     no_stats: bool,
 ) -> None:
-    """Talk with a model. Each line is a message; /help lists the commands."""
+    """Chat with a model. Each line is a message; /help lists the commands."""
     resume = resume or _LAST in last_or_size
     with refusing_values():
         detail = shared.chosen_detail(stats, no_stats, None)
@@ -127,11 +126,11 @@ def chat(
             on_reasoning=thoughts.add,
         )
         if pair.target.path == demo_target():
-            say("the embedded model was made to continue Python; name a model that converses with --target")
+            say("the embedded model only continues Python code; name a chat model with --target")
         if messages is not None:
             session.replace(messages)
         if resume:
-            say(f"going on with the last conversation: {len(session.messages)} messages")
+            say(f"resuming the last conversation: {len(session.messages)} messages")
         if decoding.seed is None:
             say(f"the seed is {seed}; --seed {seed} gives the same answers again")
         interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -159,7 +158,7 @@ Examples:
 @click.argument("options", metavar="[OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
-    """Talk with a model or a pair by its name, which is fetched if need be."""
+    """Chat with a model or pair by name, fetching it if needed."""
     fetched_model(name)
     drafts = (AUTO,) if has_draft(name) or drafts_itself(name) else ()
     arguments = ["--target", name, *options]
@@ -169,19 +168,19 @@ def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
 
 HELP = '''\
 /help              this list
-/reset             begin anew; the system prompt stays
-/continue          more of the last answer, where it was stopped
-/regenerate        another answer to your last message
-/edit              change your last message in $EDITOR, and have it answered anew
-/set NAME VALUE    temperature, top-k, seed, max-tokens and others, from now on; /set alone shows them
-/save FILE         write the conversation to a file
-/load FILE         go on with a conversation from a file
-/stats             how fast the last answer was, and how much of the conversation was cached; /stats full
-                   says where the time went
-/exit, /quit       leave; so does Ctrl-D
-Ctrl-C stops an answer and keeps what was said. Several lines that are pasted are one message. A line that
-ends with \\ goes on in the next one; a line that begins with """ opens a block that ends with """. A space
-before / makes it a message.'''
+/reset             clear the conversation; the system prompt stays
+/continue          continue the last answer
+/regenerate        get another answer to your last message
+/edit              edit your last message in $EDITOR, and get a new answer
+/set NAME VALUE    change temperature, top-k, seed, max-tokens and others; /set alone shows them
+/save FILE         save the conversation to a file
+/load FILE         resume a conversation from a file
+/stats             show the speed of the last answer and how much was cached; /stats full also shows
+                   where the time went
+/exit, /quit       leave, as does Ctrl-D
+Ctrl-C stops an answer and keeps its text. Pasted lines are one message. A line that ends with \\
+continues on the next one; """ opens a block of lines, and """ closes it. A message that starts with /
+needs a space before it.'''
 
 LEAVE = {"/exit", "/quit"}
 
@@ -302,28 +301,28 @@ class _Loop:
                 self.keeps = False  # told once
                 say(f"warning: {error}, or --no-keep")
         if last.completion.stop_reason is StopReason.CONTEXT:
-            say("the context is full, so the answer ends here; a larger --n-ctx allows more")
+            say("the context is full, so the answer ends here; raise --n-ctx for more")
         elif last.completion.stop_reason is StopReason.LIMIT:
-            say(f"stopped after {len(last.completion.tokens)} tokens; /continue gives more")
+            say(f"stopped after {len(last.completion.tokens)} tokens; /continue writes more")
         elif last.before is not None and not last.completion.tokens:
-            say("the model had ended this answer; there is no more of it")
+            say("the model had finished this answer; there is nothing to continue")
         if self.stats is not None:
             self._show_statistics(self.stats)
 
     def _reset(self) -> None:
         self.session.reset()
-        say("the conversation begins anew")
+        say("conversation cleared")
 
     def _edit(self) -> None:
         if not self.interactive:
-            raise PromptError("/edit opens an editor, which needs a terminal; write the message anew")
+            raise PromptError("/edit opens an editor, which needs a terminal; type the message again")
         try:
             edited = click.edit(self.session.last_message, extension=".md")
         except click.ClickException as error:
             reason = error.format_message().rstrip(".")
             raise PromptError(f"the editor failed: {reason}; set EDITOR to one that works") from error
         if edited is None or not edited.strip():
-            say("nothing was saved in the editor; the conversation is as it was")
+            say("nothing was saved in the editor; the conversation is unchanged")
             return
         self._show(lambda on_prefill: self.session.ask_instead(edited.rstrip("\n"), on_prefill))
 
@@ -349,17 +348,17 @@ class _Loop:
 
     def _load(self, name: str) -> None:
         self.session.replace(self.files.load(name))
-        say(f"going on with {name}: {len(self.session.messages)} messages")
+        say(f"resuming {name}: {len(self.session.messages)} messages")
 
     def _statistics(self, argument: str) -> None:
         if argument not in ("", "full"):
-            raise PromptError("/stats stands alone, or with full: /stats full")
+            raise PromptError("use /stats or /stats full")
         self._show_statistics("full" if argument else "short")
 
     def _show_statistics(self, detail: Detail) -> None:
         last, totals = self.session.last, self.session.totals
         if last is None:
-            say("there is no answer yet, so nothing to tell")
+            say("there is no answer yet")
             return
         for line in statistics_lines(last.completion, last.seed, detail):
             click.echo(line, err=True)

@@ -31,7 +31,7 @@ MOST_TEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What both ways to train or cut a draft can be told."""
+    """Options that `make` and `distil` share."""
 
     models: ModelOptions  # of the target
     sampling: Sampling  # of the texts that the target writes
@@ -55,9 +55,9 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
             click.option("--output", "-o", metavar="FILE", help="The draft; default: beside the target."),
             click.option("--force", is_flag=True, help="Replace the file of --output."),
             click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
-                         help="Of the texts that the target writes."),
+                         help="Temperature of the texts that the target writes."),
             click.option("--n-ctx", "--ctx-size", "-c", type=int,
-                         help="Tokens of the contexts; default 4096, or the model's."),
+                         help="Context size in tokens; default: 4096, or the model's."),
             click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all it takes."),
             click.option("--threads", type=int, help="Default: the free physical cores."),
         ),
@@ -80,23 +80,23 @@ Examples:
 )
 @click.argument("target", metavar="TARGET")
 @click.option("--budget", metavar="MINUTES", type=float, default=15.0, show_default=True,
-              help="Time for all together; what is begun is ended.")  # fmt: skip
+              help="Time limit of the search; a candidate that was started is finished.")  # fmt: skip
 @click.option("--type", "types", type=click.Choice([COPY, *FILE_TYPES]), multiple=True,
-              help="Types of weights to try, the first one with all numbers of layers; copy = the target's "
-                   "own. Default: those that make it smaller.")  # fmt: skip
-@_draft_options("Text of the kind that is to be written; several are allowed. Default: a short one.")
+              help="Quantization to try; may be repeated. The first is tried with every number of layers; "
+                   "copy = the target's own. Default: all that make it smaller.")  # fmt: skip
+@_draft_options("Sample of your texts; may be repeated. Default: a short text.")
 @JSON_OPTION
 def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptions, as_json: bool) -> None:
-    """Make a draft from the target itself: with fewer layers and fewer bits.
+    """Make a draft from the target itself, with fewer layers and fewer bits.
 
-    Copies are measured on this machine and on the text, the best one is written if it pays. Where none pays,
-    nothing is written, which is no error; with --json, "path" is null.
+    Candidates are measured on this machine and on the text, and the best one is written if it is faster than
+    no draft. If none is, nothing is written and the exit code is 0; with --json, "path" is null.
     """
     with refusing_values():
         settings = TrialSettings(options.texts, budget, options.sampling)
     path = fetched_model(target)
     if not options.texts:
-        say("no --text given, measuring on a short text; your own text decides better")
+        say("no --text given, measuring on a short text; your own texts give a better result")
     with _opened(path, options) as model:
         made = make_draft(model, settings, say, types=types, output=options.output)
     if as_json:
@@ -112,7 +112,7 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
         return
     _show(made)
     if made.path is None:
-        click.echo(f"no draft made of this target pays here: {made.reason}")
+        click.echo(f"no draft made from this target is faster here: {made.reason}")
     else:
         _tell_written(made.path, made.measured)
 
@@ -126,17 +126,17 @@ Examples:
 """,
 )
 @click.argument("target", metavar="TARGET")
-@click.option("--minutes", type=float, default=60.0, show_default=True, help="Time for the training.")
+@click.option("--minutes", type=float, default=60.0, show_default=True, help="Training time.")
 @click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
-@click.option("--width", type=int, help="Of its hidden rows; default: as the target's size allows.")
-@_draft_options("Text of the kind that is to be written: the more, the better. Needed.")
+@click.option("--width", type=int, help="Hidden size of the draft; default: chosen by the target's size.")
+@_draft_options("Sample of your texts, required: the more, the better.")
 @JSON_OPTION
 def distil(
     target: str, minutes: float, layers: int, width: int | None, options: DraftOptions, as_json: bool
 ) -> None:
-    """Train a small draft on what the target says along a text (needs the extra `train`).
+    """Train a small draft to imitate the target on your texts (needs the extra `train`).
 
-    After Ctrl-C the same command goes on. The draft is measured at the end, and kept whatever it is worth.
+    After Ctrl-C, the same command resumes. The draft is measured at the end, and kept whatever the result.
     """
     try:
         from llamaspec.draft_making.distil import Distillation, distil_draft
@@ -145,7 +145,7 @@ def distil(
             f"distilling needs {error.name}, which is not installed; run: pip install 'llamaspec[train]'"
         ) from error
     if not options.texts:
-        raise click.UsageError("name the text to learn from with --text", click.get_current_context())
+        raise click.UsageError("name the training text with --text", click.get_current_context())
     with refusing_values():
         wish = Distillation(minutes, layers, width)
     path = fetched_model(target)
@@ -160,7 +160,8 @@ def distil(
         click.echo(json.dumps({"path": str(output), **asdict(judged)}))
         return
     click.echo(
-        f"a draft token costs {judged.cost_ratio:.3f} of a target token, acceptance {judged.acceptance:.2f}"
+        f"a draft token takes {judged.cost_ratio:.3f} of a target token's time, "
+        f"acceptance {judged.acceptance:.2f}"
     )
     _tell_written(output, judged.measured)
 
@@ -173,13 +174,15 @@ Examples:
 """,
 )
 @click.argument("draft", metavar="DRAFT")
-@click.option("--keep", type=int, default=KEEP, show_default=True, help="Tokens of the vocabulary to keep.")
+@click.option("--keep", type=int, default=KEEP, show_default=True, help="Number of tokens to keep.")
 @click.option("--text", "-f", metavar="FILE", multiple=True,
-              help="Text whose most frequent tokens are kept; several are allowed. Default: a short one, and "
-                   "the lowest ids, mostly the most frequent ones of English and code.")  # fmt: skip
+              help="Text whose most frequent tokens are kept; may be repeated. Default: a short text, and "
+                   "the lowest ids, which are mostly the most frequent in English and code.")  # fmt: skip
 @click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
               show_default=True, help="Quantise the copy; copy = the weights as they are.")  # fmt: skip
-@click.option("--for", "target", metavar="TARGET", help="Whose draft it is: --draft auto then finds it.")
+@click.option(
+    "--for", "target", metavar="TARGET", help="The target it drafts for; --draft auto then finds it."
+)
 @click.option("--output", "-o", metavar="FILE", help="The trimmed draft; default: beside TARGET.")
 @click.option("--force", is_flag=True, help="Replace the file of --output.")
 @JSON_OPTION
@@ -193,9 +196,9 @@ def trim(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Make a draft cheaper: keep only the frequent tokens of its vocabulary.
+    """Make a draft faster: keep only the frequent tokens of its vocabulary.
 
-    Special tokens and single bytes stay in any case. Other weights are the same bytes.
+    Special tokens and single bytes are always kept. All other weights are copied unchanged.
     """
     if output is None and target is None:
         raise click.UsageError("name the target with --for, or the file with --output")
@@ -215,7 +218,7 @@ def trim(
     of_text = f", {trimmed.of_text:.1%} of the text" if texts else ""
     click.echo(
         f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens{of_text}; "
-        f"{trimmed.n_bytes_before / 1e6:.0f} MB are {trimmed.n_bytes / 1e6:.0f} MB"
+        f"{trimmed.n_bytes_before / 1e6:.0f} MB → {trimmed.n_bytes / 1e6:.0f} MB"
     )
     _tell_written(file, None)
 

@@ -13,6 +13,7 @@ import click
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
+from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
@@ -26,19 +27,19 @@ from llamaspec.values import TokenArray
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
-                 help="Read control tokens spelled in the prompt, such as <|im_end|>, as these tokens."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
-    click.option("--json-schema", metavar="FILE|TEXT", help="Write JSON as this schema wants it."),
+                 help="Parse control tokens in the prompt, such as <|im_end|>."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated."),
+    click.option("--json-schema", metavar="FILE|TEXT", help="Write JSON that follows this schema."),
     click.option("--grammar", metavar="FILE|TEXT",
-                 help="Write what this grammar allows: llguidance's Lark, or llama.cpp's GBNF."),
+                 help="Write text that follows this grammar: llguidance's Lark, or llama.cpp's GBNF."),
     click.option("--prediction", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                 help="What the text is expected to be mostly, such as the file that it edits: it is copied "
-                      "from. The text is the same without."),
-    click.option("--show-drafts", is_flag=True, help="Colour the accepted draft tokens in the text."),
-    *shared.statistics_options("short", "A few lines of statistics on stderr, or more"),
+                 help="Expected text, such as the file to edit: draft tokens are copied from it. It does not "
+                      "change the result."),
+    click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens."),
+    *shared.statistics_options("short", "Statistics on stderr"),
     click.option("--explain", is_flag=True,
-                 help="Say on stderr why tokens were drafted, and with which results."),
-    click.option("--timeline", metavar="FILE", help="Write a page that shows every round, for a browser."),
+                 help="Explain on stderr how much was drafted, why, and with what result."),
+    click.option("--timeline", metavar="FILE", help="Write an HTML page that shows every round."),
     click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text."),
 )  # fmt: skip
 
@@ -64,7 +65,7 @@ def _output(*, stats: out.Detail | None, no_stats: bool, **given: Any) -> Genera
     if "" in options.stop:
         raise ValueError("a stop string must not be empty")
     if options.json_schema is not None and options.grammar is not None:
-        raise ValueError("give either --json-schema or --grammar: a text has one form")
+        raise ValueError("give --json-schema or --grammar, not both")
     return options
 
 
@@ -92,9 +93,9 @@ def generate(
     decoding: shared.DecodingOptions,
     output: GenerateOptions,
 ) -> None:
-    """Continue PROMPT. Without --target the small embedded pair answers."""
+    """Continue PROMPT. Without --target, a small embedded pair is used."""
     if output.timeline is not None:
-        out.check_writable(Path(output.timeline), "timeline")
+        pictures.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
     with learning(find_files(models), models, decoding) as (pair, policy):
@@ -116,7 +117,7 @@ def generate(
         completion = stream.completion
         if output.timeline is not None:
             summary = out.statistics_lines(completion, seed, "full")[0]
-            out.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
+            pictures.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
         if output.as_json:
             click.echo(json.dumps(out.completion_json(completion, pair, seed, decoding.rule)))
         else:
@@ -124,7 +125,7 @@ def generate(
         if output.explain and isinstance(policy, AutoLength):
             out.explain(explain(completion.rounds, learned_costs(policy)), out.stderr_console())
         elif output.explain:
-            out.say(f"the number of draft tokens was fixed by you: {decoding.draft_length}")
+            out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -154,11 +155,11 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     click.echo()
     is_constrained = output.json_schema is not None or output.grammar is not None
     if completion.stop_reason is StopReason.CONTEXT:
-        out.say("the context is full; pass a larger --n-ctx for more")
+        out.say("the context is full; raise --n-ctx to continue")
     elif completion.stop_reason is StopReason.CONSTRAINT:
-        out.say("the text is not complete: no token of this model can go on as the grammar wants it")
+        out.say("the text is not complete: the grammar allows no token of this model next")
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
-        out.say("the text is not complete as the grammar wants it; a larger --max-tokens allows more")
+        out.say("the text is not complete under the grammar; raise --max-tokens")
     if output.stats is not None:
         for line in out.statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""Options in groups: what the help shows together, and what a command gets as one argument."""
+"""Groups of options, which the help shows together and a command receives as one argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
 
-_MANY = 20  # options; the help of a command with more shows the common ones first
+_MANY = 20  # options; the help of a command with more shows only the common ones
 _COMMON = frozenset((  # names of parameters
     "argument", "option", "file", "chat", "system", "target", "draft", "pair", "n_ctx", "gpu_layers",
     "threads", "max_tokens", "temperature", "seed", "stats", "as_json", "show_drafts", "explain",
@@ -26,18 +26,18 @@ _SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
 
 
 class GroupedCommand(click.Command):
-    """A command whose help shows its options in the groups in which they were given to it.
+    """A command whose help shows its options in groups.
 
-    Of many options -h shows those that people use, and --help-all all of them.
+    If there are many, -h shows the common ones and --help-all all of them.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own options, and --help-all if there are many."""
+        """Return its own options, and --help-all if there are many."""
         parameters = super().get_params(ctx)
         return [*parameters, _HELP_ALL] if self._has_many else parameters
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As usual; --stats takes no word that is none of its values, such as a prompt."""
+        """Parse as usual, but keep --stats from taking the prompt as its value."""
         end = args.index("--") if "--" in args else len(args)
         for i in range(end):
             if args[i] == "--stats" and args[i + 1 : i + 2] and args[i + 1] not in _DETAILS:
@@ -45,7 +45,7 @@ class GroupedCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section for each group, and one for the options in none."""
+        """Write one section per group, and one for the other options."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -79,7 +79,7 @@ _HELP_ALL = click.Option(
 
 
 def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Command]:
-    """Add options to a command, which its help shows under one title."""
+    """Add options to a command, shown under one title in its help."""
 
     def decorate(command: Any) -> Any:
         before = len(getattr(command, "__click_params__", ()))
@@ -96,7 +96,7 @@ def option_group(
 ) -> Callable[[Command], Command]:
     """Add a section of options, and pass what `make` makes of their values as the argument `name`.
 
-    A ValueError of `make` is shown as a fault of the command line.
+    A ValueError of `make` is reported as a usage error.
     """
 
     def decorate(command: Command) -> Command:
@@ -118,21 +118,58 @@ def option_group(
 
 @contextmanager
 def refusing_values() -> Iterator[None]:
-    """Show a ValueError as a fault of the command line."""
+    """Report a ValueError as a usage error."""
     try:
         yield
     except ValueError as error:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
+class Integer(click.IntRange):
+    """An integer in a range, with an error message that says which."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            return self.fail(f"must be {self.wanted()}", param, ctx)
+
+    def wanted(self) -> str:
+        """Describe the values that are accepted."""
+        return f"an integer{in_range(self.min, self.max)}"
+
+
+class Number(click.FloatRange):
+    """A number in a range, with an error message that says which."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            return self.fail(f"must be a number{in_range(self.min, self.max)}", param, ctx)
+
+
+def in_range(least: float | None, most: float | None) -> str:
+    """Describe a range, for a message."""
+    if least is not None and most is not None:
+        return f" from {least:g} to {most:g}"
+    return f" ≥ {least:g}" if most is None else f" ≤ {most:g}"
+
+
 class Separated(click.ParamType):  # type: ignore[type-arg]
-    """Values with commas between them, read by a function whose ValueError is shown."""
+    """Comma-separated values, parsed by a function whose ValueError is shown."""
 
     def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
         self.name, self._read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read them."""
+        """Convert an argument."""
         try:
             return value if isinstance(value, tuple) else self._read(value)
         except ValueError as error:

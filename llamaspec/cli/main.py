@@ -28,20 +28,23 @@ _WIDEST_HELP = 1000  # columns; a narrower terminal decides
 _SUBCOMMANDS = {
     "audit": ("measure", "Check that the text with draft tokens is the text without."),
     "bench": ("bench", "Measure whole requests, with drafts and without."),
-    "chat": ("chat", "Talk with a model."),
-    "compare": ("measure", "Measure target alone, draft alone and both together on one prompt."),
-    "doctor": ("measure", "Find out what will go wrong or be slow here, with remedies."),
+    "chat": ("chat", "Chat with a model."),
+    "compare": ("measure", "Compare the target alone, the draft alone and both together on one prompt."),
+    "doctor": ("doctor", "Check this machine and the models, and suggest fixes."),
     "draft": ("draft", "Make a draft for a target that has none."),
     "generate": ("generate", "Continue PROMPT."),
-    "models": ("models", "Models and pairs by name: fetched once, then used without a network."),
+    "models": ("models", "List, fetch and name models and pairs."),
     "probe": (
         "measure",
-        "Measure what evaluating several positions at once costs, and keep it for later runs.",
+        "Measure the cost of evaluating several tokens at once, and store it.",
     ),
     "pull": ("models", "Fetch models and their drafts."),
-    "run": ("chat", "Talk with a model or a pair by its name, which is fetched if need be."),
-    "serve": ("serve", "Answer the clients of OpenAI and Anthropic."),
-    "worker": ("serve", "Compute layers for a target on another machine, given there as --rpc HOST:PORT."),
+    "run": ("chat", "Chat with a model or pair by name, fetching it if needed."),
+    "serve": ("serve", "Serve an OpenAI- and Anthropic-compatible API."),
+    "worker": (
+        "serve",
+        "Compute layers of a target that runs on another machine with --rpc HOST:PORT.",
+    ),
 }
 
 
@@ -85,7 +88,7 @@ class _Commands(click.Group):
             command = (
                 error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llamaspec"
             )
-            _fail(f"{message}; {command} -h shows what is possible", EXIT_USAGE)
+            _fail(f"{message}; see `{command} -h`", EXIT_USAGE)
         except LlamaspecError as error:
             from llamaspec.cli.output import message_of
 

@@ -1,4 +1,4 @@
-"""Commands that measure and look: `llamaspec probe`, `compare`, `audit` and `doctor`."""
+"""Commands that measure a pair: `llamaspec probe`, `compare` and `audit`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import csv
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.bar import Bar
 from rich.console import Console
-from rich.text import Text
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli.grouped import Decorator, GroupedCommand, section
+from llamaspec.cli import pictures
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_files,
@@ -28,12 +29,10 @@ from llamaspec.cli.model_options import (
     open_files,
 )
 from llamaspec.errors import LlamaspecError, PairError, printable
-from llamaspec.llama import runtime
 from llamaspec.measure import store as curves
 from llamaspec.measure.attention import compare_attention
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
-from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
@@ -67,14 +66,18 @@ def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) 
 # probe
 
 
+_PROBE_LEGEND = (
+    "batch size: tokens evaluated at once; relative: time next to batch size 1; max logit difference: "
+    "from batch size 1, 0 = bit-identical; ±: half the interquartile range"
+)
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Fewer widths and turns, and the target's own "
-                 "attention only: seconds instead of a minute or two."),
-    click.option("--show", is_flag=True, help="Show what an earlier probe found; measure nothing."),
-    click.option("--forget", is_flag=True, help="Drop what an earlier probe found."),
+    click.option("--quick", is_flag=True, help="Fewer batch sizes and repeats, and no comparison "
+                 "of attention: seconds instead of a minute or two."),
+    click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
+    click.option("--forget", is_flag=True, help="Delete the stored result."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
                  help="Draw the curve as .png or .svg (needs matplotlib)."),
-    click.option("--csv", "as_csv", is_flag=True, help="One row for each width on stdout."),
+    click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line per batch size on stdout."),
     shared.JSON_OPTION,
 )  # fmt: skip
 
@@ -99,20 +102,20 @@ def probe(
     as_csv: bool,
     as_json: bool,
 ) -> None:
-    """Measure what evaluating several positions at once costs, and keep it for later runs."""
+    """Measure the cost of evaluating several tokens at once, and store it."""
     if as_csv and as_json:
         raise click.UsageError("--json and --csv both write to stdout; choose one")
     if plot is not None:
-        out.check_plot(plot)
+        pictures.check_plot(plot)
     if forget:
         dropped = curves.forget(find_files_here(models))
-        click.echo("forgotten" if dropped else "nothing was known of this pair", err=True)
+        click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
         return
     if show:
         files = find_files_here(models)
         kept = curves.stored_probe(files)
         if kept.value is None:
-            reason = kept.fault or "nothing is known of this pair yet"
+            reason = kept.fault or "this pair has not been probed yet"
             raise LlamaspecError(f"{reason}; run the probe without --show")
         found = kept.value
     else:
@@ -120,7 +123,7 @@ def probe(
         with open_files(files, models) as pair:
             found = _measured(pair, quick=quick)
     if plot is not None:
-        out.draw_probe(found, plot, printable(files.target.path.stem))
+        pictures.draw_probe(found, plot, printable(files.target.path.stem))
     if as_json:
         click.echo(json.dumps(conclusions(found)))
     elif as_csv:
@@ -160,27 +163,35 @@ def _show_probe(found: Probe) -> None:
                 *(_milliseconds(timing) for timing in row.timings),
                 f"{first / curve.verify_seconds[0]:.2f}",
                 f"{1e3 * first / row.width:.2f}",
-                "yes" if row.logit_difference == 0 else f"± {row.logit_difference:.2g}",
+                f"{row.logit_difference:.2g}",
                 Bar(slowest, 0, first, width=16),
             )
         )
-    depths = (f"ms, {depth} deep" for depth in found.depths)
-    out.print_table(("positions", *depths, "relative", "ms each", "same", "<"), rows, console)
+    depths = (f"ms ({depth} in KV cache)" for depth in found.depths)
+    columns = ("batch size", *depths, "relative", "ms per token", "max logit difference", "<")
+    out.print_table(columns, rows, console)
+    console.print(_PROBE_LEGEND)
     if found.draft_step is not None:
-        console.print(f"a draft token: {1e3 * found.draft_step.median:.2f} ms")
-    n_cheap = saturation_width(curve)
-    console.print(f"a position more costs less than half of a single one up to {n_cheap} at once")
+        console.print(f"time per draft token: {1e3 * found.draft_step.median:.2f} ms")
+    if (n_cheap := saturation_width(curve)) > 1:
+        console.print(
+            f"extra positions are cheap (under half a single-token step) up to batch size {n_cheap}"
+        )
+    else:
+        console.print("extra positions are not cheap here: each costs over half a single-token step")
     for depth in found.left_out_depths:
-        console.print(f"a context of {depth} tokens takes too long to prefill here; it was left out")
+        console.print(f"a context of {depth} tokens was skipped: reading it would take too long here")
     if found.identical_widths == {1}:
         console.print(
-            "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v "
-            "bf16 avoids the kernel that differs in long contexts"
+            "no batch size above 1 is known to be bit-identical to single tokens here; on a CPU, "
+            "--cache-type-v bf16 avoids the kernel that differs in long contexts"
         )
     for sentence in attention_verdicts(found):
         console.print(sentence)
-    for width, cheaper in dips(curve).items():
-        console.print(f"{width} positions cost more than {cheaper}: they are padded")
+    for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
+        widths = [width for width, _ in group]
+        sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
+        console.print(f"batches of {sizes} are padded to {cheaper}, which is faster here")
     if found.draft_step is None:
         return
     best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
@@ -190,7 +201,7 @@ def _show_probe(found: Probe) -> None:
 
 
 def _milliseconds(timing: Spread) -> str:
-    """With how far it varied, where there was time to measure more than once."""
+    """Format a time with its spread, if it was measured more than once."""
     varied = f" ±{timing.half / timing.median:.0%}" if timing.low < timing.high else ""
     return f"{1e3 * timing.median:.2f}{varied}"
 
@@ -205,12 +216,12 @@ Examples:
   llamaspec compare
   llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
   llamaspec compare --target big.gguf --draft ngram -f report.txt
-  llamaspec compare --target big.gguf --draft big.gguf       sanity check: every draft token is accepted
+  llamaspec compare --target big.gguf --draft big.gguf       sanity check: nothing is rejected
 """,
 )
 @shared.prompt_options("The prompt; default: a very predictable text.")
-@click.option("--num-runs", "-r", type=click.IntRange(min=1), default=5, show_default=True,
-              help="Runs of each arm.")  # fmt: skip
+@click.option("--num-runs", "-r", type=Integer(min=1), default=5, show_default=True,
+              help="Runs of each method.")  # fmt: skip
 @model_options
 @shared.decoding_options
 @shared.JSON_OPTION
@@ -221,7 +232,7 @@ def compare(
     num_runs: int,
     as_json: bool,
 ) -> None:
-    """Measure target alone, draft alone and both together on one prompt."""
+    """Compare the target alone, the draft alone and both together on one prompt."""
     text, files = source.read(PREDICTABLE_PROMPT), _pair_with_draft(models, "compare")
     with learning(files, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
         task = _task(pair, text, decoding, decoding.seed_or_random())
@@ -242,22 +253,20 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
         rows.append((arm.name, str(len(arm.runs)), told, f"{arm.tokens_per_second:.1f}", ratio))
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
-    notes.print("medians ± half of the distance between the quartiles; speed-ups are run against run")
+    notes.print("median ± half the interquartile range; speed-ups are paired by run")
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
-        click.echo("no draft tokens were made: the difference is noise")
+        click.echo("nothing was drafted, so any difference is noise")
     elif rate is None:
         click.echo("no draft tokens were verified")
     else:
         click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
     if comparison.same_file:
-        notes.print("target and draft are the same file: this is the sanity check, none should be rejected")
+        notes.print("target and draft are the same file: in this sanity check nothing should be rejected")
     if comparison.same_text:
-        notes.print("the text is the target's own in every run")
+        notes.print("every run produced the target's own text")
     elif task.repeats:
-        notes.print(
-            "in some run the text differs from the target's own: here a wider batch rounds differently"
-        )
+        notes.print("some runs differ from the target's own text: larger batches round differently here")
 
 
 def _comparison_json(comparison: Comparison, task: Task) -> dict[str, Any]:
@@ -365,80 +374,3 @@ def _show_audit(found: Audit, task: Task) -> None:
         )
     if found.forks:
         click.echo("a batch of several positions is rounded differently on this machine; --exact avoids that")
-
-
-# doctor
-
-STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
-_SETTINGS = {  # by the settings that findings name
-    "target.n_ctx": "--n-ctx",
-    "draft.n_ctx": "--draft-ctx",
-    "target.gpu_layers": "--gpu-layers",
-    "target.threads": "--threads",
-    "draft.threads": "--draft-threads",
-    "target.flash_attention": "--flash-attn",
-    "draft.flash_attention": "--flash-attn",
-    "target.cache_type_k": "--cache-type-k",
-    "target.cache_type_v": "--cache-type-v",
-    "draft.cache_type_k": "--draft-cache-type-k",
-    "draft.cache_type_v": "--draft-cache-type-v",
-    "draft_length": "--draft-length 0",
-    "draft": "--draft FILE",
-    "heads": "--draft mtp",
-    "ngram": "--draft ngram",
-}
-
-
-@click.command(
-    cls=GroupedCommand,
-    epilog="""\b
-Examples:
-  llamaspec doctor                                            this machine, with the embedded pair
-  llamaspec doctor --target big.gguf --draft small.gguf
-  llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
-""",
-)
-@model_options
-@shared.JSON_OPTION
-def doctor(models: ModelChoice, as_json: bool) -> None:
-    """Find out what will go wrong or be slow here, with remedies. Exit code 1 where there is a problem."""
-    runtime.set_verbose(models.verbose)
-    if models.is_embedded:
-        out.say("no --target given, using the small embedded pair")
-    found = list(examine(find_files(models), lambda role: out.SlowProgress(f"loading the {role}")))
-    counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
-    if as_json:
-        listed = []
-        for finding in found:
-            text, remedy = _told(finding)
-            entry = {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
-            listed.append(entry)
-        click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
-    else:
-        _show_findings(found)
-    if counts[PROBLEM]:
-        sys.exit(1)
-
-
-def _told(finding: Finding) -> tuple[str, str | None]:
-    """Text and remedy, the last of them with the options that it takes."""
-    options = [_SETTINGS[setting] for setting in finding.settings]
-    if finding.error is not None:
-        options += out.options_of(finding.error)
-    added = f" ({', '.join(options)})" if options else ""
-    if finding.remedy is None:
-        return finding.text + added, None
-    return finding.text, finding.remedy + added
-
-
-def _show_findings(findings: Sequence[Finding]) -> None:
-    """One line for each finding; colour only on a terminal, NO_COLOR honoured."""
-    console = Console(highlight=False, soft_wrap=True)
-    n_topic = max(len(finding.topic) for finding in findings)
-    for finding in findings:
-        text, remedy = _told(finding)
-        told = printable(text if remedy is None else f"{text}; {remedy}")
-        line = Text.assemble(
-            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", told
-        )
-        console.print(line)

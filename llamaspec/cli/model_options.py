@@ -49,55 +49,55 @@ _CACHE = click.Choice(list(CACHE_TYPES))
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The model that decides what is said: a file, a name, hf:owner/repo with :file or "
-                      ":QUANTIZATION, or the address of a page of the hub."),
+                 help="The large model: a file, a name, hf:owner/repo with :file or :QUANTIZATION, or the "
+                      "address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
                  type=_DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens; auto = the one known for the target, or its "
                       "heads; mtp = the target's own prediction heads; ngram = none, only copies of "
-                      "earlier text. Of several, each drafts for the one before it."),
+                      "earlier text. May be repeated: each drafts for the previous one."),
     click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
     click.option("--ngram/--no-ngram", default=None,
-                 help="Copy draft tokens from the prompt and from earlier text where it goes on alike; they "
-                      "cost nothing. Default: yes, but not before a draft with a fixed --draft-length."),
+                 help="Copy draft tokens from earlier text when the text repeats itself; off by default when "
+                      "the draft length is fixed."),
 )  # fmt: skip
 _SIZE: dict[str, Any] = {
     "type": int,
-    "help": "Tokens of the target's context; default as trained, as far as memory allows.",
+    "help": "Context size in tokens; default: the model's training context, limited by memory.",
 }
 _CONTEXT = click.option("--n-ctx", "--ctx-size", "-c", **_SIZE)
 _CONTEXT_OF_CHAT = click.option("--n-ctx", "--ctx-size", **_SIZE)  # `chat` reads -c itself
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
-                 help="Tokens of the draft's context; default as --n-ctx."),
-    click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all it takes."),
-    click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all it takes."),
+                 help="Context size of the draft; default: as --n-ctx."),
+    click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
+    click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all that fit."),
     click.option("--device", "-dev", type=DEVICE_NAMES, metavar="NAME,...",
-                 help="What computes the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
-                      "on workers, or none. Default: the workers, and all GPUs."),
+                 help="Devices for the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
+                      "for workers, or none. Default: the workers, and all GPUs."),
     click.option("--draft-device", "-devd", type=DEVICE_NAMES, metavar="NAME,...",
-                 help="The same for the draft, on this machine."),
+                 help="Devices for the draft, on this machine only."),
     click.option("--tensor-split", "-ts", type=SHARES, default=(), metavar="N,N,...",
-                 help="Shares of the target's layers on these devices; default: by their free memory."),
+                 help="How to split the target's layers over these devices; default: by free memory."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
-                 help="A machine that runs llamaspec worker, or llama.cpp's rpc-server of the same version, "
-                      "and computes the target's layers, alone or with others. Private networks only."),
+                 help="A machine to compute target layers, running llamaspec worker or llama.cpp's "
+                      "rpc-server of the same version; may be repeated. Private networks only."),
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
-    click.option("--draft-threads", type=int, help="Threads for the draft; default as the target's."),
+    click.option("--draft-threads", type=int, help="Threads for the draft; default: as for the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
-                 help="Flash attention; auto = as llama.cpp chooses. llamaspec probe measures both."),
+                 help="Flash attention; auto = llama.cpp decides. llamaspec probe measures both."),
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
-                 help="Keys in the target's KV cache."),
+                 help="Type of keys in the target's KV cache."),
     click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
-                 help="Values in the target's KV cache."),
+                 help="Type of values in the target's KV cache."),
     click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
-                 help="Keys in the draft's KV cache; below q8_0 acceptance suffers."),
+                 help="Type of keys in the draft's KV cache; below q8_0, acceptance drops."),
     click.option("--draft-cache-type-v", type=_CACHE, default="f16", show_default=True,
-                 help="Values in the draft's KV cache; below q8_0 acceptance suffers."),
-    click.option("--verbose", is_flag=True, help="Show llama.cpp's own log on stderr."),
+                 help="Type of values in the draft's KV cache; below q8_0, acceptance drops."),
+    click.option("--verbose", is_flag=True, help="Show llama.cpp's log on stderr."),
 )  # fmt: skip
-_NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, to compare with.")
+_NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, for comparison.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,7 @@ def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
         if choice.target is not None:
             named = MTP if drafts_itself(choice.target) else known_draft(choice.target)
     if choice.stages and {named, *choice.stages} & {MTP, NGRAM, AUTO}:
-        raise PairError(
-            "a draft has drafts of its own only where all are models; give --draft once, or name files"
-        )
+        raise PairError("only model files can draft for each other; give --draft once, or name files")
     file = ModelFile(target, choice.target_options)
     if choice.no_draft:
         return PairFiles(file, None, (), ngram=False, heads=False)
@@ -253,7 +251,7 @@ def open_files(files: PairFiles, choice: ModelChoice, cache_ram: int | None = No
     elif not files.drafts and not choice.no_draft:
         say("no --draft given, decoding plainly")
     elif choice.draft is None and not choice.no_draft and _has_known_draft(str(choice.target)):
-        say("no --draft given, only earlier text is copied; try --draft auto")
+        say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     named = [model.path for model in files.draft_models]
     with SlowProgress("loading") as progress:
         pair = open_pair(
@@ -298,12 +296,12 @@ def _warn(pair: Pair) -> None:
         if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
             say(
                 f"warning: the {name} was trained on {model.trained_context_size} tokens, "
-                f"a context of {model.options.n_ctx} was asked for; its text may break down beyond that"
+                f"a context of {model.options.n_ctx} was asked for; text may degrade beyond that"
             )
     if pair.common is not None:
-        share = f"{pair.common.of_text:.0%} of an ordinary text's tokens"
-        say(f"the draft has another vocabulary, with {share}; it drafts with these")
+        share = f"{pair.common.of_text:.0%} of typical text"
+        say(f"the draft has a different vocabulary, covering about {share}; it drafts from the shared tokens")
     if pair.draft is not None:
         types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
         if types & set(_LOSSY_CACHES):
-            say("warning: a KV cache of the draft below q8_0 makes its draft tokens worse")
+            say("warning: a KV cache of the draft below q8_0 lowers acceptance")

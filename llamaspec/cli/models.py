@@ -41,13 +41,17 @@ from llamaspec.measure.doctor import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
 from llamaspec.values import MTP
 
+_SIZES = {  # sizes that `show` prints in GB: label, and units in a GB
+    "cache_mb": (f"KV cache of {CACHE_TOKENS} tokens", 1000),
+    "memory_gb": ("recommended memory", 1),
+}
 _LABELS = ("for ", "", "draft ", "", "here: ")
 _OTHERS = 6  # that are named beside the recommended pair
 
 
 @click.group()
 def models() -> None:
-    """Models and pairs by name: fetched once, then used without a network."""
+    """List, fetch and name models and pairs. A fetched model needs no network."""
 
 
 @models.command(
@@ -111,10 +115,10 @@ Examples:
   llamaspec models recommend --memory 32GB
 """
 )
-@click.option("--memory", type=_Memory(), metavar="SIZE", help="Of another machine, such as 32GB.")
+@click.option("--memory", type=_Memory(), metavar="SIZE", help="Memory of another machine, such as 32GB.")
 @JSON_OPTION
 def recommend(memory: int | None, as_json: bool) -> None:
-    """Say which pair suits this machine, why, and how to run it. Nothing is fetched or asked."""
+    """Recommend a pair for this machine. Nothing is fetched."""
     machine = look_at_machine() if memory is None else None
     rooms = [Room(memory or 0)] if machine is None else rooms_of(machine, runtime.total_bytes())
     catalog = read_catalog()
@@ -150,7 +154,7 @@ def recommend(memory: int | None, as_json: bool) -> None:
         ("drafts", f"{drafts}; find out with: {probe}"),
         ("note", best.notes or ""),
         ("run", run),
-        ("fit, too", "; ".join(f"{other.name} ({_drafted(other)})" for other in others[:_OTHERS])),
+        ("also fit", "; ".join(f"{other.name} ({_drafted(other)})" for other in others[:_OTHERS])),
     ):  # fmt: skip
         if text:
             table.add_row(label, _cell(text))
@@ -159,8 +163,8 @@ def recommend(memory: int | None, as_json: bool) -> None:
 
 def _drafted(choice: Choice) -> str:
     if choice.draft == MTP:
-        return "its own prediction heads draft"
-    return "earlier text is copied" if choice.draft is None else f"draft {choice.draft}"
+        return "with its own prediction heads"
+    return "copies of earlier text" if choice.draft is None else f"draft {choice.draft}"
 
 
 @models.command(
@@ -172,7 +176,7 @@ Examples:
 @click.argument("name")
 @JSON_OPTION
 def show(name: str, as_json: bool) -> None:
-    """Show what is known of a model."""
+    """Show the details of a model."""
     entry = read_catalog().find(name)
     if as_json:
         click.echo(json.dumps(_as_json(entry)))
@@ -181,6 +185,9 @@ def show(name: str, as_json: bool) -> None:
     for key, value in _as_json(entry).items():
         if value not in (None, {}, [], False):
             lines = map(_as_line, value.items()) if isinstance(value, dict) else value
+            if key in _SIZES:
+                key, per_gb = _SIZES[key]
+                value = f"{value / per_gb:.1f}".removesuffix(".0") + " GB"
             for shown in lines if isinstance(value, dict | list) else [str(value)]:
                 table.add_row(key.replace("_", " "), _cell(shown))
                 key = ""
@@ -196,7 +203,7 @@ Examples:
 """
 )
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", nargs=-1, required=True)
-@click.option("--no-draft", is_flag=True, help="Leave out the drafts.")
+@click.option("--no-draft", is_flag=True, help="Fetch no drafts.")
 def pull(called: tuple[str, ...], no_draft: bool) -> None:
     """Fetch models and their drafts."""
     wanted = list(called)
@@ -220,7 +227,7 @@ Examples:
 )
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
 def path(called: str) -> None:
-    """Print where a model lies on this machine; nothing is fetched."""
+    """Print the path of a model on this machine. Nothing is fetched."""
     _echo_path(locate_model(called))
 
 
@@ -234,7 +241,7 @@ Examples:
 )
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
 def remove_model(called: str) -> None:
-    """Delete what was fetched of a model, and the entry if it is your own."""
+    """Delete the fetched files of a model, and its entry if it is your own."""
     remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
     dropped = remove_own(called)
@@ -257,7 +264,7 @@ Examples:
 @click.argument("called", metavar="FILE|hf:OWNER/REPO:FILE")
 @click.option("--draft", metavar="NAME", help="Its draft model, by name.")
 @click.option("--notes", metavar="TEXT")
-@click.option("--force", is_flag=True, help="Also if the name has a meaning already.")
+@click.option("--force", is_flag=True, help="Replace an existing name.")
 def add(name: str, called: str, draft: str | None, notes: str | None, force: bool) -> None:
     """Give a model a name of your own."""
     if ":" in name or is_path(name) or printable(name) != name or not name.strip():

@@ -1,4 +1,4 @@
-"""Options that several commands share: prompts, how tokens are drawn and drafted, chats, statistics."""
+"""Options that several commands share: prompts, sampling, drafting, chats, statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript
-from llamaspec.cli.grouped import Command, Decorator, Separated, option_group
+from llamaspec.cli.grouped import Command, Decorator, Integer, Separated, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import ConstraintError, PromptError
 from llamaspec.length.fixed import AtMost, FixedLength
@@ -34,7 +34,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(share) for share in text.replace("/", ",").split(","))  # llama.cpp allows slashes
     except ValueError:
-        raise ValueError(f"{text!r} are no numbers with commas between them, such as 3,1") from None
+        raise ValueError(f"{text!r} is not a list of numbers such as 3,1") from None
 
 
 DEVICE_NAMES = Separated(
@@ -49,7 +49,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What the command line says about the prompt."""
+    """The prompt as named on the command line."""
 
     text: str | None
     file: str | None
@@ -77,7 +77,7 @@ class PromptSource:
 
 
 def read_input(path: Path, kind: str) -> bytes:
-    """A file of the user's; a PromptError where it cannot be read."""
+    """Read a file of the user, or raise a PromptError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -107,58 +107,64 @@ def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] =
 # How tokens are drawn and drafted
 
 
-class DraftLength(click.IntRange):
+class DraftLength(Integer):
     """A number of draft tokens, or "auto", which becomes None."""
 
     name = f"auto|0-{MAX_DRAFT}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read it."""
+        """Convert an argument."""
         return None if value == "auto" else super().convert(value, param, ctx)
+
+    def wanted(self) -> str:
+        """Describe the values that are accepted."""
+        return f"auto or {super().wanted()}"
 
 
 def _limit(default: int, shown: str | bool, text: str) -> Decorator:
-    return click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=default,
+    return click.option("--max-tokens", "-n", type=Integer(min=1), default=default,
                         show_default=shown, help=text)  # fmt: skip
 
 
 DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
-                 help="Draft tokens in each round; 0 = plain decoding, auto = as many as pay."),
+                 help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
     click.option("--trees", is_flag=True,
-                 help="Let draft tokens branch where that is expected to be faster: where wide batches "
-                      "cost little, with the coupled rule."),
+                 help="Let drafts branch into trees if that is expected to be faster, which needs cheap "
+                      "large batches and the coupled rule."),
     click.option("--exact", is_flag=True,
                  help="The same text for a seed, to the bit, whatever ran before or beside it; on CPUs."),
 )  # fmt: skip
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
-                 help="0 = always the best token."),
-    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the k best tokens; 0 = all."),
+                 help="0 = always the most probable token."),
+    click.option("--top-k", type=int, default=40, show_default=True,
+                 help="Sample from the k most probable tokens; 0 = all."),
     click.option("--top-p", type=float, default=0.95, show_default=True,
-                 help="Keep the best tokens with this much probability together; 1 = all."),
+                 help="Sample from the most probable tokens that reach this total probability; 1 = all."),
     click.option("--min-p", type=float, default=0.05, show_default=True,
-                 help="Keep tokens at least this probable relative to the best; 0 = all."),
-    click.option("--repeat-penalty", type=float, help="Divide the scores of tokens seen lately; 1 = off."),
-    click.option("--presence-penalty", type=float, help="Lower the scores of tokens seen lately."),
-    click.option("--frequency-penalty", type=float, help="The same, for each time they came."),
-    click.option("--seed", type=int, help="For the same text again; default: drawn at random and reported."),
+                 help="Drop tokens below this fraction of the best token's probability; 0 = none."),
+    click.option("--repeat-penalty", type=float, help="Divide the scores of recent tokens; 1 = off."),
+    click.option("--presence-penalty", type=float, help="Subtract from the scores of recent tokens."),
+    click.option("--frequency-penalty", type=float, help="The same, once per occurrence."),
+    click.option("--seed", type=int,
+                 help="Random seed: the same seed gives the same text. Default: random, and reported."),
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
-                 help="How draft tokens are accepted; only coupled gives the same text for a seed without a "
-                      "draft."),
+                 help="How draft tokens are accepted; only with coupled does a seed give the same text with "
+                      "and without a draft."),
     *DRAFTING,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingOptions:
-    """How a command was asked to generate; a ValueError for --exact with a number of draft tokens."""
+    """Sampling and drafting options. Raises a ValueError for --exact with a fixed draft length."""
 
     sampling: Sampling
     max_tokens: int
     seed: int | None  # None = draw one
     rule: str
-    draft_length: int | None  # None = as many as pay
+    draft_length: int | None  # None = automatic
     exact: bool
     trees: bool = False  # draft tokens may branch
 
@@ -167,7 +173,7 @@ class DecodingOptions:
             raise ValueError("--exact chooses the number of draft tokens by itself; drop --draft-length")
 
     def seed_or_random(self) -> int:
-        """The seed, or one drawn now."""
+        """Return the seed, or a random one."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
 
@@ -175,7 +181,7 @@ def _decoding(
     *, max_tokens: int, seed: int | None, rule: str, draft_length: int | None, exact: bool, trees: bool,
     **chain: Any,
 ) -> DecodingOptions:  # fmt: skip
-    """From the command line, where "off" has a value: 1 or 0."""
+    """Make DecodingOptions; on the command line 1 or 0 means off."""
     off = {"top_p": 1, "repeat_penalty": 1}
     kept: dict[str, Any] = {
         name: None if name != "temperature" and value == off.get(name, 0) else value
@@ -186,13 +192,13 @@ def _decoding(
 
 # The command gets DecodingOptions as `decoding`; answers of a chat end by themselves.
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
-_ANSWER_LIMIT = _limit(UNLIMITED, "what the context has room for", "Stop an answer after this many tokens.")
+_ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
 answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))
 
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
-    """The same options with another value of one, given as on the command line; a PromptError if wrong."""
+    """Return the options with one value changed, parsed as on the command line; PromptError if invalid."""
     values = settings_of(decoding)
     field = name.lstrip("-").replace("-", "_")
     if field not in values:
@@ -210,7 +216,7 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
 
 
 def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
-    """What can be set between two answers, with its value; None = off, or drawn at random."""
+    """Return the settings that can change between answers; None = off, or a random seed."""
     penalties = ("repeat_penalty", "presence_penalty", "frequency_penalty")
     names = ("temperature", "top_k", "top_p", "min_p", *penalties)
     chain = {name: getattr(decoding.sampling, name) for name in names}
@@ -235,7 +241,7 @@ def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | No
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """A JSON schema or a grammar, each a file or the text itself; a ConstraintError if it cannot be used."""
+    """Compile a JSON schema or a grammar, given as a file or as text, or raise a ConstraintError."""
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
         return pair.json_schema(_constraint_text(json_schema, is_text, "JSON schema"))
@@ -263,7 +269,7 @@ def _constraint_text(value: str, is_text: bool, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation becomes a text; a ValueError where there is none, or no UTF-8."""
+    """Chat options. Raises a ValueError if they need --chat, or are not UTF-8."""
 
     system: str | None
     chat_template: str | None
@@ -271,16 +277,14 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if not self.chat and (self.system or self.chat_template):
-            raise ValueError(
-                "--system and --chat-template need --chat; without it the text is just continued"
-            )
+            raise ValueError("--system and --chat-template need --chat")
         try:
             (self.system or "").encode()
         except UnicodeEncodeError as error:
             raise ValueError("the system prompt is not UTF-8; convert it first") from error
 
     def read_template(self, pair: Pair) -> ChatTemplate:
-        """The template that was asked for; a NoTemplateError where the target has none."""
+        """Return the chat template; NoTemplateError if the target has none."""
         if self.chat_template is None:
             return ChatTemplate.of(pair.target)
         path = Path(self.chat_template)
@@ -290,7 +294,7 @@ class ChatOptions:
             raise PromptError(f"the chat template {path} is not UTF-8; convert it first") from error
 
     def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
-        """Tokens of a conversation that begins with a prompt as the user's message."""
+        """Return the tokens of a conversation with the prompt as its first user message."""
         try:
             message = Message("user", prompt.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -302,12 +306,12 @@ class ChatOptions:
 
 
 _CHAT: tuple[Decorator, ...] = (
-    click.option("--system", metavar="TEXT", help="The system prompt: how the model should behave."),
+    click.option("--system", metavar="TEXT", help="System prompt."),
     click.option("--chat-template", metavar="FILE",
-                 help="A Jinja template instead of the one in the target's file."),
+                 help="Jinja chat template to use instead of the target's own."),
 )  # fmt: skip
 _WHETHER = click.option(
-    "--chat", is_flag=True, help="Take the prompt as a message, and answer by the chat template."
+    "--chat", is_flag=True, help="Treat the prompt as a chat message, using the chat template."
 )
 # The command gets ChatOptions as `conversation`.
 chat_options = option_group("conversation", ChatOptions, _CHAT)
@@ -323,14 +327,14 @@ def statistics_options(default: Detail | None, help_text: str) -> tuple[Decorato
     return (
         click.option(
             "--stats", type=click.Choice(["short", "full"]), is_flag=False, flag_value="short",
-            metavar="[short|full]", help=f"{help_text}; alone: short. Default: {shown}."
+            metavar="[short|full]", help=f"{help_text}; --stats alone: short. Default: {shown}."
         ),
         click.option("--no-stats", is_flag=True, help="No statistics."),
     )  # fmt: skip
 
 
 def chosen_detail(stats: Detail | None, no_stats: bool, default: Detail | None) -> Detail | None:
-    """How much a person wants to read; None = nothing. A ValueError where both options are given."""
+    """Return the detail of the statistics; None = no statistics. ValueError for both options."""
     if stats is not None and no_stats:
         raise ValueError("--stats and --no-stats contradict each other; drop one")
     return None if no_stats else stats or default

@@ -1,19 +1,14 @@
-"""What reaches people and scripts: text, messages, tables and bars, statistics, JSON, the timeline page.
+"""Print text, messages, tables, progress, statistics and JSON.
 
-Text of models, files and hubs reaches a terminal with its control characters escaped: it could set the title
-and the clipboard, move the cursor, or forge a line. To a pipe or a file text goes unchanged.
+Control characters in text from models, files and hubs are escaped on a terminal, where they could set the
+title or the clipboard, move the cursor, or forge a line. Pipes and files get the text unchanged.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -22,21 +17,26 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
-from llamaspec.measure.probe import Probe
-from llamaspec.measure.reasons import Reasons, break_even_seconds
-from llamaspec.measure.reasons import verdict as verdict_of_costs
+from llamaspec.measure.reasons import Reasons
 from llamaspec.pair import Pair
-from llamaspec.protocols import Vocabulary
-from llamaspec.values import COPIES, MTP, Round
+from llamaspec.values import MTP
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
-TELLING = 16  # tokens of a text whose speed, next to its own plain rounds, is more than noise
-NOTABLE = 0.1  # seconds; what would have taken less is not told
+TELLING = 16  # tokens; the speed-up of a shorter text would be noise
+NOTABLE = 0.1  # seconds; shorter delays are not mentioned
+_ENDS = {
+    StopReason.END: "at end of text",
+    StopReason.LIMIT: "at --max-tokens",
+    StopReason.STOP: "at a stop string",
+    StopReason.CONTEXT: "at the end of the context",
+    StopReason.CONSTRAINT: "by the constraint",
+    StopReason.INTERRUPT: "by an interrupt",
+}
 
-# The options that belong to the remedy of an error; the first class that fits counts.
+# Options that remedy an error; the first matching class counts.
 _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
     (NoTemplateError, ("--target", "--chat-template")),
     (SystemPromptError, ("--system",)),
@@ -48,24 +48,24 @@ _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
 
 
 def say(message: str) -> None:
-    """One line on stderr, whatever the message contains."""
+    """Print one line on stderr."""
     click.echo(f"llamaspec: {printable(message)}", err=True)
 
 
 def message_of(error: LlamaspecError) -> str:
-    """An error in one line, with the options of its remedy."""
+    """Return an error in one line, with the options that remedy it."""
     options = options_of(error)
     return f"{error} ({', '.join(options)})" if options else str(error)
 
 
 def options_of(error: LlamaspecError) -> tuple[str, ...]:
-    """The options of the remedy; none where the message names one itself."""
+    """Return the options that remedy an error; none if the message already names one."""
     options = next((options for kind, options in _REMEDIES if isinstance(error, kind)), ())
     return () if any(option in str(error) for option in options) else options
 
 
 def write_text(text: str, colour: str | None = None) -> None:
-    """Generated text on stdout, at once: as it is, or on a terminal escaped and in a colour."""
+    """Write generated text to stdout and flush; on a terminal it is escaped and may be coloured."""
     if sys.stdout.isatty():
         shown = printable(text, keep="\n\t")
         click.echo(click.style(shown, fg=colour) if colour is not None else shown, nl=False)
@@ -78,7 +78,7 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """A table without lines; a title begins with "<" if left-justified, and with "!" if never wrapped."""
+    """Print a table. A column title that starts with "<" is left-justified, with "!" never wrapped."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
         name, is_left = title.lstrip("<!"), title.startswith("<")
@@ -89,19 +89,19 @@ def print_table(
 
 
 def stderr_console() -> Console:
-    """A console on stderr; colour only on a terminal, NO_COLOR honoured."""
+    """Return a console on stderr, with colour only on a terminal and without NO_COLOR."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Thoughts:
-    """What a model thinks, on stderr; if it is not to be shown, a terminal shows that it thinks."""
+    """Show reasoning on stderr, or only "thinking …" on a terminal if it is hidden."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
         self._is_open = False
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Show more reasoning."""
         is_terminal = sys.stderr.isatty()
         if not self._is_shown:
             if self._is_open or not is_terminal:
@@ -112,28 +112,28 @@ class Thoughts:
         click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
 
     def end(self) -> None:
-        """The answer begins, or ends."""
+        """End the reasoning, because the answer begins or the sequence ends."""
         if self._is_open:
             click.echo(err=True)
         self._is_open = False
 
 
 class SlowProgress:
-    """A progress bar on a terminal, which appears when the work takes longer than two seconds.
+    """A progress bar that appears on a terminal if work takes longer than two seconds.
 
-    Use as a context manager; call it with the finished fraction, 0 to 1: at 1 the bar goes away.
+    Use as a context manager. Call it with the finished fraction, 0 to 1; at 1 the bar disappears.
     """
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._fraction = 0.0
         self._bar: Progress | None = None
-        self._lock = threading.Lock()  # a timer shows the bar of work that tells nothing for a while
+        self._lock = threading.Lock()  # the timer shows the bar from another thread
         self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
 
     def __call__(self, fraction: float) -> None:
-        """Show how much is done."""
+        """Update the bar."""
         self._fraction = fraction
         if fraction >= 1:
             self._end()
@@ -141,7 +141,7 @@ class SlowProgress:
             self._bar.update(self._bar.task_ids[0], completed=fraction)
 
     def part(self, done: int, total: int) -> None:
-        """The same, told as parts done of a total."""
+        """Update the bar from a number of parts done and their total."""
         self(done / total)
 
     def __enter__(self) -> SlowProgress:
@@ -174,7 +174,7 @@ class SlowProgress:
 
 
 def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
-    """What `generate --json` prints; the names are a contract with scripts."""
+    """Return what `generate --json` prints. Scripts depend on the names."""
     summary = completion.summary
     draft: str | None = None
     if pair.heads is not None:
@@ -217,7 +217,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
 
 
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
-    """The lines after a text: short without the field's terms, full with them and with where time went."""
+    """Return the statistics of a completion: short for everyone, full with all figures and times."""
     summary = completion.summary
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
@@ -225,24 +225,27 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
     gain = summary.speed_up if summary.n_tokens >= TELLING else None
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} not verified" if n_dropped else ""
-    ended = f"stopped by {completion.stop_reason.value}, seed {seed}"
+    ended = f"stopped {_ENDS[completion.stop_reason]}, seed {seed}"
+    unverified = (
+        f"{summary.n_drafted} proposed, none verified" if summary.n_drafted else "nothing was drafted"
+    )
     if detail == "short":
         if gain is not None:
-            speed += f": {gain:.{1 if gain >= 1 else 2}f} times as fast as without a draft"
+            speed += f": {gain_in_words(gain, digits=1)}"
         n_rejected = summary.n_verified - summary.n_accepted
-        source = "nothing was drafted"
-        if summary.n_drafted:
+        source = unverified
+        if summary.n_verified:
             rejected = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
             source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
-        prompt = f"the prompt took {completion.prefill_seconds:.2f} s"
+        prompt = f"prompt processed in {completion.prefill_seconds:.2f} s"
         return [speed, f"{source}; {prompt}; {ended}", *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
     prompt = f"{completion.n_prompt_tokens} tokens{cached} in {completion.prefill_seconds:.2f} s"
     lines = [f"{speed} (prompt: {prompt}), {ended}"]
     if gain is not None and summary.plain_seconds:
         lines.append(
-            f"{gain:.2f} times as fast as without a draft: "
-            f"{1e3 * summary.plain_seconds:.1f} ms a token where none was drafted in this text"
+            f"{gain_in_words(gain, digits=2)}: a round without draft tokens takes "
+            f"{1e3 * summary.plain_seconds:.1f} ms"
         )
     if summary.acceptance_rate is not None:
         lines.append(
@@ -250,7 +253,7 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             f"({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
         )
     else:
-        lines.append(f"no draft tokens verified{dropped}")
+        lines.append(unverified)
     if summary.decode_seconds > 0:
         parts = {
             "draft": summary.draft_seconds,
@@ -258,22 +261,30 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             "overhead": summary.overhead_seconds,
         }
         if completion.mask_seconds:
-            parts["of these, for the constraint"] = completion.mask_seconds
+            parts["constraint (included above)"] = completion.mask_seconds
         shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
         lines.append("time: " + ", ".join(shares))
     return [*lines, *_unused_draft(completion)]
 
 
+def gain_in_words(gain: float, digits: int) -> str:
+    """Compare the estimated speed with that of plain decoding."""
+    percent = round(100 * (1 - gain))
+    if percent > 0:
+        return f"{percent}% slower than without a draft (estimate)"
+    return f"{gain:.{digits}f} times as fast as without a draft (estimate)"
+
+
 def _unused_draft(completion: Completion) -> list[str]:
     unused = completion.unused_draft
     if completion.draft_fault is not None:
-        return [f"the draft failed and was not used any more: {printable(completion.draft_fault)}"]
+        return [f"the draft failed and is no longer used: {printable(completion.draft_fault)}"]
     if unused is None or unused.reading_seconds < NOTABLE:
         return []
     reading, saved = unused
     return [
-        f"the draft was not used: it would have taken {reading:.1f} s to read the prompt, "
-        f"and was expected to save {saved:.1f} s"
+        f"the draft was not used: reading the prompt would have taken {reading:.1f} s, "
+        f"to save about {saved:.1f} s"
     ]
 
 
@@ -281,33 +292,34 @@ def _unused_draft(completion: Completion) -> list[str]:
 
 
 def verdict(reasons: Reasons) -> str:
-    """One sentence: did drafting pay, and what decides it?"""
+    """Say in one line whether drafting was faster, and at which acceptance it breaks even."""
     if reasons.break_even_acceptance is not None:
-        needed = f"at these costs it needs an acceptance of {reasons.break_even_acceptance:.2f}"
+        needed = f"break-even acceptance: {reasons.break_even_acceptance:.0%}"
     elif reasons.is_conclusive:
-        needed = "at these costs it never does, at any acceptance"
+        needed = "at these costs drafting is slower at any acceptance"
     else:
-        needed = "which acceptance it needs is not known yet: too little was timed; llamaspec probe tells"
+        needed = "break-even acceptance unknown: too few timings so far, run `llamaspec probe`"
     if not reasons.n_judged and not reasons.n_copies_judged:
-        return f"no draft token was verified, so drafting gained nothing in this text; {needed}"
+        return f"no draft token was verified, so drafting gained nothing; {needed}"
+    observed = "" if reasons.acceptance is None else f"; observed: {reasons.acceptance:.0%}"
     if reasons.gained_seconds is None:
-        return f"whether drafting paid in this text is not known: there was no plain round; {needed}"
-    paid = "paid" if reasons.gained_seconds > 0 else "did not pay"
+        return f"gain unknown: no round without draft tokens to compare with; {needed}{observed}"
+    compared = "faster" if reasons.gained_seconds > 0 else "slower"
     if reasons.acceptance is None:
-        return f"looking draft tokens up in earlier text {paid} in this text"
-    return f"drafting {paid} in this text: {needed}, verified draft tokens had {reasons.acceptance:.2f}"
+        return f"copying from earlier text was {compared} than plain decoding"
+    return f"drafting was {compared} than plain decoding; {needed}{observed}"
 
 
 def explain(reasons: Reasons, console: Console) -> None:
-    """Print the lengths, the costs, the acceptance, what was gained and the verdict."""
+    """Print draft lengths, costs, acceptance, gain and verdict."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
     costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
-    print_table(("positions at once", "ms", "rounds timed"), costs, console)
-    console.print(f"overhead of a round: {1e3 * reasons.overhead_seconds:.2f} ms")
+    print_table(("batch size", "ms", "rounds timed"), costs, console)
+    console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
     if reasons.draft_step_seconds:
-        console.print(f"a draft token costs {1e3 * reasons.draft_step_seconds:.2f} ms")
+        console.print(f"time per draft token: {1e3 * reasons.draft_step_seconds:.2f} ms")
     if reasons.n_judged:
         groups = []
         for group in reasons.bins:
@@ -317,122 +329,11 @@ def explain(reasons: Reasons, console: Console) -> None:
     n_copies, n_accepted = reasons.n_copies_judged, reasons.n_copies_accepted
     if n_copies:
         console.print(
-            f"looked up in earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
+            f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
             f"({n_accepted / n_copies:.0%})"
         )
     gained = reasons.gained_seconds
     if gained is not None:
-        console.print(f"against plain decoding: {abs(gained):.2f} s {'saved' if gained >= 0 else 'lost'}")
+        outcome = "saved" if gained >= 0 else "lost"
+        console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
     console.print(verdict(reasons))
-
-
-# The page that shows every round of a text
-
-
-def check_writable(path: Path, what: str) -> None:
-    """Raise a LlamaspecError, before anything is loaded, if the file cannot be written."""
-    existing = path if path.exists() else path.parent
-    if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
-        raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
-
-
-def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:
-    """Write timeline.html with the data as JSON in it, escaped so that no text can break the page."""
-    data = {
-        "summary": summary,
-        "conclusion": conclusion(completion),
-        "prompt": {"n_tokens": completion.n_prompt_tokens, "seconds": completion.prefill_seconds},
-        "n_tokens": completion.summary.n_tokens,
-        "plain": completion.summary.plain_seconds,
-        "rounds": [_round_json(round_, vocabulary) for round_ in completion.rounds],
-    }
-    template = (files("llamaspec") / "cli" / "timeline.html").read_text(encoding="utf-8")
-    page = template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file") from error
-
-
-def conclusion(completion: Completion) -> str:
-    """What the drafts were worth in this text, in one sentence."""
-    summary = completion.summary
-    if not summary.n_drafted:
-        return "Nothing was drafted: this is plain decoding."
-    if summary.speed_up is None:
-        return "Every round had a draft, so this run does not tell what plain decoding takes."
-    share = 1 / summary.speed_up
-    if share <= 1:
-        return f"With the drafts this text took {share:.0%} of the time that plain decoding takes."
-    return f"The drafts did not pay: this text took {share:.2f} times as long as plain decoding."
-
-
-def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
-    def text(token: int) -> str:
-        return printable(vocabulary.piece(token).decode("utf-8", errors="replace"), keep="\n\t")
-
-    draft = round_.draft
-    return {
-        "draft": round_.draft_seconds,
-        "verify": round_.verify_seconds,
-        "rest": round_.overhead_seconds,
-        "accepted": round_.n_accepted,
-        "verified": round_.n_verified,
-        "copied": round_.source in COPIES,
-        "drafted": [
-            {
-                "text": text(token),
-                "confidence": round_.confidences[i],
-                "parent": draft.parent(i),
-                "kept": i in round_.path,
-            }
-            for i, token in enumerate(draft.tokens.tolist())
-        ],
-        "next": text(round_.next_token),
-    }
-
-
-# The curve of a probe as a picture
-
-
-def check_plot(path: Path) -> None:
-    """Raise a LlamaspecError, before anything is measured, if the picture cannot be drawn."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
-    if find_spec("matplotlib") is None:
-        raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
-
-
-def draw_probe(found: Probe, path: Path, title: str) -> None:
-    """Draw seconds by width, one line for each depth, and the most that pays if all tokens are accepted."""
-    check_plot(path)
-    from matplotlib.figure import Figure  # an extra, which most people do without
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    widths = [row.width for row in found.widths]
-    for i, depth in enumerate(found.depths):
-        timings = [row.timings[i] for row in found.widths]
-        axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
-        axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
-    curve = found.curve
-    if found.draft_step is not None:
-        break_even = "break-even: the same as single tokens, if every draft token is accepted"
-        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
-        figure.supxlabel(verdict_of_costs(curve), fontsize="medium")
-    axes.set(title=title, xlabel="positions evaluated at once", ylabel="milliseconds")
-    slowest = max(timing.high for row in found.widths for timing in row.timings)
-    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib; a LlamaspecError where that cannot be."""
-    try:
-        metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figure, the same file
-        figure.savefig(path, dpi=150, metadata=metadata)
-    except (OSError, ValueError) as error:
-        raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error

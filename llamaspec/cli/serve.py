@@ -14,7 +14,7 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
-from llamaspec.cli.grouped import Decorator, GroupedCommand, refusing_values, section
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
@@ -33,39 +33,39 @@ MAX_KEY_FILE = 1 << 20  # bytes
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
-                 help="The address to listen on; others than this machine's need a key."),
-    click.option("--port", type=int, default=8080, show_default=True, help="0 = any that is free."),
+                 help="Address to listen on; one that other machines can reach needs an API key."),
+    click.option("--port", type=int, default=8080, show_default=True, help="0 = any free port."),
     click.option("--parallel", type=int, default=4, show_default=True,
-                 help="Texts that are written at once; others wait."),
-    click.option("--ctx-per-request", type=click.IntRange(min=2),
-                 help="The most tokens of one text. --n-ctx then is the room that all texts share; default: "
-                      "enough for as many as --parallel."),
+                 help="Maximum number of requests that generate at once; others wait."),
+    click.option("--ctx-per-request", type=Integer(min=2),
+                 help="Maximum tokens per request. --n-ctx is then the KV cache that all requests share; "
+                      "default: enough for --parallel requests."),
     click.option("--max-queue", type=int, default=64, show_default=True,
-                 help="Texts that may wait; more are refused for now."),
+                 help="Maximum number of waiting requests; more are refused."),
     click.option("--request-timeout", type=float, default=600.0, show_default=True,
-                 help="Seconds that an answer may take; 0 = any."),
+                 help="Time limit of a request in seconds; 0 = none."),
     click.option("--grace", "grace_seconds", type=float, default=30.0, show_default=True,
-                 help="Seconds for running answers when the server is stopped."),
+                 help="Seconds that running requests have to finish when the server stops."),
     click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="LLAMASPEC_API_KEY",
-                 help="Ask clients for this key; may be repeated. Better in LLAMASPEC_API_KEY or a file: a "
-                      "command line can be seen by other users of the machine."),
-    click.option("--api-key-file", metavar="FILE", help="Keys, one a line."),
-    click.option("--no-auth", is_flag=True, help="Let other machines in without a key."),
+                 help="Require this key; may be repeated. Prefer LLAMASPEC_API_KEY or a file: other users "
+                      "of the machine can see a command line."),
+    click.option("--api-key-file", metavar="FILE", help="File with API keys, one per line."),
+    click.option("--no-auth", is_flag=True, help="Allow other machines without a key."),
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
-                 help="Let pages of this origin ask, or of any: *; may be repeated."),
-    click.option("--alias", help="The model's name in answers; default: that of the file."),
+                 help="Allow web pages of this origin, * = of any; may be repeated."),
+    click.option("--alias", help="Model name in responses; default: the file's name."),
     click.option("--chat-template", metavar="FILE",
-                 help="A Jinja template instead of the one in the target's file."),
+                 help="Jinja chat template to use instead of the target's own."),
     *shared.DRAFTING,
-    click.option("--cache-ram", "cache_ram_mib", type=click.IntRange(min=0), metavar="MIB",
-                 help="Main memory for finished texts: what begins like one of them is not read again. "
-                      "Default: a quarter of the free memory, at most 8192; 0 = none."),
+    click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
+                 help="Main memory for finished sequences, so that their prefixes need not be processed "
+                      "again. Default: a quarter of the free memory, at most 8192; 0 = none."),
     click.option("--cache-dir", metavar="DIR",
-                 help="Save finished texts there when the server stops, and load them when it starts."),
-    click.option("--cache-dir-gib", type=click.FloatRange(min=0.0), default=8.0, show_default=True,
-                 help="The most that may lie there."),
+                 help="Save finished sequences here when the server stops; load them when it starts."),
+    click.option("--cache-dir-gib", type=Number(min=0.0), default=8.0, show_default=True,
+                 help="Maximum cache size on disk."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
-                 help="One line on stderr for each request."),
+                 help="Format of the log on stderr, one line per request."),
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def serve(
     request_timeout: float,
     **others: Any,
 ) -> None:
-    """Answer the clients of OpenAI and Anthropic. Stop with Ctrl-C."""
+    """Serve an OpenAI- and Anthropic-compatible API. Stop with Ctrl-C."""
     with refusing_values():
         decoding = shared.DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
         keys = (*api_keys, *_keys_of(api_key_file))
@@ -129,10 +129,10 @@ def _keys_of(name: str | None) -> Sequence[str]:
     except OSError as error:
         raise LlamaspecError(f"cannot read the keys in {name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise LlamaspecError(f"the keys in {name} are not text; one key a line is expected") from error
+        raise LlamaspecError(f"the keys in {name} are not text; write one key per line") from error
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise LlamaspecError(f"there is no key in {name}; write one key a line")
+        raise LlamaspecError(f"there is no key in {name}; write one key per line")
     return keys
 
 
@@ -151,7 +151,7 @@ def _with_room(files: PairFiles, models: ModelChoice, per_request: int | None, p
     n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
     if per_request is not None and per_request > n_cells:
         raise ValueError(
-            f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all texts share"
+            f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all requests share"
         )
 
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
@@ -177,7 +177,7 @@ def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
     try:
         return shared.ChatOptions(None, name).read_template(pair)
     except NoTemplateError:
-        say("the target has no chat template; only /v1/completions can be answered (--chat-template)")
+        say("the target has no chat template; only /v1/completions works (--chat-template)")
         return None
 
 
@@ -188,21 +188,21 @@ Examples:
   llamaspec generate --target big.gguf --draft small.gguf --rpc 10.0.0.7:50052 "Once"
 """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=PORT, show_default=True, help="Port.")
-@click.option("--threads", type=click.IntRange(1, 512), help="Threads of a CPU; default: its physical cores.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=Integer(1, 65535), default=PORT, show_default=True, help="Port.")
+@click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the physical cores.")
 @click.option(
     "--device",
     type=shared.DEVICE_NAMES,
-    help="What to compute on, names with commas between them; default: all GPUs, else the CPU.",
+    help="Devices to compute on, separated by commas; default: all GPUs, else the CPU.",
 )
 @click.option("--cache", is_flag=True,
-              help="Keep weights in the cache folder, so that a client sends them once.")  # fmt: skip
+              help="Keep weights in the cache folder, so that a client sends them only once.")  # fmt: skip
 def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | None, *, cache: bool) -> None:
-    """Compute layers for a target on another machine, given there as --rpc HOST:PORT.
+    """Compute layers of a target that runs on another machine with --rpc HOST:PORT.
 
-    There is no password and no encryption: whoever reaches the port can use this machine and read what is
-    computed. Listen on private networks only. One client at a time.
+    There is no password and no encryption: anyone who can reach the port can use this machine and read what
+    it computes. Listen on private networks only. One client at a time.
     """
     found = find_devices()
     if device is None:
@@ -220,8 +220,8 @@ def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | 
             fault = f"cannot make {folder}: {error.strerror}"
             raise WorkerError(f"{fault}; set LLAMASPEC_CACHE elsewhere") from error
     told = (
-        f"a worker on {host}:{port}, computing on {', '.join(device)}; whoever reaches it can use it: "
-        f"private networks only; Ctrl-C ends it"
+        f"a worker on {host}:{port}, computing on {', '.join(device)}; anyone who can reach it can use it, "
+        f"so private networks only; Ctrl-C stops it"
     )
     devices = [each for each in found if each.name in device]
     serve_worker(host, port, threads, devices, folder, lambda: say(told))

@@ -110,7 +110,7 @@ def distil_draft(
         seconds = _reading_seconds(model, tokens, wish.length)
         tell(
             f"the target reads {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
-            f"{shape.n_parameters / 1e6:.1f}M parameters learns for {wish.minutes:g} min on {device.type}"
+            f"{shape.n_parameters / 1e6:.1f}M parameters trains for {wish.minutes:g} min on {device.type}"
         )
         recorded = record(model, tokens, wish.length, folder, report)
     draft = Llama(shape).to(device)
@@ -197,7 +197,7 @@ def _train(
     def told(progress: Progress) -> None:
         left = (1 - progress.done) * 60 * wish.minutes * progress.tokens_per_second
         passes = left / recorded.tokens.size
-        tell(f"{progress}; the rest of the time is enough to read the text {passes:.1f} times")
+        tell(f"{progress}; time left for {passes:.1f} passes over the text")
 
     train(draft, plan, batch, loss, told, checkpoint)
 

@@ -101,7 +101,7 @@ def make_draft(
     deadline = time.monotonic() + 60 * settings.minutes * SEARCHING
     folder = (output or made_path(target.path, "made")).parent
     prompts = settings.prompts(target)
-    tell(f"measuring {target.path.name}: what wider batches cost, and what it writes")
+    tell(f"measuring {target.path.name}: the cost of larger batches, and sample texts")
     seconds = machine.round_seconds(target)
     ideal = max((n + 1) * seconds[0] / each for n, each in enumerate(seconds))
     if ideal < LEAST_SPEED_UP:
@@ -219,8 +219,8 @@ class _Bench:
         finally:
             self.longest = max(self.longest, time.monotonic() - start)
         self.tell(
-            f"{self.label(candidate)}: {found.n_bytes / 1e6:.0f} MB, a draft token costs "
-            f"{found.cost_ratio:.3f} of a target token, acceptance {found.acceptance:.2f}, "
+            f"{self.label(candidate)}: {found.n_bytes / 1e6:.0f} MB, a draft token takes "
+            f"{found.cost_ratio:.3f} of a target token's time, acceptance {found.acceptance:.2f}, "
             f"predicted {found.speed_up:.2f}x"
         )
         ranked = sorted([self.best, found] if self.best else [found], key=rank)

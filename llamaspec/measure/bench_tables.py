@@ -86,8 +86,8 @@ def _costs(curve: CostCurve) -> str:
     single, *wider = curve.verify_seconds
     widths = ", ".join(map(str, curve.widths[1:]))
     times = ", ".join(f"{seconds / single:.2f}" for seconds in wider)
-    step = f"; a draft step {curve.draft_step_seconds / single:.2f}" if curve.draft_step_seconds else ""
-    return f"Evaluating {widths} positions at once costs {times} single ones{step}."
+    step = f"; a draft token {curve.draft_step_seconds / single:.2f}" if curve.draft_step_seconds else ""
+    return f"Batches of {widths} cost {times} times a single token{step}."
 
 
 def _table(cells: Sequence[tuple[str, ...]]) -> str:

@@ -1,8 +1,7 @@
-"""Looks at the machine and at two models, and yields what will go wrong or be slow.
+"""Check the machine and the models, and yield findings about what will fail or be slow.
 
-The models are loaded one by one, so that a damaged one is a finding and the other is examined all the same.
-A finding that is not ok names its remedy and the settings for it: by the role of the model and the field of
-its options, such as "draft.n_ctx".
+Models are loaded one by one, so that a damaged file is a finding and the other model is still checked. A
+finding that is not ok names a remedy and its settings by role and field, such as "draft.n_ctx".
 """
 
 from __future__ import annotations
@@ -35,37 +34,37 @@ Clock = Callable[[], float]  # seconds
 Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> told how much is loaded
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-CHEAP = 3.0  # a draft should be at least so many times cheaper than its target
-CROWDED = 0.9  # of the free memory; computing needs some more than weights and contexts
-STEPS, WARM_UP = 9, 2  # tokens that are timed one by one, and those of them that do not count
-PATIENCE_SECONDS = 5.0  # for the steps of one model; a very large one is timed less often
-LOOK_SECONDS = 0.3  # at what other programs do
+CHEAP = 3.0  # a draft should be at least this many times faster than its target
+CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
+STEPS, WARM_UP = 9, 2  # tokens timed one by one; the first ones do not count
+PATIENCE_SECONDS = 5.0  # limit per model; a very large one is timed fewer times
+LOOK_SECONDS = 0.3  # for measuring the load of other programs
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
-TRIAL_SECONDS = 5.0  # for it; a very large target writes less
-FEW = 0.3  # of the draft tokens: below that drafting hardly ever pays
+TRIAL_SECONDS = 5.0  # limit of that trial
+FEW = 0.3  # acceptance below which drafting is hardly ever faster
 N_BEFORE = 16  # cached tokens when the first step is timed
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: str  # ok, warning or problem
     topic: str
     text: str
     remedy: str | None = None  # None where nothing needs to be done
-    settings: tuple[str, ...] = ()  # with which something can be done
-    error: LlamaspecError | None = None  # what it was made of
+    settings: tuple[str, ...] = ()  # that the remedy uses
+    error: LlamaspecError | None = None  # the error that it reports
 
     @classmethod
     def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
-        """A problem; our errors end with their remedy, behind a semicolon."""
+        """Make a problem from an error, whose message ends with the remedy, after a semicolon."""
         text, _, remedy = str(error).rpartition("; ")
         return cls(PROBLEM, topic, text or str(error), remedy if text else None, error=error)
 
 
 def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settings: str) -> Finding:
-    """OK where all is fine; else a warning whose text ends with the fault."""
+    """Return OK, or a warning whose text ends with the fault."""
     if is_fine:
         return Finding(OK, topic, text)
     return Finding(WARNING, topic, text + fault, remedy, settings)
@@ -73,7 +72,7 @@ def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settin
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the models will run on."""
+    """The machine that the models will run on."""
 
     system: str  # sys.platform
     backend: str  # build and CPU features, in one line
@@ -113,7 +112,7 @@ class Examined:
 
 
 def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
-    """All findings, the machine's first."""
+    """Yield all findings, those of the machine first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
     draft = files.draft
@@ -152,7 +151,7 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
 
 
 def look_at_machine() -> Machine:
-    """Ask llama.cpp and the system."""
+    """Collect facts from llama.cpp and the system."""
     return Machine(
         system=sys.platform,
         backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
@@ -189,12 +188,12 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
         fault, option = "; an NVIDIA GPU is here, but this build computes on the CPU only", "CUDA"
     elif not machine.can_offload:
         shown += "; no GPU offload"
-    remedy = f"build llama.cpp anew with CMAKE_ARGS=-DGGML_{option}=on"
+    remedy = f"rebuild llama.cpp with CMAKE_ARGS=-DGGML_{option}=on"
     yield check("devices", shown, not fault, fault, remedy)
     if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
         text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
-        fault = "; llamaspec computes with fewer threads while they do, and is slower than on a quiet machine"
-        yield Finding(WARNING, "load", text + fault, "close what computes beside it")
+        fault = "; until they stop, llamaspec uses fewer threads and is slower"
+        yield Finding(WARNING, "load", text + fault, "stop other CPU-heavy programs")
 
 
 def _device(device: Device) -> str:
@@ -207,8 +206,10 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
     n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
     text += " (default)" if asked is None else ""
-    is_fine, remedy = n <= machine.n_physical, f"ask for {machine.n_physical}"
-    return check(topic, text, is_fine, ": too many wait for each other", remedy, f"{role}.threads")
+    is_fine, remedy = n <= machine.n_physical, f"use {machine.n_physical}"
+    return check(
+        topic, text, is_fine, ": more threads than cores slow each other down", remedy, f"{role}.threads"
+    )
 
 
 def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
@@ -219,18 +220,18 @@ def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
         if not model.options.workers
     ]
     if not sizes:
-        return Finding(OK, "memory", "weights and context lie on the workers")
+        return Finding(OK, "memory", "weights and context are on the workers")
     needed = sum(weights + context for _, weights, context in sizes)
     on_gpu = any(machine.offloads(model.options) for model in models)
     free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
     parts = " + ".join(f"{role} {as_size(w)} weights, {as_size(c)} context" for role, w, c in sizes)
     text = f"{as_size(needed)} needed ({parts})"
     if free is None:
-        return Finding(OK, "memory", f"{text}; the system does not say what is free")
+        return Finding(OK, "memory", f"{text}; free memory is unknown on this system")
     text += f", {as_size(free)} free {'on the GPU' if on_gpu else 'in main memory'}"
     if needed <= CROWDED * free:
         return Finding(OK, "memory", text)
-    remedy = "open a smaller context, choose a smaller quantisation, or close programs"
+    remedy = "use a smaller context or quantization, or close other programs"
     if on_gpu:
         settings = ("target.n_ctx", "target.gpu_layers")
         return Finding(WARNING, "memory", text, f"{remedy}; or put fewer layers on the GPU", settings)
@@ -273,7 +274,7 @@ def step_seconds(model: LlamaModel, clock: Clock) -> float:
 
 
 def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
-    """What is to say of one model alone."""
+    """Yield findings about one model."""
     role, facts, options = model.role, model.facts, model.options
     parameters = f"{_count(facts.n_parameters)} parameters"
     if facts.n_active_parameters is not None:
@@ -283,14 +284,14 @@ def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
     asked, most = options.n_ctx, model.trained_context_size
     yield check(
         f"{role} context", context, asked is None or asked <= most,
-        ": its text may break down beyond that", f"open {most} tokens or less", f"{role}.n_ctx",
+        ": text may degrade beyond that", f"use {most} tokens or fewer", f"{role}.n_ctx",
     )  # fmt: skip
     yield _rollback_finding(model)
     types = options.cache_type_k, options.cache_type_v
     yield check(
         f"{role} KV types", f"keys {types[0]}, values {types[1]}",
         role != "draft" or min(CACHE_BYTES[kind] for kind in types) >= CACHE_BYTES["q8_0"],
-        ": below q8_0 draft tokens get worse", "raise both to q8_0 or f16",
+        ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
         "draft.cache_type_k", "draft.cache_type_v",
     )  # fmt: skip
     on_gpu = machine.offloads(options) or options.workers != ()
@@ -302,7 +303,7 @@ def _count(n: int) -> str:
 
 
 def _rollback_finding(model: Examined) -> Finding:
-    """What the KV cache did when draft tokens were taken back."""
+    """Say how the KV cache rolls back draft tokens."""
     facts, memory, topic = model.facts, model.memory, f"{model.role} rollback"
     kinds = [
         name
@@ -313,21 +314,21 @@ def _rollback_finding(model: Examined) -> Finding:
     if facts.window is not None:
         kind += f", some layers see the last {facts.window}"
     if memory.n_reread and not memory.n_kept:
-        fault = "; it cannot go back, so after a rejected draft token the whole text is evaluated again"
-        remedy = "keep texts short, decode plainly, or choose a model that keeps positions only"
+        fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
+        remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
         return Finding(WARNING, topic, kind + fault, remedy, ("draft_length",))
     how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
     if memory.n_reread:
         again = f"{memory.n_reread} of {memory.n_right} tokens were evaluated again in a trial"
         how = f"from a snapshot, {again}"
-    return Finding(OK, topic, f"{kind}; rejected draft tokens are taken back {how}")
+    return Finding(OK, topic, f"{kind}; rejected draft tokens are rolled back {how}")
 
 
 def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
-    """On CPUs attention without it may be the faster: no reason to warn."""
+    """Check flash attention; on a CPU it may be slower, so turning it off is no warning there."""
     asked, topic = model.options.flash_attention, f"{model.role} flash attention"
     if not model.facts.keeps_positions:
-        return Finding(OK, topic, "not needed, there is no attention")
+        return Finding(OK, topic, "not applicable: the model has no attention")
     text = asked
     if asked == "auto" and model.flash_attention is not None:
         text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
@@ -348,13 +349,13 @@ def file_findings(files: PairFiles) -> Iterator[Finding]:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
         elif found.n_heads:
-            can = "they draft" if files.heads else "they can draft"
+            can = "used as the draft" if files.heads else "can be used as the draft"
             settings = () if files.heads else ("heads",)
-            yield Finding(OK, "target heads", f"{found.n_heads} in the file; {can}", settings=settings)
+            yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}", settings=settings)
     if files.ngram is not False and files.draft is None and not files.heads:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
     elif not files.drafts:
-        remedy = "name a small model of the target's family, or look draft tokens up in earlier text"
+        remedy = "name a small model of the target's family, or copy draft tokens from earlier text"
         text = "none given: plain decoding, one token at a time"
         yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
 
@@ -364,18 +365,20 @@ def pace_finding(target: Examined, draft: Examined) -> Finding:
     ratio = target.step_seconds / draft.step_seconds
     text = (
         f"a token takes {1e3 * target.step_seconds:.2f} ms in the target, "
-        f"{1e3 * draft.step_seconds:.2f} ms in the draft: {ratio:.1f} times cheaper"
+        f"{1e3 * draft.step_seconds:.2f} ms in the draft: "
     )
-    fault = f", {CHEAP:.0f} times are wanted"
-    remedy = "choose a smaller draft, or a larger target; a comparison shows whether drafting pays"
-    return check("draft cost", text, ratio >= CHEAP, fault, remedy)
+    if ratio >= CHEAP:
+        return Finding(OK, "draft cost", f"{text}{ratio:.1f}× faster")
+    fault = f"only {ratio:.1f}× faster than the target" if ratio > 1 else "no faster than the target"
+    remedy = f"aim for {CHEAP:.0f}× or more with a smaller draft, or measure with `llamaspec compare`"
+    return Finding(WARNING, "draft cost", text + fault, remedy)
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
     """Of two that number the same tokens: whether both begin and end a text alike."""
     sizes = f"{target.size} tokens"
     if target.size != draft.size:
-        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, those of both equal"
+        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, shared ids equal"
     yield Finding(OK, "vocabulary", f"the same: {sizes}")
     ends = ("start", target.bos, draft.bos), ("end", target.eos, draft.eos)
     differing = [
@@ -385,7 +388,7 @@ def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iter
     ]
     text = "; ".join(differing) or f"start {_token(target.bos)}, end {_token(target.eos)} in both"
     remedy = "choose a draft tuned like the target, both for chat or neither"
-    yield check("special tokens", text, not differing, ": draft tokens there are wrong", remedy)
+    yield check("special tokens", text, not differing, ": draft tokens there will be wrong", remedy)
 
 
 def _token(token: int) -> str:
@@ -400,13 +403,13 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
         yield Finding.of_error("vocabulary", error)
         return
     shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
-    text = f"differs: the draft has {shared}, and {common.of_text:.0%} of those of an ordinary text; "
-    yield Finding(OK, "vocabulary", text + "it draws among these")
+    text = f"different: both have {shared}, covering about {common.of_text:.0%} of typical text; "
+    yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
     yield acceptance_finding(target, draft, common, clock)
 
 
 def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Clock) -> Finding:
-    """What a short trial accepts, with the usual sampling."""
+    """Measure acceptance in a short trial with default sampling."""
     begin, prompt = clock(), sample_tokens(target.vocabulary, N_PROMPT)
     with Pair(target, draft, 0.0, common=common, clock=clock) as pair:
         stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
@@ -418,6 +421,6 @@ def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonToke
     summary = stream.completion.summary
     if summary.acceptance_rate is None:
         return Finding(OK, "acceptance", "not tried: the draft proposed nothing")
-    text = f"{summary.acceptance_rate:.0%} of {summary.n_verified} draft tokens in a trial on a short text"
-    remedy = "choose a draft of the target's family; a comparison shows whether drafting pays"
+    text = f"{summary.acceptance_rate:.0%} of {summary.n_verified} draft tokens accepted in a short trial"
+    remedy = "choose a draft of the target's family, or measure with `llamaspec compare`"
     return check("acceptance", text, summary.acceptance_rate >= FEW, "", remedy)

@@ -1,6 +1,6 @@
-"""Whether drafting pays: what measured costs say for any acceptance, and what the rounds of one text gained.
+"""Explain whether drafting is faster: by measured costs, for any acceptance, and in the rounds of one text.
 
-Prices are a `CostCurve`, from a probe or from what a length policy has learnt. Nothing is measured here.
+Costs are a `CostCurve`, from a probe or from a length policy. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from llamaspec.measure.probe import Probe
 from llamaspec.values import COPIES, Round, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-CONCLUSIVE_WIDTH = 9  # kernels change at 2, 4, 5, 8 and 9; where narrow widths do not pay, a wider one may
+CONCLUSIVE_WIDTH = (
+    9  # kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not
+)
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _COPIED, _FORCED = -1, -2  # in place of a bin
 
 
 @dataclass(frozen=True, slots=True)
 class BestFixedLength:
-    """The best constant number of draft tokens, and what it is worth."""
+    """The best fixed draft length and its predicted speed-up."""
 
-    n_guesses: int  # 0 where drafting does not pay
+    n_guesses: int  # 0: plain decoding is faster
     speed_up: float  # predicted tokens per second, divided by those of plain decoding
 
 
 def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> BestFixedLength:
-    """The constant number of draft tokens with the highest predicted speed.
+    """Return the fixed draft length with the highest predicted speed.
 
     Section 3 of Leviathan et al., arXiv 2211.17192, with a measured cost for every width.
 
@@ -58,7 +60,7 @@ def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> 
 
 
 def break_even(seconds: Sequence[float]) -> float | None:
-    """The smallest constant acceptance above which drafting beats plain decoding; None if none does."""
+    """Return the acceptance above which drafting beats plain decoding; None if none does."""
     if best_length(seconds, 1.0).n_guesses == 0:
         return None
     low, high = 0.0, 1.0
@@ -69,7 +71,10 @@ def break_even(seconds: Sequence[float]) -> float | None:
 
 
 def round_seconds(curve: CostCurve, overhead: float = 0.0) -> list[float]:
-    """[K] a round with K draft tokens: straight lines between widths, padded where a wider one is cheaper."""
+    """Return the seconds of a round by draft length.
+
+    Interpolates between measured widths, and assumes padding if a wider batch is cheaper.
+    """
     widths = np.arange(1, curve.widths[-1] + 1)
     padded = np.minimum.accumulate(np.interp(widths, curve.widths, curve.verify_seconds)[::-1])[::-1]
     rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds + overhead).tolist()
@@ -77,13 +82,13 @@ def round_seconds(curve: CostCurve, overhead: float = 0.0) -> list[float]:
 
 
 def break_even_seconds(curve: CostCurve) -> list[float]:
-    """[n] what evaluating each measured width may cost to pay, if all draft tokens are accepted."""
+    """Return for each measured width the seconds that break even if all draft tokens are accepted."""
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     return [width * single - (width - 1) * step for width in curve.widths]
 
 
 def dips(curve: CostCurve) -> dict[int, int]:
-    """Widths for which a wider batch is at least 3 % cheaper -> the cheapest of these."""
+    """Map each width to the cheapest wider one, if that is at least 3 % cheaper."""
     found = {}
     for i, (width, seconds) in enumerate(zip(curve.widths, curve.verify_seconds, strict=True)):
         least, wider = min(zip(curve.verify_seconds[i:], curve.widths[i:], strict=True))
@@ -93,7 +98,7 @@ def dips(curve: CostCurve) -> dict[int, int]:
 
 
 def saturation_width(curve: CostCurve) -> int:
-    """The width up to which a position more costs less than half of a single one, as seen from width 1."""
+    """Return the largest width at which extra positions cost, on average, under half a single-token step."""
     first, widest = curve.verify_seconds[0], 1
     for width, seconds in zip(curve.widths[1:], curve.verify_seconds[1:], strict=True):
         if seconds - first > 0.5 * first * (width - 1):
@@ -103,29 +108,29 @@ def saturation_width(curve: CostCurve) -> int:
 
 
 def verdict(curve: CostCurve) -> str:
-    """One plain sentence: does drafting pay, as far as was measured?"""
+    """Say in one sentence when drafting is faster, as far as was measured."""
     needed = break_even(round_seconds(curve))
     if needed is not None:
-        return f"drafting does not pay on this machine for this pair below an acceptance of {needed:.2f}"
+        return f"on this machine, drafting with this pair is faster above an acceptance of {needed:.0%}"
     if curve.widths[-1] < CONCLUSIVE_WIDTH:
         return (
-            f"whether drafting pays on this machine for this pair is not known yet: only {len(curve.widths)} "
-            f"widths timed, up to {curve.widths[-1]}"
+            f"break-even acceptance unknown: only {len(curve.widths)} batch sizes timed, "
+            f"up to {curve.widths[-1]}"
         )
-    return "drafting does not pay on this machine for this pair, at any acceptance"
+    return "on this machine, drafting with this pair is slower at any acceptance"
 
 
 def attention_verdicts(found: Probe) -> list[str]:
-    """One plain sentence for each depth: is it worth turning flash attention off?"""
+    """Say for each depth whether decoding is faster without flash attention."""
     return [
-        f"behind {timing.depth} tokens --flash-attn off "
+        f"with {timing.depth} tokens in the KV cache, --flash-attn off "
         + (f"decodes {timing.off_speed_up:.2f} times as fast" if timing.is_off_faster else "is no faster")
         for timing in found.attention
     ]
 
 
 def conclusions(found: Probe) -> dict[str, Any]:
-    """A probe and what follows from it, for JSON."""
+    """Return a probe and its conclusions, for JSON."""
     curve, seconds = found.curve, round_seconds(found.curve)
     return {
         **asdict(found),
@@ -142,10 +147,10 @@ def conclusions(found: Probe) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class WidthCost:
-    """What an evaluation of the target costs."""
+    """Cost of one evaluation of the target."""
 
     width: int  # positions
-    seconds: float  # mean of this text's evaluations, or what the policy expects where there was none
+    seconds: float  # mean of this text's evaluations; if there was none, the policy's estimate
     n_timed: int  # rounds of this text
 
 
@@ -161,33 +166,33 @@ class ConfidenceBin:
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """What drafting cost and gained in one text."""
+    """Costs and gain of drafting in one text."""
 
     lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
     widths: tuple[WidthCost, ...]  # ascending
     bins: tuple[ConfidenceBin, ...]  # without tokens that were copied, or forced by a constraint
-    draft_step_seconds: float | None  # None: nothing drafted, and no price is known
+    draft_step_seconds: float | None  # None: nothing was drafted, and no cost is known
     overhead_seconds: float  # of a round
     n_copies_judged: int  # draft tokens that were copied from earlier text
     n_copies_accepted: int
     plain_seconds: float | None  # a round without a draft; None: unknown
     gained_seconds: float | None  # against plain decoding; < 0: lost
-    break_even_acceptance: float | None  # above which drafting pays at these costs; None: never
+    break_even_acceptance: float | None  # None: drafting is slower at any acceptance
     is_conclusive: bool  # whether None above is known: wide evaluations have been timed
 
     @property
     def n_judged(self) -> int:
-        """Draft tokens of a model that were accepted, or the first that was rejected in a round."""
+        """Number of the draft model's tokens that were accepted, or rejected first in their round."""
         return sum(group.n_judged for group in self.bins)
 
     @property
     def acceptance(self) -> float | None:
-        """Probability that a verified draft token of a model was accepted, given those before it."""
+        """Share of the draft model's judged tokens that were accepted; None if there were none."""
         return sum(group.n_accepted for group in self.bins) / self.n_judged if self.n_judged else None
 
 
 def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
-    """What drafting cost and gained in all rounds of a text that ran alone; `curve` is the policy's."""
+    """Compute costs and gain of the rounds of a text that ran alone; `curve` is the policy's."""
     rounds = list(rounds)
     judged, accepted, timed = Counter[int](), Counter[int](), defaultdict[int, list[float]](list)
     for round_ in rounds:
@@ -197,8 +202,8 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
             judged[group] += 1
             accepted[group] += is_accepted
     overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
-    n_steps = sum(round_.n_draft_steps for round_ in rounds)
-    step = sum(round_.draft_seconds for round_ in rounds) / n_steps if n_steps else None
+    steps = [round_.draft_seconds / round_.n_draft_steps for round_ in rounds if round_.n_draft_steps]
+    step = statistics.median_low(steps) if steps else None  # a mean would include reading the prompt
     if step is None and curve is not None:
         step = curve.draft_step_seconds
     plain = [r.seconds for r in rounds if r.width == 1 and not r.n_draft_steps]
@@ -229,7 +234,7 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
 
 
 def _judged(round_: Round) -> Iterator[tuple[float, bool]]:
-    """Confidence and acceptance of draft tokens up to the first rejected one; of siblings, the best."""
+    """Yield confidence and acceptance of draft tokens up to the first rejected one; of siblings, the best."""
     for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
         children = round_.draft.children(node)
         if children:
@@ -237,7 +242,7 @@ def _judged(round_: Round) -> Iterator[tuple[float, bool]]:
 
 
 def _group(source: Source, confidence: float) -> int:
-    """The bin of a draft token; those whose confidence is not a model's are counted apart."""
+    """Return the bin of a draft token; copied and forced tokens have their own."""
     if source in COPIES:
         return _COPIED
     return _FORCED if source is Source.GRAMMAR else sum(confidence > edge for edge in EDGES[1:-1])

@@ -80,18 +80,18 @@ def _weights_bytes(entry: Entry) -> int:
 def expectation(machine: Machine | None) -> str:
     """Whether drafts are expected to pay on such hardware; None = a machine that is not this one."""
     if machine is None:
-        return "whether they pay depends on what computes, and on the quantization"
+        return "whether they help depends on the hardware and the quantization"
     if machine.system == "darwin" and machine.gpus:
         return (
-            "on Metal several positions at once can cost nearly as much as one by one "
-            "(ggml-org/llama.cpp#25250), so a draft may not pay; copies of earlier text do"
+            "on Metal, several tokens at once can cost nearly as much as one by one "
+            "(ggml-org/llama.cpp#25250), so a draft may not help; copies of earlier text do"
         )
     if machine.gpus:
         return (
-            "on GPUs several positions at once cost little more than one, so drafts are expected to pay, "
-            "for a mixture of experts less; llamaspec itself has not been measured there"
+            "on GPUs, several tokens at once cost little more than one, so drafts are expected to help, "
+            "less with a mixture of experts; llamaspec itself has not been measured there"
         )
     return (
-        "on CPUs it depends on the kernels: drafts paid for Q4_0 and F16 weights, hardly for K-quants "
-        "on two cores; a smaller pair, or a mixture of experts, writes faster in any case"
+        "on CPUs it depends on the kernels: drafts helped with Q4_0 and F16 weights, hardly with K-quants "
+        "on two cores; a smaller pair or a mixture of experts is faster in any case"
     )

@@ -199,11 +199,14 @@ def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["genrate", "x"], "No such command 'genrate', did you mean generate?; llamaspec -h"),
+        (["genrate", "x"], "No such command 'genrate', did you mean generate?; see `llamaspec -h`"),
         (["models", "lst"], "No such command 'lst'"),
-        (["other"], "No such command 'other'; llamaspec -h shows what is possible"),
+        (["other"], "No such command 'other'; see `llamaspec -h`"),
         (["--other"], "No such option"),
-        (["compare", "-r", "0"], "llamaspec compare -h shows what is possible"),
+        (["compare", "-r", "0"], "; see `llamaspec compare -h`"),
+        (["generate", "-n", "abc"], "'--max-tokens' / '-n': must be an integer ≥ 1; see"),
+        (["generate", "-k", "65"], "'-k': must be auto or an integer from 0 to 64; see"),
+        (["bench", "-t", "-1"], "'-t': must be a number ≥ 0; see"),
     ],
 )
 def test_command_lines_that_mean_nothing(arguments: list[str], says: str) -> None:

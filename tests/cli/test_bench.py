@@ -97,7 +97,7 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
         f"{arm} (best type)" if arm == best else arm for arm in arms
     ]
     assert table[7][-1].strip() == "4/4"
-    assert "before: auto: other text than llama-server, none in ask 1 at character 1" in done.stdout
+    assert "before: auto: text differs from llama-server, none in ask 1 at character 1" in done.stdout
     drawn = picture.read_text()
     assert all(name in drawn for name in (">llamaspec<", ">llamaspec, plain<", ">before: auto<"))
     assert drawn.count("(best type)") == (found["best_type"] != "llama-server, none")
@@ -135,7 +135,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
     assert popen.returncode == 128 + number
     assert "Traceback" not in stderr
     if number == signal.SIGINT:
-        assert "interrupted; this was measured so far" in stderr
+        assert "interrupted; results so far:" in stderr
         assert "llama-server, none" in stdout
     assert not (tmp_path / "part.json").exists(), "only a whole run is shared"
 
@@ -146,12 +146,12 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
         (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
-        (("--llama-server", "nowhere"), "nowhere is no program; name its file"),
+        (("--llama-server", "nowhere"), "nowhere is not a program; name its file"),
         (("--plot", "x.pdf"), "name a .png or .svg file"),
         (("--share", "no folder/x.json"), "cannot write the report no folder/x.json"),
-        (("--share", "x.json", "--tasks", "own.yaml"), "on the tasks of llamaspec; drop --tasks"),
+        (("--share", "x.json", "--tasks", "own.yaml"), "--share needs the built-in tasks; drop --tasks"),
         (("--target", "missing.gguf"), "no such model file"),
-        (("-r", "0"), "0 is not in the range"),
+        (("-r", "0"), "must be an integer ≥ 1"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], says: str) -> None:

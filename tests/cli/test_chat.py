@@ -160,7 +160,7 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         ([], b"/save\n", "/save needs a file"),
         ([], b"/load none.json\n", "cannot read the conversation none.json"),
         ([], b"/reset all\n", "/reset stands alone"),
-        ([], b"/stats all\n", "/stats stands alone, or with full"),
+        ([], b"/stats all\n", "use /stats or /stats full"),
         ([], b"/regenerate\n", "no answer to regenerate"),
         ([], b"/continue\n", "no answer to go on with"),
         ([], b"/edit\n", "needs a terminal"),
@@ -248,7 +248,7 @@ def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
     options = ["--threads", "1", "--seed", "1", "-t", "0", "-n", "8"]
     answer = invoke("chat", *options, stdin=b"import os\n")
     assert answer.code == 0
-    assert "made to continue Python" in answer.stderr
+    assert "only continues Python code" in answer.stderr
     generated = invoke("generate", "import os\n", *options, "--no-stats")
     assert answer.stdout == generated.stdout  # a conversation is its messages, as lines
 
@@ -374,11 +374,11 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
     assert f"{last(chat)[1]} of them cached" in send(child, "/stats full")
     assert send(child, "/regenerate").startswith("".join(chat.regenerate()).strip("\n"))
     assert "saved to talk.json" in send(child, "/save talk.json")
-    assert "begins anew" in send(child, "/reset")
+    assert "conversation cleared" in send(child, "/reset")
     assert "no answer yet" in send(child, "/stats")
-    assert "going on with talk.json: 4 messages" in send(child, "/load talk.json")
+    assert "resuming talk.json: 4 messages" in send(child, "/load talk.json")
     assert "there is no command /what" in send(child, "/what")
-    assert "/continue          more of the last" in send(child, "/help")
+    assert "/continue          continue the last" in send(child, "/help")
     child.sendline('"""')
     child.expect(r"\.\.\. ")
     child.sendline("three")
@@ -403,7 +403,7 @@ def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
     messages = load_conversation(tmp_path / "talk.json")
     assert [message.role for message in messages] == ["user", "assistant"]
     assert len(messages[1].text) > 0
-    assert "stopped by interrupt" in send(child, "/stats")
+    assert "stopped by an interrupt" in send(child, "/stats")
     child.sendline("line one\\")
     child.expect(r"\.\.\. ")
     until_it_waits(child.pid)
@@ -413,7 +413,7 @@ def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
     child.sendintr()
     child.expect("Ctrl-D leaves\r\n")
     child.expect("> ")
-    assert "stopped by interrupt" in send(child, "/stats")  # the conversation is still there
+    assert "stopped by an interrupt" in send(child, "/stats")  # the conversation is still there
     child.sendline("/exit")
     child.expect(pexpect.EOF)
     assert "Traceback" not in child.before

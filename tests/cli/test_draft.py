@@ -118,7 +118,7 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     output = made_path(target, "distilled")
     assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
     assert answer.stdout.splitlines() == [
-        "a draft token costs 0.250 of a target token, acceptance 0.62",
+        "a draft token takes 0.250 of a target token's time, acceptance 0.62",
         f"wrote {output}, measured: 1.50x ± 0.50",
     ]
     other = target.with_name("other.gguf")
@@ -158,6 +158,7 @@ def test_auto_finds_a_trimmed_draft(target: Path, draft_file: Path, tmp_path: Pa
     text = ("--keep", "260", "--text", tmp_path / "text.txt")
     answer = invoke("draft", "trim", draft_file, *text, "--output", tmp_path / "small.gguf")
     assert answer.stdout.startswith("kept 260 of 288 tokens, 5.3% of the text; ")
+    assert " MB → " in answer.stdout
     assert answer.stdout.endswith(f"wrote {tmp_path / 'small.gguf'}\n")
 
 
@@ -234,7 +235,7 @@ def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     answer = invoke("draft", "make", target, "--threads", "1")
     assert answer.code == 0
-    told = "no draft made of this target pays here: the best one, L6-Q4_0, gave 0.93x"
+    told = "no draft made from this target is faster here: the best one, L6-Q4_0, gave 0.93x"
     assert answer.stdout.splitlines()[-1] == told
     found = invoke("draft", "make", target, "--threads", "1", "--json").json
     assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (None, None, None)

@@ -15,15 +15,8 @@ from rich.console import Console
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.cli.output import (
-    completion_json,
-    conclusion,
-    draw_probe,
-    explain,
-    statistics_lines,
-    verdict,
-    write_timeline,
-)  # fmt: skip
+from llamaspec.cli.output import completion_json, explain, statistics_lines, verdict
+from llamaspec.cli.pictures import conclusion, draw_probe, write_timeline
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.probe import AttentionTiming, Probe, Spread, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
@@ -56,27 +49,25 @@ def explained(reasons: Reasons) -> list[str]:
 def test_what_explain_says_of_known_reasons() -> None:
     assert explained(REASONS) == [
         "verified draft tokens per round: 0 in 25%, 3 in 75%",
-        "positions at once ms rounds timed",
+        "batch size ms rounds timed",
         "1 10.00 12",
         "3 25.00 0",
         "4 20.00 7",
-        "overhead of a round: 1.50 ms",
-        "a draft token costs 4.00 ms",
+        "overhead per round: 1.50 ms",
+        "time per draft token: 4.00 ms",
         "confidence verified accepted",
         "0.0-0.1 0",
         "0.9-1.0 8 75%",
-        "looked up in earlier text: 4 of 10 verified draft tokens accepted (40%)",
-        "against plain decoding: 1.50 s saved",
-        "drafting paid in this text: at these costs it needs an acceptance of 0.50, verified draft tokens "
-        "had 0.75",
+        "copied from earlier text: 4 of 10 verified draft tokens accepted (40%)",
+        "compared with plain decoding: 1.50 s saved (estimate)",
+        "drafting was faster than plain decoding; break-even acceptance: 50%; observed: 75%",
     ]
 
 
 def test_what_explain_says_of_a_loss() -> None:
     told = explained(replace(REASONS, gained_seconds=-0.5, bins=(ConfidenceBin(0.0, 1.0, 8, 2),)))
-    assert "against plain decoding: 0.50 s lost" in told
-    assert told[-1].startswith("drafting did not pay in this text: at these costs it needs")
-    assert told[-1].endswith("verified draft tokens had 0.25")
+    assert "compared with plain decoding: 0.50 s lost (estimate)" in told
+    assert told[-1] == ("drafting was slower than plain decoding; break-even acceptance: 50%; observed: 25%")
 
 
 NOTHING: dict[str, Any] = {"bins": (), "n_copies_judged": 0, "gained_seconds": -0.1}
@@ -85,16 +76,18 @@ NOTHING: dict[str, Any] = {"bins": (), "n_copies_judged": 0, "gained_seconds": -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"bins": ()}, "looking draft tokens up in earlier text paid in this text"),
-        ({"bins": (), "gained_seconds": -0.5}, "looking draft tokens up in earlier text did not pay in"),
+        ({"bins": ()}, "copying from earlier text was faster than plain decoding"),
+        ({"bins": (), "gained_seconds": -0.5}, "copying from earlier text was slower than plain decoding"),
         (
             NOTHING,
-            "no draft token was verified, so drafting gained nothing in this text; at these costs it needs "
-            "an acceptance of 0.50",
+            "no draft token was verified, so drafting gained nothing; break-even acceptance: 50%",
         ),
-        (NOTHING | {"break_even_acceptance": None}, "it never does, at any acceptance"),
-        (NOTHING | {"break_even_acceptance": None, "is_conclusive": False}, "is not known yet: too little"),
-        ({"gained_seconds": None}, "whether drafting paid in this text is not known"),
+        (NOTHING | {"break_even_acceptance": None}, "at these costs drafting is slower at any acceptance"),
+        (
+            NOTHING | {"break_even_acceptance": None, "is_conclusive": False},
+            "break-even acceptance unknown: too few timings so far, run `llamaspec probe`",
+        ),
+        ({"gained_seconds": None}, "gain unknown: no round without draft tokens to compare with; break-even"),
     ],
 )
 def test_a_verdict_is_only_as_sure_as_its_data(changes: dict[str, Any], says: str) -> None:
@@ -111,12 +104,12 @@ TWO_ROUNDS = [
 
 def test_the_lines_after_a_text() -> None:
     assert statistics_lines(a_text(TWO_ROUNDS), 7, "full") == [
-        "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens in 0.12 s), stopped by limit, seed 7",
+        "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens in 0.12 s), stopped at --max-tokens, seed 7",
         "2 of 4 draft tokens accepted (50%), 2.00 tokens per round",
         "time: draft 12.5%, verify 62.5%, overhead 25.0%",
     ]
     constrained = statistics_lines(replace(a_text(TWO_ROUNDS), mask_seconds=0.125), 7, "full")[-1]
-    assert constrained.endswith("overhead 25.0%, of these, for the constraint 3.1%")
+    assert constrained.endswith("overhead 25.0%, constraint (included above) 3.1%")
     cached = statistics_lines(a_text(TWO_ROUNDS, n_cached=30), 7, "full")[0]
     assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
 
@@ -134,25 +127,25 @@ def test_the_gain_is_told_in_plain_words() -> None:
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*4 * TWO_ROUNDS, plain])  # 17 tokens in 18 s, 34 s without a draft
     assert statistics_lines(text, 7, "full")[1] == (
-        "1.89 times as fast as without a draft: 2000.0 ms a token where none was drafted in this text"
+        "1.89 times as fast as without a draft (estimate): a round without draft tokens takes 2000.0 ms"
     )
     assert statistics_lines(text, 7, "short") == [
-        "17 tokens in 18.00 s, 0.9 tokens/s: 1.9 times as fast as without a draft",
-        "8 of them came from drafts, 8 draft tokens rejected; the prompt took 0.12 s; "
-        "stopped by limit, seed 7",
+        "17 tokens in 18.00 s, 0.9 tokens/s: 1.9 times as fast as without a draft (estimate)",
+        "8 of them came from drafts, 8 draft tokens rejected; prompt processed in 0.12 s; "
+        "stopped at --max-tokens, seed 7",
     ]
     slower = a_text([*4 * TWO_ROUNDS, replace(plain, verify_seconds=0.25)])  # 12.75 s of 16.75 s
-    assert "0.76 times as fast as without a draft" in statistics_lines(slower, 7, "short")[0]
+    assert ": 24% slower than without a draft (estimate)" in statistics_lines(slower, 7, "short")[0]
     undrafted = statistics_lines(a_text([plain]), 7, "short")
     assert undrafted[0] == "1 tokens in 2.00 s, 0.5 tokens/s"
-    assert undrafted[1].startswith("nothing was drafted; the prompt took")
+    assert undrafted[1].startswith("nothing was drafted; prompt processed in")
 
 
 @pytest.mark.parametrize(
     ("plain", "says"),
     [
-        (2.0, "took 60% of the time that plain"),
-        (0.5, "did not pay: this text took 1.80 times"),
+        (2.0, "decoding took 60% of the time without them"),
+        (0.5, "cost more than they saved: decoding took 1.80 times as long"),
     ],
 )
 def test_the_conclusion_of_the_timeline(plain: float, says: str) -> None:
@@ -179,7 +172,8 @@ def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = replace(text, summary=replace(text.summary, n_drafted=9))
     assert "2 of 4 draft tokens accepted (50%), 5 not verified" in statistics_lines(text, 7, "full")[1]
     text = replace(text, summary=replace(text.summary, n_verified=0))
-    assert statistics_lines(text, 7, "full")[1] == "no draft tokens verified, 9 not verified"
+    assert statistics_lines(text, 7, "full")[1] == "9 proposed, none verified"
+    assert statistics_lines(text, 7, "short")[1].startswith("9 proposed, none verified; ")
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
@@ -189,7 +183,7 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
     assert found
     assert json.loads(found[1]) == {
         "summary": "a summary",
-        "conclusion": "Every round had a draft, so this run does not tell what plain decoding takes.",
+        "conclusion": "Every round had a draft, so there is no plain round to compare with.",
         "prompt": {"n_tokens": 40, "seconds": 0.125},
         "n_tokens": 4,
         "plain": None,
@@ -210,7 +204,7 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
             },
         ],
     }  # fmt: skip
-    assert 'const ms = seconds => (1000 * seconds).toFixed(2) + " ms";' in page.read_text()
+    assert 'seconds < 1 ? (1000 * seconds).toFixed(2) + " ms"' in page.read_text()
     assert "draft ${ms(r.draft)}, verify ${ms(r.verify)}, overhead ${ms(r.rest)}" in page.read_text()
     assert "${r.accepted} of ${r.verified}" in page.read_text()
 
@@ -281,7 +275,7 @@ def test_compare_says_that_the_text_differs(models: list[Path]) -> None:
     assert invoke(*options, "--json").json["same_text"] is False
     told = invoke(*options).stderr
     assert "the text is the target's own" not in told
-    assert "in some run the text differs from the target's own" in " ".join(told.split())
+    assert "some runs differ from the target's own text" in " ".join(told.split())
 
 
 # What a probe found
@@ -316,19 +310,21 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "200")
     told = invoke("probe", *naming(models), "--show").stdout
     assert [" ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in told.splitlines()] == [
-        "positions ms, 64 deep ms, 1024 deep relative ms each same",
-        "1 10.00 ±20% 20.00 ±10% 1.00 10.00 yes",
-        "2 11.00 21.00 1.10 5.50 yes",
-        "4 30.00 ±20% 40.00 ±25% 3.00 7.50 ± 0.12",
-        "5 24.00 34.00 2.40 4.80 yes",
-        "a draft token: 2.00 ms",
-        "a position more costs less than half of a single one up to 2 at once",
-        "a context of 4096 tokens takes too long to prefill here; it was left out",
-        "no wider batch is sure to be bit-identical with single positions here; on a CPU --cache-type-v bf16 "
-        "avoids the kernel that differs in long contexts",
-        "behind 64 tokens --flash-attn off is no faster",
-        "behind 1024 tokens --flash-attn off decodes 1.40 times as fast",
-        "4 positions cost more than 5: they are padded",
+        "batch size ms (64 in KV cache) ms (1024 in KV cache) relative ms per token max logit difference",
+        "1 10.00 ±20% 20.00 ±10% 1.00 10.00 0",
+        "2 11.00 21.00 1.10 5.50 0",
+        "4 30.00 ±20% 40.00 ±25% 3.00 7.50 0.12",
+        "5 24.00 34.00 2.40 4.80 0",
+        "batch size: tokens evaluated at once; relative: time next to batch size 1; max logit difference: "
+        "from batch size 1, 0 = bit-identical; ±: half the interquartile range",
+        "time per draft token: 2.00 ms",
+        "extra positions are cheap (under half a single-token step) up to batch size 2",
+        "a context of 4096 tokens was skipped: reading it would take too long here",
+        "no batch size above 1 is known to be bit-identical to single tokens here; on a CPU, --cache-type-v "
+        "bf16 avoids the kernel that differs in long contexts",
+        "with 64 tokens in the KV cache, --flash-attn off is no faster",
+        "with 1024 tokens in the KV cache, --flash-attn off decodes 1.40 times as fast",
+        "batches of 4 are padded to 5, which is faster here",
         "acceptance best draft length predicted speed-up",
         "0.50 1 1.15x",  # 1.5 * 10 / 13
         "0.60 1 1.23x",
@@ -336,7 +332,7 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
         "0.80 1 1.38x",
         "0.90 1 1.46x",
         "0.95 1 1.50x",
-        "drafting does not pay on this machine for this pair below an acceptance of 0.30",
+        "on this machine, drafting with this pair is faster above an acceptance of 30%",
     ]
 
 
@@ -367,6 +363,20 @@ def test_the_picture_of_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [4, 50] in bands[1]
     assert axes.get_ylim() == (0, pytest.approx(60))
     assert (axes.get_title(), axes.get_ylabel()) == ("big", "milliseconds")
+
+
+@pytest.mark.usefixtures("probed")
+def test_neighbouring_widths_that_are_padded_are_one_line(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {2: 4, 3: 4, 9: 12, 10: 12, 11: 12, 13: 16}
+    monkeypatch.setattr("llamaspec.cli.measure.dips", lambda curve: found)
+    told = invoke("probe", *naming(models), "--show").stdout
+    assert [line for line in told.splitlines() if "padded" in line] == [
+        "batches of 2–3 are padded to 4, which is faster here",
+        "batches of 9–11 are padded to 12, which is faster here",
+        "batches of 13 are padded to 16, which is faster here",
+    ]
 
 
 # What a comparison found
@@ -403,10 +413,10 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
     ]
     assert "sanity check" not in answer.stderr
     answer = shown(compared(same_file=True), monkeypatch, models)
-    assert "this is the sanity check" in answer.stderr
+    assert "in this sanity check nothing should be rejected" in answer.stderr
     answer = shown(compared(drafts=False), monkeypatch, models)
     assert answer.stdout.splitlines()[-2].split() == ["both", "3", "0.800", "±", "0.375", "5.0"]
-    assert answer.stdout.splitlines()[-1] == "no draft tokens were made: the difference is noise"
+    assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
 
 
 def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +442,8 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("reading", "says"), [(7.25, "7.2 s to read the prompt, and was expected to save 2.5 s"), (0.05, "")]
+    ("reading", "says"),
+    [(7.25, "reading the prompt would have taken 7.2 s, to save about 2.5 s"), (0.05, "")],
 )
 def test_a_draft_that_was_not_used_is_told_with_its_price(reading: float, says: str) -> None:
     told = replace(a_text(TWO_ROUNDS), unused_draft=UnusedDraft(reading, 2.5))

@@ -204,7 +204,7 @@ def test_a_full_context(models: list[Path]) -> None:
     text = run("generate", *naming(models), *arguments)
     assert text.code == 0
     assert text.stdout == found["text"] + "\n"
-    assert "llamaspec: the context is full; pass a larger --n-ctx for more\n" in text.stderr
+    assert "llamaspec: the context is full; raise --n-ctx to continue\n" in text.stderr
 
 
 def test_a_small_draft_context_costs_draft_tokens_only(models: list[Path]) -> None:

@@ -44,7 +44,7 @@ def test_a_file_without_heads(target_file: Path, command: str) -> None:
 def test_a_hint_where_there_are_heads(target: Path) -> None:
     answer = invoke("generate", "--target", target, "--threads", "1", "-n", "2", "x")
     assert answer.stderr.startswith(
-        "llamaspec: no --draft given, only earlier text is copied; try --draft auto"
+        "llamaspec: no --draft given, so draft tokens are only copied from earlier text; try --draft auto"
     )
 
 
@@ -67,10 +67,10 @@ def test_a_probe_of_heads_is_kept_apart(target: Path, own_cache: None) -> None:
     assert invoke("probe", "--target", target, "--threads", "1", "--show").code == 1
 
 
-@pytest.mark.parametrize(("draft", "says"), [("mtp", "they draft"), ("ngram", "they can draft")])
+@pytest.mark.parametrize(("draft", "says"), [("mtp", "used as the draft"), ("ngram", "can be used")])
 def test_doctor_counts_heads(target: Path, draft: str, says: str) -> None:
     found = {f["topic"]: f for f in invoke("doctor", *options(target, draft), "--json").json["findings"]}
-    assert found["target heads"]["text"].startswith(f"1 in the file; {says}")
+    assert found["target heads"]["text"].startswith(f"1 in the file, {says}")
     assert ("--draft mtp" in found["target heads"]["text"]) == (draft == "ngram")
 
 

@@ -59,7 +59,7 @@ def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
     text, complaints = (head + rest).decode(), stderr.decode()
     assert child.returncode == 130
     assert "Traceback" not in complaints
-    assert "stopped by interrupt, seed 9" in complaints
+    assert "stopped by an interrupt, seed 9" in complaints
     whole = expected(models, 9, 200).text
     n = min(len(whole), len(text) - 1)
     assert text[:n] == whole[:n]

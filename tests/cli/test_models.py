@@ -219,6 +219,12 @@ def test_another_name_for_a_model(own_list: Path, target_file: Path) -> None:
     assert entry["quantizations"] == {"default": {"file": "small-Q8_0.gguf"}}
 
 
+def test_sizes_of_a_model_are_shown_in_gb(own_list: Path) -> None:
+    shown = [" ".join(line.split()) for line in invoke("models", "show", "qwen3-14b").stdout.splitlines()]
+    assert "KV cache of 8192 tokens 1.3 GB" in shown
+    assert "recommended memory 16 GB" in shown
+
+
 def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     own_list.write_text(
         "mine: {path: x.gguf, draft: nobody}\nother: {path: y.gguf, draft: 'qwen3-0.6b:Q8_0'}"
@@ -411,8 +417,8 @@ def test_every_target_leaves_a_fifth_of_its_memory_to_others(catalog: Catalog) -
 def test_a_pair_is_recommended_for_another_machine() -> None:
     answer = invoke("models", "recommend", "--memory", "15GB")
     told = " ".join(answer.stdout.split())
-    assert "machine 15.0 GB of memory pair qwen3.5-4b, its own prediction heads draft needs 3.6 GB" in told
-    assert "run llamaspec chat --pair qwen3.5-4b fit, too gemma-4-e4b (draft gemma-4-e4b-mtp);" in told
+    assert "machine 15.0 GB of memory pair qwen3.5-4b, with its own prediction heads needs 3.6 GB" in told
+    assert "run llamaspec chat --pair qwen3.5-4b also fit gemma-4-e4b (draft gemma-4-e4b-mtp);" in told
     for memory, name in (("16", "qwen3.5-9b"), ("32 gb", "qwen3.8-27b"), ("128GB", "qwen3.5-122b-a10b")):
         assert f"pair {name}," in " ".join(invoke("models", "recommend", "--memory", memory).stdout.split())
     assert "no pair of the lists fits into 7.9 GB" in said(invoke("models", "recommend", "--memory", "7.9"))

@@ -33,8 +33,8 @@ def test_what_the_curve_says() -> None:
     assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
     wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
     assert verdict(wide).endswith("at any acceptance")
-    assert verdict(STEEP).endswith("not known yet: only 3 widths timed, up to 4")
-    assert verdict(FLAT).endswith("below an acceptance of 0.10")  # 1 + a > 1.05 + 0.05
+    assert verdict(STEEP).endswith("unknown: only 3 batch sizes timed, up to 4")
+    assert verdict(FLAT).endswith("faster above an acceptance of 10%")  # 1 + a > 1.05 + 0.05
 
 
 def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path]) -> None:
@@ -64,8 +64,8 @@ def test_both_ways_of_attention_are_measured_unless_it_has_to_be_quick(
     assert all(t[way]["low"] > 0 for t in found["attention"] for way in ("on", "off"))
     assert invoke("probe", *naming(models), "--show", "--json").json == found
     told = " ".join(invoke("probe", *naming(models), "--show").stdout.split())
-    assert "behind 16 tokens --flash-attn off" in told
-    assert "behind 300 tokens --flash-attn off" in told
+    assert "with 16 tokens in the KV cache, --flash-attn off" in told
+    assert "with 300 tokens in the KV cache, --flash-attn off" in told
     monkeypatch.setattr("llamaspec.cli.measure.QUICK", effort)
     assert invoke("probe", *naming(models), "--quick", "--json").json["attention"] == []
 
@@ -79,7 +79,7 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
     assert (
         "without --show" in invoke("probe", *options, "--threads", "2", "--show").stderr
     )  # another machine's
-    for told in ("forgotten", "nothing was known of this pair"):
+    for told in ("forgotten", "there was no stored result for this pair"):
         forgot = invoke("probe", *options, "--forget")
         assert (forgot.code, forgot.stdout, forgot.complaints) == (0, "", [told])
     assert "without --show" in invoke("probe", *options, "--show").stderr
@@ -109,7 +109,7 @@ def test_the_table_the_rows_and_the_picture(
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     answer = invoke("probe", *naming(models), "--quick")
-    assert answer.stdout.splitlines()[0].startswith("positions")
+    assert "max logit difference: from batch size 1" in " ".join(answer.stdout.split())
     found = invoke("probe", *naming(models), "--show", "--json").json
     assert " ".join(answer.stdout.split()).endswith(found["verdict"])
     rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()

@@ -91,9 +91,14 @@ def test_what_was_gained_is_plain_time_less_what_was_spent() -> None:
     """5 tokens at 21 ms each, in rounds of 21, 38 and 26 ms."""
     why = explain([PLAIN, DRAFTED, DROPPED], CURVE)
     assert why.gained_seconds == pytest.approx(5 * 0.021 - 0.085)
-    assert why.draft_step_seconds == pytest.approx(0.011 / 5)
+    assert why.draft_step_seconds == pytest.approx(0.002)
     assert why.overhead_seconds == pytest.approx(0.005 / 3)
     assert why.lengths == {0: 2, 3: 1}
+
+
+def test_the_time_of_a_draft_token_does_not_contain_reading_the_prompt() -> None:
+    first = replace(DRAFTED, draft_seconds=5.0)
+    assert explain([first, DRAFTED], CURVE).draft_step_seconds == pytest.approx(0.002)
 
 
 def test_the_price_of_a_plain_round_comes_from_the_policy_where_every_round_drafted() -> None:

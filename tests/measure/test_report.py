@@ -99,7 +99,7 @@ def test_options_keep_their_names_and_numbers(words: list[str], shown: str) -> N
 def test_markdown_of_known_figures(report: Report) -> None:
     lines = markdown(report).splitlines()
     assert lines[0].startswith("### `")
-    assert "Evaluating 2, 4 positions at once costs 1.50, 2.50 single ones; a draft step 0.20." in lines
+    assert "Batches of 2, 4 cost 1.50, 2.50 times a single token; a draft token 0.20." in lines
     options = "--target ... --threads 1 --cache-type-k q8_0"
     command = f"`llamaspec bench {options} --task ask --task 'write code' -n 9 -t 0 -r 1`"
     assert f"{command}. Ratios are to plain decoding." in lines
@@ -226,8 +226,8 @@ def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, 
     write_command_docs.draw_results(tmp_path, tmp_path / "pictures")
     drawn = (tmp_path / "pictures" / "a.svg").read_text()
     assert "a $x_{$ &amp; b" in drawn
-    assert ">3.00<" in drawn, "times as fast as plain"
-    assert "times as fast as plain decoding" in drawn
+    assert ">3.00<" in drawn, "speed-up over plain"
+    assert "speed-up over plain decoding" in drawn
     write_command_docs.draw_results(tmp_path, tmp_path / "again")
     assert (tmp_path / "again" / "a.svg").read_text() == drawn
 
@@ -256,7 +256,7 @@ def test_a_picture_beside_the_peer_has_its_best_type(beside_the_peer: Report, tm
     (tmp_path / "a.json").write_text(json.dumps(asdict(beside_the_peer)))
     write_command_docs.draw_results(tmp_path, tmp_path)
     drawn = (tmp_path / "a.svg").read_text()
-    assert "whole request, times as fast as llama-server without a draft" in drawn
+    assert "whole request, speed-up over llama-server without a draft" in drawn
     assert all(f">{name}<" in drawn for name in ("llamaspec", "llamaspec, plain", f"{MOD} (best type)"))
     assert SIMPLE not in drawn
     assert PEER_BEST not in drawn

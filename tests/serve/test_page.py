@@ -168,7 +168,7 @@ def test_the_same_text_without_the_draft(page: Page) -> None:
     assert body_of(asked.value)["speculative"] == {"enabled": False}
     measured = page.locator(".speed .note", has_text="Measured")
     expect(measured).to_contain_text("The text is the same.")
-    expect(measured).to_contain_text("× as fast with it")
+    expect(measured).to_contain_text("tokens/s without it.")
     expect(page.locator("article.assistant")).to_have_count(1)
 
 
@@ -324,25 +324,24 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
     [
         (
             {"speedup_estimate": 1.87},
-            "1.9× as fast as without a draft",
-            "122 of 140 draft tokens were right, so the model wrote 187 tokens in 65 steps.",
+            "1.9× as fast as without a draft (estimate)",
+            "122 of 140 draft tokens were accepted, so the model generated 187 tokens in 65 steps.",
         ),
         (
             {"speedup_estimate": 1.09, "copied": {"drafted": 20, "accepted": 9}},
-            "About as fast as without a draft",
-            "122 of 140 draft tokens were right, 9 of them copies of earlier text, "
-            "so the model wrote 187 tokens in 65 steps.",
+            "About as fast as without a draft (estimate)",
+            "122 of 140 draft tokens were accepted, 9 of them copies of earlier text, "
+            "so the model generated 187 tokens in 65 steps.",
         ),
         (
             {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
-            "0.81× as fast as without a draft",
-            "Only 8 of 140 tokens copied from earlier text were right: that cost more than it saved.",
+            "19% slower than without a draft (estimate)",
+            "Only 8 of 140 tokens copied from earlier text were accepted: drafting cost more than it saved.",
         ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",
-            "The draft model was not used: it would have taken 3.1 s to read the prompt, "
-            "and was expected to save 1.2 s.",
+            "The draft model was not used: reading the prompt would have taken 3.1 s, to save about 1.2 s.",
         ),
         (
             {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},
@@ -352,7 +351,7 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
         (
             {"draft_n": 0, "draft_fault": "out of memory"},
             "25.0 tokens/s",
-            "The draft model failed and was not used any more: out of memory.",
+            "The draft model failed and is no longer used: out of memory.",
         ),
         ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted, because no gain was expected."),
     ],

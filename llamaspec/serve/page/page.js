@@ -147,7 +147,7 @@ async function answer(chat) {
     message.timings = { ...end.timings, copied: copied(end.rounds) };
     const isAtLimit = end.timings.predicted_n >= request.max_tokens;
     const limit = isAtLimit ? `the limit of ${request.max_tokens} tokens (see the settings)` : "the end of the context";
-    if (end.choices[0].finish_reason === "length") note(message, `The answer was cut at ${limit}.`);
+    if (end.choices[0].finish_reason === "length") note(message, `The answer stopped at ${limit}.`);
     if (!message.content) note(message, "The answer is empty.");
   });
 }
@@ -222,7 +222,7 @@ async function receive(into, request, signal, shown) {
     if (chunk.waiting) shown.live = { status: "Waiting for other answers…" };
     else if (chunk.of) shown.live = { ...chunk, status: `Reading the prompt: ${chunk.read} of ${chunk.of} tokens` };
     else if (role) shown.live = { status: "Reading the prompt…" };
-    else if (content || reasoning) shown.live = { status: into === shown ? "" : "Writing the same answer without the draft…" };
+    else if (content || reasoning) shown.live = { status: into === shown ? "" : "Generating the same answer without the draft…" };
     if (chunk.timings) end = chunk;
     repaint();
   }

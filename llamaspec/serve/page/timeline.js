@@ -1,5 +1,7 @@
 // The rounds of an answer on a time axis.
 
+import { seconds } from "./speed.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 const TOP = 4;
 const HEIGHT = 26;
@@ -39,7 +41,7 @@ export function draw(svg, rounds) {
       add(group, "line", { class: "branch", x1: x(start), x2: x(start + round.draft_ms), y1: y, y2: y });
     }
     const shape = round.branches > 1 ? ` in ${round.branches} branches` : "";
-    const what = `${round.accepted} of ${round.drafted} draft tokens${shape} accepted, ${(at - start).toFixed(1)} ms`;
+    const what = `${round.accepted} of ${round.drafted} draft tokens${shape} accepted, ${at - start < 1000 ? `${(at - start).toFixed(1)} ms` : seconds(at - start)}`;
     add(group, "title", {}, what);
   }
   const step = axisStep(total);

@@ -49,7 +49,7 @@ export function answerView(message, { again, compare }) {
   const error = element("p", "error");
   error.setAttribute("role", "alert");
   const speed = element("p", "speed");
-  const how = fold("how", "How it was written", element("p"), chart(), element("div", "plain"));
+  const how = fold("how", "How it was generated", element("p"), chart(), element("div", "plain"));
   how.addEventListener("toggle", () => how.open && explain(how, message));
   const retry = button("Regenerate", again, "idle-only last-only");
   const plain = button("Compare without the draft", compare, "idle-only last-only");
@@ -104,7 +104,7 @@ function explain(how, { timings, rounds, spans }) {
   draw(figure.firstChild, rounds);
   const accepted = element("span", "drafted", "accepted draft tokens");
   const tinted = spans.map((span) => element("span", span.drafted ? "drafted" : "", span.text));
-  text.replaceChildren(element("p", "faint", "The answer as it was written, with ", accepted, ":"), ...tinted);
+  text.replaceChildren(element("p", "faint", "The answer, with ", accepted, ":"), ...tinted);
 }
 
 // ---- what the composer needs, too ------------------------------------------------------------------------

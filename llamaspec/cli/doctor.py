@@ -1,0 +1,93 @@
+"""`llamaspec doctor`: check this machine and the models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from llamaspec.cli import options as shared
+from llamaspec.cli import output as out
+from llamaspec.cli.grouped import GroupedCommand
+from llamaspec.cli.model_options import ModelChoice, find_files, model_options
+from llamaspec.errors import printable
+from llamaspec.llama import runtime
+from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
+
+STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
+_SETTINGS = {  # by the settings that findings name
+    "target.n_ctx": "--n-ctx",
+    "draft.n_ctx": "--draft-ctx",
+    "target.gpu_layers": "--gpu-layers",
+    "target.threads": "--threads",
+    "draft.threads": "--draft-threads",
+    "target.flash_attention": "--flash-attn",
+    "draft.flash_attention": "--flash-attn",
+    "target.cache_type_k": "--cache-type-k",
+    "target.cache_type_v": "--cache-type-v",
+    "draft.cache_type_k": "--draft-cache-type-k",
+    "draft.cache_type_v": "--draft-cache-type-v",
+    "draft_length": "--draft-length 0",
+    "draft": "--draft FILE",
+    "heads": "--draft mtp",
+    "ngram": "--draft ngram",
+}
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec doctor                                            this machine, with the embedded pair
+  llamaspec doctor --target big.gguf --draft small.gguf
+  llamaspec doctor --target big.gguf --draft small.gguf --n-ctx 32768 --json
+""",
+)
+@model_options
+@shared.JSON_OPTION
+def doctor(models: ModelChoice, as_json: bool) -> None:
+    """Check this machine and the models, and suggest fixes. Exit code 1 if there is a problem."""
+    runtime.set_verbose(models.verbose)
+    if models.is_embedded:
+        out.say("no --target given, using the small embedded pair")
+    found = list(examine(find_files(models), lambda role: out.SlowProgress(f"loading the {role}")))
+    counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
+    if as_json:
+        listed = []
+        for finding in found:
+            text, remedy = _told(finding)
+            entry = {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
+            listed.append(entry)
+        click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
+    else:
+        _show_findings(found)
+    if counts[PROBLEM]:
+        sys.exit(1)
+
+
+def _told(finding: Finding) -> tuple[str, str | None]:
+    """Text and remedy, the last of them with the options that it takes."""
+    options = [_SETTINGS[setting] for setting in finding.settings]
+    if finding.error is not None:
+        options += out.options_of(finding.error)
+    added = f" ({', '.join(options)})" if options else ""
+    if finding.remedy is None:
+        return finding.text + added, None
+    return finding.text, finding.remedy + added
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    """One line for each finding; colour only on a terminal, NO_COLOR honoured."""
+    console = Console(highlight=False, soft_wrap=True)
+    n_topic = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        text, remedy = _told(finding)
+        told = printable(text if remedy is None else f"{text}; {remedy}")
+        line = Text.assemble(
+            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", told
+        )
+        console.print(line)
