@@ -77,7 +77,7 @@ def test_ctrl_c_with_json(models: list[Path]) -> None:
 
 
 def test_ctrl_c_while_the_prompt_is_read(models: list[Path]) -> None:
-    answer = interrupted(1, *naming(models), PROMPT, "-n", "400", "--json")
+    answer = interrupted(1, *naming(models), PROMPT, "-n", "400", "-k", "2", "--json")
     assert answer.code == 130
     assert (answer.json["tokens"], answer.json["text"]) == ([], "")
     assert answer.json["statistics"]["tokens_per_second"] is None

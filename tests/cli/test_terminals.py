@@ -154,7 +154,9 @@ def test_all_options_are_shown_on_demand(name: str) -> None:
     found = group.get_command(click.Context(group), name)
     assert found is not None
     options = {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
-    few, everything = (set(invoke(name, option).stdout.split()) for option in ("-h", "--help-all"))
+    answers = [invoke(name, option) for option in ("-h", "--help-all")]
+    assert [answer.code for answer in answers] == [0, 0], answers
+    few, everything = (set(answer.stdout.split()) for answer in answers)
     assert {"--target", "--draft", "--help-all"} < few
     assert "--cache-type-k" not in few
     assert options <= {word.rstrip(",") for word in everything}
