@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import Fields, json_depth
+from llamaspec.serve.bodies import Fields, json_depth, without_half_pairs
 from llamaspec.serve.constraints import GenerationParameters
 from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
 from llamaspec.serve.errors import RequestError, openai_error
@@ -162,7 +162,7 @@ async def parse_body(http: Request, kind: type[F]) -> F:
     body, limit = await http.body(), service_of(http).settings.json_depth
     if json_depth(body) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
-    return kind.model_validate_json(body)
+    return kind.model_validate_json(without_half_pairs(body))
 
 
 def event(data: Any, name: str | None = None) -> bytes:

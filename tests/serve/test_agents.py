@@ -9,6 +9,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
+from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import TEMPLATE as TALKER
@@ -158,3 +159,59 @@ def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
         server.post(RESPONSES, CODEX)
         told = [json.loads(line).get("message") for line in server.log]
         assert any(line and line.startswith("left out") for line in told)
+
+
+OTHERS = [  # what another server ran or wrote, and clients send on
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]},
+    {"type": "bash_code_execution_tool_result", "tool_use_id": "s2", "content": {"stdout": "x"}},
+    {"type": "mcp_tool_use", "id": "s3", "name": "y", "server_name": "z", "input": {}},
+    {"type": "compaction", "content": None},
+    {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT])
+def test_what_another_server_ran_is_left_out_of_an_answer(talker: Served, path: str) -> None:
+    said = {"role": "assistant", "content": [*OTHERS, {"type": "text", "text": "Done."}]}
+    messages = [{"role": "user", "content": "Hi."}, said, {"role": "user", "content": "Go on."}]
+    plain = [messages[0], {"role": "assistant", "reasoning_content": "Hm.", "content": "Done."}, messages[2]]
+    answers = [talker.post(path, {"messages": each, "max_tokens": 1}) for each in (messages, plain)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    assert len({_n_read(answer.json()["usage"]) for answer in answers}) == 1
+
+
+def _n_read(usage: dict[str, Any]) -> int:
+    """Tokens of a prompt, in any API."""
+    names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+    return sum(usage.get(name, 0) for name in names)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_refusal_in_an_answer_is_its_text(path: str, talker: Served) -> None:
+    asked, answered = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "No."}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    name = "messages" if path == CHAT else "input"
+    bodies = [{name: [asked, said, asked]} for said in (refused, answered)]
+    limits = {"max_tokens": 1, "max_output_tokens": 1}
+    assert len({_n_read(talker.post(path, body | limits).json()["usage"]) for body in bodies}) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_half_of_an_emoji_is_no_error(talker: Served, path: str) -> None:
+    name = "input" if path == RESPONSES else "messages"
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    words = ("cut \ud83d", "\ude00 cut", "\ud83d\ud83d\ude00", "\\\ud83d", "\ufffd")
+    for word in words:
+        body = json.dumps({name: [{"role": "user", "content": word}], limit: 1})
+        answer = talker.client.post(path, content=body)
+        assert answer.status_code == 200, (body, answer.text)
+
+
+def test_whole_characters_and_escaped_backslashes_stay() -> None:
+    text = "\U0001f600 \\ud83d \\\\ud83d \n é"
+    assert json.loads(without_half_pairs(json.dumps(text).encode())) == text
+    assert (
+        json.loads(without_half_pairs(rb'"\ud83d\ud83d\ude00\ude00\\ud83d"'))
+        == "\ufffd\U0001f600\ufffd\\ud83d"
+    )
