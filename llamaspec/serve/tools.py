@@ -57,6 +57,7 @@ class ToolFields(Fields):
     input_schema: dict[str, Any] | None = None  # Anthropic's parameters
     strict: bool | None = None
     function: ToolFields | None = None
+    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None  # of a namespace
 
 
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
@@ -116,6 +117,30 @@ def tool_use(
     if is_parallel is None:  # small models that are made to call go on calling
         is_parallel = named is None and choice != "required"
     return ToolUse(found, named or choice, named is not None, is_parallel, strict, left_out)
+
+
+def called(name: str, namespace: str | None) -> str:
+    """The name by which the model calls a tool of a namespace."""
+    return name if namespace in (None, "", "functions") else f"{namespace.rstrip('_')}__{name}"
+
+
+def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
+    """The tools with those in namespaces beside the others, and the namespace and the name of each of these.
+
+    Codex sends the tools of an MCP server so, and wants both names in a call.
+    """
+    found: list[ToolFields] = []
+    names: dict[str, tuple[str, str]] = {}
+    for tool in tools:
+        if tool.type != "namespace" or not tool.tools or tool.name is None:
+            found.append(tool)
+            continue
+        for inner in tool.tools:
+            name = None if inner.name is None else called(inner.name, tool.name)
+            found.append(inner.model_copy(update={"name": name}))
+            if name is not None and name != inner.name:
+                names[name] = (tool.name, inner.name or "")
+    return found, names
 
 
 def without_prose(schema: Any, *, is_names: bool = False) -> Any:

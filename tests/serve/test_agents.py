@@ -16,6 +16,7 @@ from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 
 RESPONSES, CHAT, MESSAGES = "/v1/responses", "/v1/chat/completions", "/v1/messages"
+ITEM_DONE = "response.output_item.done"
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + TALKER
@@ -80,7 +81,7 @@ def test_codex(demo: Pair) -> None:
         told = [line for line in server.log if "left out" in line]
         assert told == [
             "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
-            "tool namespace multi_agent_v1, tool web_search; only functions can be called"
+            "tool web_search; only functions can be called"
         ]
         json_tool = {"type": "custom", "custom": {"name": "apply_patch"}}
         chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [json_tool], "max_tokens": 2}
@@ -215,3 +216,42 @@ def test_whole_characters_and_escaped_backslashes_stay() -> None:
         json.loads(without_half_pairs(rb'"\ud83d\ud83d\ude00\ude00\\ud83d"'))
         == "\ufffd\U0001f600\ufffd\\ud83d"
     )
+
+
+@pytest.mark.parametrize("is_item", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_in_a_namespace_are_called_by_both_names(talker: Served, is_item: bool, stream: bool) -> None:
+    """Codex sends the tools of each MCP server so, in `tools` or in an item."""
+    spaces = [{"type": "namespace", "name": "mcp__files", "description": "d", "tools": [function("read")]}]
+    asked: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "Read."}]
+    if is_item:
+        asked.insert(0, {"type": "additional_tools", "role": "developer", "tools": spaces})
+    body = {
+        "input": asked,
+        "tools": [] if is_item else spaces,
+        "tool_choice": {"type": "function", "name": "mcp__files__read"},
+        "max_output_tokens": 200,
+        "enable_thinking": False,
+        "seed": 1,
+    }
+    if stream:
+        items = [data["item"] for name, data in talker.events(RESPONSES, body) if name == ITEM_DONE]
+    else:
+        items = talker.post(RESPONSES, body).json()["output"]
+    (item,) = items
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__files", "read")
+
+
+def test_a_call_of_a_tool_in_a_namespace_comes_back() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
+    asked = ResponsesBody.model_validate(
+        {
+            "input": [
+                text("user", "Read."),
+                {**call, "namespace": "mcp__files__"},
+                {**call, "namespace": "functions"},
+            ]
+        }
+    )
+    (_, answer) = asked.chat_request().messages
+    assert [each.name for each in answer.tool_calls] == ["mcp__files__read", "read"]
