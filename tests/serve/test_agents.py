@@ -9,6 +9,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
+from llamaspec.serve.anthropic import _arguments
 from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
@@ -255,3 +256,18 @@ def test_a_call_of_a_tool_in_a_namespace_comes_back() -> None:
     )
     (_, answer) = asked.chat_request().messages
     assert [each.name for each in answer.tool_calls] == ["mcp__files__read", "read"]
+
+
+def test_half_of_an_emoji_in_arguments_loses_no_argument(talker: Served) -> None:
+    """A model may write it, and clients send it back."""
+    written = r'{"cmd": "ls", "text": "\ud83d"}'
+    assert _arguments(written) == {"cmd": "ls", "text": "\ufffd"}
+    assert _arguments(written[:-3]) == {"cmd": "ls"}
+    call = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": written}}
+    messages = [
+        {"role": "user", "content": "Run."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a"},
+    ]
+    answer = talker.post(CHAT, {"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
