@@ -64,11 +64,14 @@ Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 
 
 class ToolChoiceFields(Fields):
-    """Which tool must be called; OpenAI's chat API has its name in `function`."""
+    """Which tool must be called, or which may be; OpenAI's chat API has its name in `function`."""
 
     type: str | None = None
     name: str | None = None
     function: ToolChoiceFields | None = None
+    mode: str | None = None  # of allowed_tools, as the next; the chat API has both in an object of that name
+    tools: Tools | None = None
+    allowed_tools: ToolChoiceFields | None = None
     disable_parallel_tool_use: bool | None = None  # Anthropic's
 
 
@@ -106,9 +109,16 @@ def tool_use(
     if isinstance(choice, ToolChoiceFields):
         if choice.disable_parallel_tool_use is not None:
             is_parallel = not choice.disable_parallel_tool_use
+        if choice.type == "allowed_tools":
+            allowed = choice.allowed_tools or choice
+            names = {(tool.function or tool).name for tool in allowed.tools or ()}
+            found = [tool for tool in found if tool["function"]["name"] in names]
+            if not found:
+                raise bad_field("tool_choice", "allows no function among the tools; name one, or auto")
+            choice = ToolChoiceFields(type=allowed.mode)
         if choice.type in ("function", "tool"):
             named = required((choice.function or choice).name, "tool_choice.name")
-        elif choice.type not in (None, "auto", "any", "none"):
+        elif choice.type not in (None, "auto", "any", "none", "required"):
             named = choice.name or choice.type
         choice = choice.type
     choice = "required" if choice == "any" else choice or "auto"
