@@ -159,6 +159,9 @@ def service_of(http: Request) -> Service:
 
 async def parse_body(http: Request, kind: type[F]) -> F:
     """The checked body of a request; RequestError or ValidationError if it is wrong."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(415, f"the body is compressed ({encoding}); send it as it is")
     body, limit = await http.body(), service_of(http).settings.json_depth
     if json_depth(body) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
