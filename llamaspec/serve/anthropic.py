@@ -185,7 +185,7 @@ def _input_usage(n_prompt: int, n_cached: int) -> Data:
 def _arguments(text: str) -> Data:
     """Arguments as an object; of a truncated answer as much as there is, as Anthropic's client does."""
     try:
-        found = from_json(text or "{}", allow_partial=True)
+        found = from_json(bodies.without_half_pairs((text or "{}").encode()), allow_partial=True)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llamaspec.chat.template import Message, ToolCall
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.errors import bad_field, not_supported
 
-_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
+_PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # those that are read
 MAX_STOPS = 32
 MAX_MESSAGES = 4096
 _ALL_TOKENS = (1 << 31) - 1
@@ -55,6 +56,24 @@ def json_depth(body: bytes) -> int:
         elif first in b"]}":
             level -= 1
     return deepest
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Escapes of JSON: a pair of surrogates, half of one, any other.
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+
+
+def without_half_pairs(body: bytes) -> bytes:
+    """A JSON text with U+FFFD for each half of a surrogate pair.
+
+    Clients in JavaScript that shorten a text cut emoji in two, and send the half in every later request.
+    """
+    if _SURROGATE.search(body) is None:
+        return body
+    return _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
 
 
 # Fields.
@@ -148,16 +167,23 @@ class SamplingFields(Fields):
 
 
 class ContentPart(Fields):
-    """A part of a message: text, or one of Anthropic's blocks."""
+    """A part of a message: text, or one of Anthropic's blocks; of other parts only the type counts."""
 
     type: str
     text: str | None = None
-    thinking: str | None = None
+    refusal: str | None = None
+    thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
     id: str | None = None  # of tool_use, as the next two
     name: str | None = None
     input: dict[str, Any] | str | list[Any] | None = None  # an object, but for what a limit has cut
     tool_use_id: str | None = None  # of tool_result, as the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_type(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in _PARTS else given
 
 
 Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
@@ -230,7 +256,7 @@ def _result_text(content: Content | None, place: str) -> str:
 def _part_text(part: ContentPart, place: str) -> str:
     if part.type not in _TEXTS:
         raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
-    return required(part.text, f"{place}.text")
+    return required(part.refusal if part.type == "refusal" else part.text, f"{place}.text")
 
 
 def _messages(fields: MessageFields, place: str) -> list[Message]:
@@ -249,9 +275,10 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     for i, part in enumerate(parts):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
-            reasoning += part.thinking or ""  # of another server only the signature may be left
-        elif part.type == "redacted_thinking" and is_assistant:
-            continue  # encrypted by another server
+            # Of another server only the signature may be left.
+            reasoning += text_of(part.thinking, f"{at}.thinking")
+        elif is_assistant and (part.type == "redacted_thinking" or part.type not in _PARTS):
+            continue  # encrypted by another server, or of a tool that it ran
         elif part.type == "tool_use" and is_assistant:
             name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
             calls.append(ToolCall(call_id, name, _written(part.input)))

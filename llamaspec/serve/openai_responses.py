@@ -20,7 +20,7 @@ from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Form, event, parse_body, service_of
-from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
+from llamaspec.serve.tools import ToolChoiceFields, ToolFields, Tools, called, tool_use, without_namespaces
 
 Data = dict[str, Any]
 
@@ -29,7 +29,8 @@ Data = dict[str, Any]
 # server, are left out.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
-_ITEMS = ("message", "reasoning", *_CALLS, *_RESULTS)
+_MESSAGES = ("message", "reasoning", *_CALLS, *_RESULTS)
+_ITEMS = (*_MESSAGES, "additional_tools")
 
 
 class InputItem(bodies.Fields):
@@ -41,11 +42,13 @@ class InputItem(bodies.Fields):
     content: bodies.Content | None = None
     call_id: str | None = None  # of calls and results
     name: str | None = None
+    namespace: str | None = None  # of the tool that is called
     arguments: str | dict[str, Any] | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
     action: dict[str, Any] | None = None  # of local_shell_call
     output: bodies.Content | None = None
     summary: bodies.Content | None = None  # of reasoning
+    tools: Tools | None = None  # of additional_tools
 
     @property
     def is_left_out(self) -> bool:
@@ -91,17 +94,24 @@ class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
             messages = [bodies.system_message(self.instructions, "instructions"), *messages]
-        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(self.functions()[0], self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
         return requests.ChatRequest(messages, "input", use, reasoning, wanted, left_out)
+
+    def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
+        """As `without_namespaces`: the tools of the request, and those that items bring."""
+        items = [] if isinstance(self.input, str) else self.input
+        return without_namespaces(
+            [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
+        )
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
     """Items as messages: reasoning, text and calls of one answer become one message."""
     found: list[tuple[str, MessageFields]] = []
     for i, item in enumerate(items):
-        message = None if item.is_left_out else _message(item, f"input.{i}")
+        message = _message(item, f"input.{i}") if item.type in (None, *_MESSAGES) else None
         if message is None:
             continue
         last = found[-1][1] if found and found[-1][1].role == "assistant" else None
@@ -136,7 +146,8 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
         arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
     elif kind == "local_shell_call":
         name, arguments = "local_shell", json.dumps(item.action or {}, ensure_ascii=False)
-    function = bodies.FunctionFields(name=required(name, f"{place}.name"), arguments=arguments)
+    name = called(required(name, f"{place}.name"), item.namespace)
+    function = bodies.FunctionFields(name=name, arguments=arguments)
     return MessageFields(role="assistant", tool_calls=[bodies.CallFields(id=call_id, function=function)])
 
 
@@ -165,6 +176,7 @@ class ResponsesForm(Form):
 
     def __init__(self, model: str, seed: int, body: ResponsesBody) -> None:
         self._options, sampling = body.drafting, body.sampling()
+        self._namespaces = body.functions()[1]
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -238,7 +250,9 @@ class ResponsesForm(Form):
     def _item_events(self, delta: deltas.TextDelta) -> list[Data]:
         """The events of a delta, without their numbers."""
         if isinstance(delta, CallDelta):
-            return self._open("function_call", "fc", call_id=delta.id, name=delta.name, arguments="")
+            namespace, name = self._namespaces.get(delta.name, (None, delta.name))
+            names = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            return self._open("function_call", "fc", call_id=delta.id, **names, arguments="")
         begun: list[Data] = []
         told: Data = {"delta": delta.text}
         if isinstance(delta, ArgumentsDelta):

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import Fields, json_depth
+from llamaspec.serve.bodies import Fields, json_depth, without_half_pairs
 from llamaspec.serve.constraints import GenerationParameters
 from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
 from llamaspec.serve.errors import RequestError, openai_error
@@ -159,10 +159,13 @@ def service_of(http: Request) -> Service:
 
 async def parse_body(http: Request, kind: type[F]) -> F:
     """The checked body of a request; RequestError or ValidationError if it is wrong."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(415, f"the body is compressed ({encoding}); send it as it is")
     body, limit = await http.body(), service_of(http).settings.json_depth
     if json_depth(body) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
-    return kind.model_validate_json(body)
+    return kind.model_validate_json(without_half_pairs(body))
 
 
 def event(data: Any, name: str | None = None) -> bytes:

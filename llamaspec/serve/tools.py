@@ -57,17 +57,21 @@ class ToolFields(Fields):
     input_schema: dict[str, Any] | None = None  # Anthropic's parameters
     strict: bool | None = None
     function: ToolFields | None = None
+    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None  # of a namespace
 
 
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 
 
 class ToolChoiceFields(Fields):
-    """Which tool must be called; OpenAI's chat API has its name in `function`."""
+    """Which tool must be called, or which may be; OpenAI's chat API has its name in `function`."""
 
     type: str | None = None
     name: str | None = None
     function: ToolChoiceFields | None = None
+    mode: str | None = None  # of allowed_tools, as the next; the chat API has both in an object of that name
+    tools: Tools | None = None
+    allowed_tools: ToolChoiceFields | None = None
     disable_parallel_tool_use: bool | None = None  # Anthropic's
 
 
@@ -105,9 +109,16 @@ def tool_use(
     if isinstance(choice, ToolChoiceFields):
         if choice.disable_parallel_tool_use is not None:
             is_parallel = not choice.disable_parallel_tool_use
+        if choice.type == "allowed_tools":
+            allowed = choice.allowed_tools or choice
+            names = {(tool.function or tool).name for tool in allowed.tools or ()}
+            found = [tool for tool in found if tool["function"]["name"] in names]
+            if not found:
+                raise bad_field("tool_choice", "allows no function among the tools; name one, or auto")
+            choice = ToolChoiceFields(type=allowed.mode)
         if choice.type in ("function", "tool"):
             named = required((choice.function or choice).name, "tool_choice.name")
-        elif choice.type not in (None, "auto", "any", "none"):
+        elif choice.type not in (None, "auto", "any", "none", "required"):
             named = choice.name or choice.type
         choice = choice.type
     choice = "required" if choice == "any" else choice or "auto"
@@ -116,6 +127,30 @@ def tool_use(
     if is_parallel is None:  # small models that are made to call go on calling
         is_parallel = named is None and choice != "required"
     return ToolUse(found, named or choice, named is not None, is_parallel, strict, left_out)
+
+
+def called(name: str, namespace: str | None) -> str:
+    """The name by which the model calls a tool of a namespace."""
+    return name if namespace in (None, "", "functions") else f"{namespace.rstrip('_')}__{name}"
+
+
+def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
+    """The tools with those in namespaces beside the others, and the namespace and the name of each of these.
+
+    Codex sends the tools of an MCP server so, and wants both names in a call.
+    """
+    found: list[ToolFields] = []
+    names: dict[str, tuple[str, str]] = {}
+    for tool in tools:
+        if tool.type != "namespace" or not tool.tools or tool.name is None:
+            found.append(tool)
+            continue
+        for inner in tool.tools:
+            name = None if inner.name is None else called(inner.name, tool.name)
+            found.append(inner.model_copy(update={"name": name}))
+            if name is not None and name != inner.name:
+                names[name] = (tool.name, inner.name or "")
+    return found, names
 
 
 def without_prose(schema: Any, *, is_names: bool = False) -> Any:

@@ -9,12 +9,15 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
+from llamaspec.serve.anthropic import _arguments
+from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 
 RESPONSES, CHAT, MESSAGES = "/v1/responses", "/v1/chat/completions", "/v1/messages"
+ITEM_DONE = "response.output_item.done"
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + TALKER
@@ -79,7 +82,7 @@ def test_codex(demo: Pair) -> None:
         told = [line for line in server.log if "left out" in line]
         assert told == [
             "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
-            "tool namespace multi_agent_v1, tool web_search; only functions can be called"
+            "tool web_search; only functions can be called"
         ]
         json_tool = {"type": "custom", "custom": {"name": "apply_patch"}}
         chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [json_tool], "max_tokens": 2}
@@ -158,3 +161,113 @@ def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
         server.post(RESPONSES, CODEX)
         told = [json.loads(line).get("message") for line in server.log]
         assert any(line and line.startswith("left out") for line in told)
+
+
+OTHERS = [  # what another server ran or wrote, and clients send on
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]},
+    {"type": "bash_code_execution_tool_result", "tool_use_id": "s2", "content": {"stdout": "x"}},
+    {"type": "mcp_tool_use", "id": "s3", "name": "y", "server_name": "z", "input": {}},
+    {"type": "compaction", "content": None},
+    {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT])
+def test_what_another_server_ran_is_left_out_of_an_answer(talker: Served, path: str) -> None:
+    said = {"role": "assistant", "content": [*OTHERS, {"type": "text", "text": "Done."}]}
+    messages = [{"role": "user", "content": "Hi."}, said, {"role": "user", "content": "Go on."}]
+    plain = [messages[0], {"role": "assistant", "reasoning_content": "Hm.", "content": "Done."}, messages[2]]
+    answers = [talker.post(path, {"messages": each, "max_tokens": 1}) for each in (messages, plain)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    assert len({_n_read(answer.json()["usage"]) for answer in answers}) == 1
+
+
+def _n_read(usage: dict[str, Any]) -> int:
+    """Tokens of a prompt, in any API."""
+    names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+    return sum(usage.get(name, 0) for name in names)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_refusal_in_an_answer_is_its_text(path: str, talker: Served) -> None:
+    asked, answered = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "No."}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    name = "messages" if path == CHAT else "input"
+    bodies = [{name: [asked, said, asked]} for said in (refused, answered)]
+    limits = {"max_tokens": 1, "max_output_tokens": 1}
+    assert len({_n_read(talker.post(path, body | limits).json()["usage"]) for body in bodies}) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_half_of_an_emoji_is_no_error(talker: Served, path: str) -> None:
+    name = "input" if path == RESPONSES else "messages"
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    words = ("cut \ud83d", "\ude00 cut", "\ud83d\ud83d\ude00", "\\\ud83d", "\ufffd")
+    for word in words:
+        body = json.dumps({name: [{"role": "user", "content": word}], limit: 1})
+        answer = talker.client.post(path, content=body)
+        assert answer.status_code == 200, (body, answer.text)
+
+
+def test_whole_characters_and_escaped_backslashes_stay() -> None:
+    text = "\U0001f600 \\ud83d \\\\ud83d \n é"
+    assert json.loads(without_half_pairs(json.dumps(text).encode())) == text
+    assert (
+        json.loads(without_half_pairs(rb'"\ud83d\ud83d\ude00\ude00\\ud83d"'))
+        == "\ufffd\U0001f600\ufffd\\ud83d"
+    )
+
+
+@pytest.mark.parametrize("is_item", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_in_a_namespace_are_called_by_both_names(talker: Served, is_item: bool, stream: bool) -> None:
+    """Codex sends the tools of each MCP server so, in `tools` or in an item."""
+    spaces = [{"type": "namespace", "name": "mcp__files", "description": "d", "tools": [function("read")]}]
+    asked: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "Read."}]
+    if is_item:
+        asked.insert(0, {"type": "additional_tools", "role": "developer", "tools": spaces})
+    body = {
+        "input": asked,
+        "tools": [] if is_item else spaces,
+        "tool_choice": {"type": "function", "name": "mcp__files__read"},
+        "max_output_tokens": 200,
+        "enable_thinking": False,
+        "seed": 1,
+    }
+    if stream:
+        items = [data["item"] for name, data in talker.events(RESPONSES, body) if name == ITEM_DONE]
+    else:
+        items = talker.post(RESPONSES, body).json()["output"]
+    (item,) = items
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__files", "read")
+
+
+def test_a_call_of_a_tool_in_a_namespace_comes_back() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
+    asked = ResponsesBody.model_validate(
+        {
+            "input": [
+                text("user", "Read."),
+                {**call, "namespace": "mcp__files__"},
+                {**call, "namespace": "functions"},
+            ]
+        }
+    )
+    (_, answer) = asked.chat_request().messages
+    assert [each.name for each in answer.tool_calls] == ["mcp__files__read", "read"]
+
+
+def test_half_of_an_emoji_in_arguments_loses_no_argument(talker: Served) -> None:
+    """A model may write it, and clients send it back."""
+    written = r'{"cmd": "ls", "text": "\ud83d"}'
+    assert _arguments(written) == {"cmd": "ls", "text": "\ufffd"}
+    assert _arguments(written[:-3]) == {"cmd": "ls"}
+    call = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": written}}
+    messages = [
+        {"role": "user", "content": "Run."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a"},
+    ]
+    answer = talker.post(CHAT, {"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -238,3 +239,11 @@ def test_faults_of_all_kinds() -> None:
     assert as_request_error(MemoryFullError("no room")).status == 500
     broken = as_request_error(KeyError("a secret"))
     assert (broken.status, broken.message) == (500, "internal error: KeyError")
+
+
+def test_a_compressed_body_is_refused_by_name(server: Served) -> None:
+    response = server.client.post(
+        "/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers={"Content-Encoding": "gzip"}
+    )
+    assert response.status_code == 415
+    assert "gzip" in response.json()["error"]["message"]

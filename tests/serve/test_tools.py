@@ -21,6 +21,7 @@ from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
+from llamaspec.serve.tools import ToolChoiceFields, ToolFields, tool_use
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, TEMPLATE, Served, served
@@ -368,3 +369,21 @@ def test_calls_of_other_families_are_constrained(demo: Pair, marks: str) -> None
         check(call["function"]["name"], call["function"]["arguments"])
     assert call["function"] == plain["choices"][0]["message"]["tool_calls"][0]["function"]
     assert drafted["timings"]["draft_n_accepted"] > 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_allowed_tools_leave_the_others_out(nested: bool) -> None:
+    """OpenAI's clients offer the same tools in every request, and allow some of them."""
+    named = [{"name": name, "parameters": {"type": "object"}} for name in ("read", "write")]
+    tools = [ToolFields.model_validate({"function": each} if nested else each) for each in named]
+    allowed = {
+        "mode": "required",
+        "tools": [{"type": "function", **({"function": {"name": "read"}} if nested else {"name": "read"})}],
+    }
+    given = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
+    use = tool_use(tools, ToolChoiceFields.model_validate(given), None, nested=nested)
+    assert [tool["function"]["name"] for tool in use.offered] == ["read"]
+    assert (use.choice, use.is_named) == ("required", False)
+    given = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    with pytest.raises(RequestError, match="allows no function"):
+        tool_use(tools, ToolChoiceFields.model_validate(given), None, nested=nested)
