@@ -31,6 +31,10 @@ class GroupedCommand(click.Command):
     If there are many, -h shows the common ones and --help-all all of them.
     """
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        names = {"help_option_names": ["-h", "--help"]}
+        super().__init__(*args, **{**more, "context_settings": names | (more.get("context_settings") or {})})
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return its own options, and --help-all if there are many."""
         parameters = super().get_params(ctx)
