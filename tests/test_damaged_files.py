@@ -19,8 +19,9 @@ from llamaspec.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.chat.session import load_conversation, save_conversation
 from llamaspec.chat.template import Message
 from llamaspec.errors import LlamaspecError, printable
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,

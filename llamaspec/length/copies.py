@@ -1,7 +1,7 @@
 """How long a copy of earlier text may be.
 
-Copies cost no draft step, only width, and are often accepted as a whole. So they may be much longer than what
-a draft model makes: doubled after each that was accepted as a whole, bounded by what may be lost with them.
+Copies cost no draft step, only width, and are often accepted as a whole. So they may be much longer than the
+drafts of a model: twice as long after each that was accepted as a whole, as far as their rejection is cheap.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from llamaspec.length.costs import Array
 from llamaspec.values import LONGEST_COPY
 
 FIRST = 16  # tokens
-TRUST = 0.5  # plain tokens that a copy may lose, for each token of its match
-BANK = 32.0  # the same, from what other copies of the text have won: at most
+TRUST = 0.5  # plain tokens that a rejected copy may cost, for each token of its match
+BANK = 32.0  # most plain tokens that earlier copies of the completion can add to that
 
 
 class CopyLength:
-    """One text's copies."""
+    """The copies of one completion."""
 
     def __init__(self) -> None:
         self._gain = 0.0  # plain tokens that copies have won in this text

@@ -1,8 +1,8 @@
-"""What evaluations cost: seconds of the target by width, and of a draft step.
+"""Seconds of a target evaluation by width, and of a draft step.
 
-Every width that was timed, or that a probe knows, has a running average of its logarithm; the others lie on
-straight lines between these. All averages share a scale, because a machine gets slower and faster as a whole.
-A width is the total over all sequences of an evaluation. Knows no model and no clock.
+A width is the number of positions of one evaluation, over all sequences. Each width that was timed has a
+running average of the logarithm of its seconds; widths between them are interpolated. All averages share a
+scale, because a machine gets slower and faster as a whole. Knows no model and no clock.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ WIDEST = 1 << 16  # positions
 SHORTEST, LONGEST = 1e-12, 1e6  # seconds: what lies beyond was not measured
 DENSE = 16  # each width up to this is known by itself, then the powers of two
 PLAIN_SECONDS, STEP, POSITION = 0.03, 0.12, 0.2  # guesses: width 1; next to it a draft step, a position more
-PROBED, MOST = 2, 15  # timings that a prior counts for; that an average remembers
+PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
 CALIBRATED, TIMINGS = (2, 4, 8, 16), 2  # widths that plain rounds are padded to, so often each, to be timed
-AGAIN = 4.0  # times what it costs must be to spare to time a width once more: its timing may be a hiccup
-TRUSTED = 5  # timings of a width that may be padded to another
-TOGETHER = 0.1  # part of a surprise by which all widths move
+AGAIN = 4.0  # a second timing, in case the first was held up, waits for so many times its cost in credit
+TRUSTED = 5  # timings before a width is padded to another
+TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
-LINEAR = 1.1  # of the positions one by one: a first timing counts as at most this
+LINEAR = 1.1  # cap of a first timing, as a multiple of evaluating the positions one by one
 PAD = 0.96  # padding must save this much
-READING = 0.1  # of a draft step, for each token that the draft has not read, until that was timed
-PROMPT = 64  # positions of a part of a prompt from which on its time tells what such a width costs
+READING = 0.1  # guess: a prompt token of the draft, in draft steps
+PROMPT = 64  # positions from which on a prompt chunk shows what its width costs
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """What one pair costs on one machine: the answer of the saturation probe.
+    """What evaluations of one pair cost on one machine, as a probe or earlier runs have measured it.
 
     Raises
     ------
     ValueError
-        Widths are not ascending from 1 to at most `WIDEST`, or a time is none that can be measured.
+        Widths do not ascend from 1 to at most `WIDEST`, or a time cannot have been measured.
     """
 
     widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
     verify_seconds: tuple[float, ...]  # one for each width
-    draft_step_seconds: float  # one draft token; 0 where they cost nothing
-    draft_reading_seconds: float = 0.0  # a token of a prompt that the draft reads; 0 where that is not known
+    draft_step_seconds: float  # one draft token; 0 if they cost nothing
+    draft_reading_seconds: float = 0.0  # a prompt token of the draft; 0 if unknown
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
@@ -63,14 +63,14 @@ class CostCurve:
 
 @dataclass(slots=True)
 class Average:
-    """Of the logarithm of seconds, next to the scale of all."""
+    """Running average of the logarithm of seconds, relative to the common scale."""
 
     log: float
-    n: int  # timings that it stands for
-    n_outliers: int = 0  # in a row; those below as negative
+    n: int  # timings in it
+    n_outliers: int = 0  # in a row; negative if they were too fast
 
     def learn(self, surprise: float) -> None:
-        """One more timing was off by this."""
+        """Take in one more timing, which was off by `surprise`."""
         self.n = min(self.n + 1, MOST)
         self.log += surprise / self.n
 
@@ -85,7 +85,7 @@ class Costs:
     allowed : collection of int, optional
         The only widths that may be evaluated.
     pads : bool
-        An evaluation may have positions that nobody wants.
+        Evaluations may be padded.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Costs:
 
     @property
     def widest(self) -> int:
-        """The widest evaluation that was timed, or probed."""
+        """The widest evaluation that was timed."""
         return max((width for width, average in self.averages.items() if average.n), default=1)
 
     @property
     def widest_narrow(self) -> int:
-        """The same, of those that a draft model reaches."""
+        """The widest timed one among those that a draft model reaches."""
         return max(
             (width for width, average in self.averages.items() if average.n and width <= DENSE), default=1
         )
@@ -135,7 +135,7 @@ class Costs:
 
     @property
     def knows_step(self) -> bool:
-        """Whether a draft step was timed, or probed."""
+        """Whether a draft step was timed."""
         return self._step.n > 0
 
     @property
@@ -145,30 +145,30 @@ class Costs:
 
     @property
     def reading_seconds(self) -> float:
-        """For the draft to read one token of a prompt."""
+        """Seconds of one prompt token of the draft."""
         if self._reading is not None:
             return exp(self._reading.log + self._scale)
         return READING * self.step_seconds
 
     def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
-        """Draft steps, the first of which has to read `n_unread` tokens more than one."""
+        """Seconds of draft steps, the first of which also processes `n_unread` tokens."""
         return n_steps * self.step_seconds + n_unread * self.reading_seconds
 
     def seconds(self, width: int) -> float:
-        """An evaluation of exactly this width."""
+        """Seconds of an evaluation of exactly this width."""
         self._fill(width)
         return float(self._seconds[width])
 
     def padded_seconds(self, n: int, last: int, stride: int = 1) -> Array:
-        """Evaluations of at least n, n + stride, ... `last` positions, padded where that is cheaper.
+        """Seconds of evaluations of n, n + stride, ... `last` positions, padded if that is cheaper.
 
-        Infinite where no width is allowed.
+        Infinite if no width is allowed.
         """
         self._fill(last)
         return self._padded[n : last + 1 : stride]
 
     def padded_width(self, n: int) -> int | None:
-        """The cheapest allowed width of at least `n` positions; None where there is none."""
+        """The cheapest allowed width of at least `n` positions; None if there is none."""
         if not self._pads:
             return n if self.allows(n) else None
         self._fill(n)
@@ -224,9 +224,9 @@ class Costs:
             self._step, self._first_step = Average(log(self._first_step) - self._scale, 1), None
 
     def observe_prompt(self, width: int, seconds: float) -> None:
-        """Learn from a part of a prompt that the target has read: what an evaluation of this width takes.
+        """Learn the cost of a wide evaluation from a prompt chunk of the target.
 
-        It computes no scores, so it counts as one timing and is not compared with others.
+        It computes no logits, so it counts as one timing and is not compared with others.
         """
         if width < PROMPT or seconds <= 0:
             return
@@ -244,7 +244,7 @@ class Costs:
             self._first_step = seconds
 
     def observe_reading(self, n: int, seconds: float) -> None:
-        """Learn from `n` tokens that the draft has read."""
+        """Learn from `n` prompt tokens that the draft has processed."""
         if n < PROMPT // 2 or seconds <= 0:
             return
         found = log(seconds / n) - self._scale
@@ -277,7 +277,7 @@ class Costs:
             self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
 
     def learned(self) -> CostCurve:
-        """What the next run should begin with."""
+        """What the next run should start from."""
         known = sorted({1, *(width for width, average in self.averages.items() if average.n)})
         times = [max(SHORTEST, min(exp(self.averages[w].log + self._scale), LONGEST)) for w in known]
         step = max(SHORTEST, min(self.step_seconds, LONGEST)) if self.knows_step else 0.0
@@ -289,7 +289,7 @@ class Costs:
         return self._allowed is None or width in self._allowed
 
     def _fill(self, width: int) -> None:
-        """Compute the seconds of all widths, up to `width` at least."""
+        """Compute the seconds of all widths up to `width`, at least."""
         if width < len(self._seconds):
             return
         known = sorted(self.averages)
@@ -306,5 +306,5 @@ class Costs:
 
 
 def _knot(width: int) -> int:
-    """The width by which this one is known."""
+    """The width whose average stands for this one."""
     return width if width <= DENSE else 1 << round(log2(width))

@@ -1,21 +1,29 @@
-"""How many tokens to draft, and how many of them to verify: as many as pay.
+"""How many tokens to draft, and how many of them to verify.
 
-A round is planned from the acceptance of tokens that are not drawn yet: the length with the most expected
-tokens per second, and this rate, at which all time of the round is priced. Then confidences decide: drafting
-stops where the next tokens are worth less than their time, and only as many tokens are verified as are worth
-theirs. The first unverified one still shows whether it would have been accepted. What does not seem to pay
-is explored now and then. Knows no model and no clock: the same rounds give the same decisions.
+A round is planned before anything is drawn: the length with the most expected tokens per second, and that
+rate, which prices all time of the round. Then confidences decide. Drafting stops when the next tokens are
+worth less than their time, and only as many tokens are verified as are worth theirs. The first unverified one
+still shows whether it would have been accepted. A draft that could win but does not is explored now and then.
+Knows no model and no clock: the same rounds give the same decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from llamaspec.length.acceptance import Acceptance, TextAcceptance, expected_accepted, verified_tokens
+from llamaspec.length.acceptance import (
+    FARTHEST,
+    NEAREST,
+    Acceptance,
+    Exploration,
+    LearnedPrior,
+    TextAcceptance,
+    expected_accepted,
+    verified_tokens,
+)
 from llamaspec.length.copies import CopyLength
 from llamaspec.length.costs import Array, CostCurve, Costs
 from llamaspec.length.reading import DraftReading
@@ -32,79 +40,36 @@ from llamaspec.values import (
 )
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
-REACH = 4  # positions that an evaluation may have at first; later half as many again as the widest so far
+REACH = 4  # positions of an evaluation at first; later at most 1.5 times the widest that was timed
 TIMED = 2  # timings of plain decoding before anything is drafted
-NEAREST, FARTHEST = 4, 512  # rounds between two explorations
-SURE = 0.95  # acceptance: where not even that would pay, no draft is explored
-SHARE, CREDIT = 0.02, 3.0  # of all time, what timing widths and exploring may cost; plain tokens at first
-AS_GOOD = 0.98  # of the best rate: the shortest copy that has it is taken, because its end is never far
-CHANGED = 0.1  # part by which plain decoding may differ from what was believed
-USUAL = 256.0  # tokens of a text, before any ended
-REMEMBERED = 6  # texts that the average remembers: requests of a kind come one after the other
-CAUTION = 0.5  # of the usual tokens are counted on: what a draft reads for a text that ends early is lost
+SURE = 0.95  # acceptance: if not even that would win, no draft is explored
+SHARE, CREDIT = 0.02, 3.0  # budget of timing widths and exploring: a share of all time; plain tokens at first
+AS_GOOD = 0.98  # the shortest copy with this share of the best rate is taken: a longer one only risks more
+CHANGED = 0.1  # relative change of plain decoding that is worth timing again soon
+USUAL = 256.0  # tokens of a completion, before any has ended
+REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
+CAUTION = 0.5  # share of the usual length to count on: prompt processing for a short answer is lost
 
 Grown = TypeVar("Grown")
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedPrior:
-    """What a policy begins with: from a probe, or from an earlier run.
-
-    Raises
-    ------
-    ValueError
-        A number is not finite.
-    """
-
-    curve: CostCurve | None = None
-    log_odds: tuple[float, ...] = ()  # of the draft's acceptance, as `Acceptance`
-    distance: int = NEAREST  # rounds between two explorations
-    copy_log_odds: tuple[float, ...] = ()  # of copies from the text itself
-
-    def __post_init__(self) -> None:
-        for log_odds, usual in (
-            (self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True))
-        ):  # fmt: skip
-            if len(log_odds) not in (0, len(usual.log_odds)) or self.distance < 1:
-                raise ValueError("a prior of another kind")
-        if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
-            raise ValueError("a prior must be finite")
-
-
-@dataclass(slots=True)
-class Exploration:
-    """When to try what does not seem to pay: at distances that double while it loses."""
-
-    distance: int = NEAREST
-    n_since: int = 0  # rounds
-
-    def is_due(self) -> bool:
-        """Whether it is time."""
-        return self.n_since >= self.distance
-
-    def learn(self, *, paid: bool) -> None:
-        """It was tried."""
-        self.distance = max(NEAREST, self.distance // 2) if paid else min(2 * self.distance, FARTHEST)
-        self.n_since = 0
-
-
 class AutoLength:
-    """As many draft tokens as pay, decided token by token; none where drafting does not pay.
+    """Drafts as many tokens as speed things up, decided token by token; none if drafting does not.
 
     Parameters
     ----------
     prior : CostCurve or LearnedPrior, optional
-        From a probe, or from an earlier run.
+        Results of a probe or of earlier runs.
     widths : collection of int, optional
         The only numbers of positions that may be evaluated at once; 1 must be among them.
     longest : int
-        Never more draft tokens in a text's round than this.
+        Maximum draft tokens of a completion in one round.
     sources : collection of Source
-        Who drafts.
+        Where draft tokens come from.
     trees : bool
-        Draft tokens may branch where that pays.
+        Drafts may branch into trees.
     pads : bool
-        An evaluation may have positions that nobody wants.
+        Evaluations may be padded.
 
     Raises
     ------
@@ -143,31 +108,31 @@ class AutoLength:
         self.latest = -1  # evaluation
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
-        """A text begins."""
+        """Start a completion."""
         sequence = AutoSequence(self, drops=drops, max_tokens=max_tokens)
         self.sequences.append(sequence)
         return sequence
 
     def plain_seconds(self, n_sequences: int = 1) -> float | None:
-        """What a round of so many texts without drafts is believed to take; None before one was timed."""
+        """Estimated seconds of a round of so many completions without drafts; None before one was timed."""
         if not self.costs.n_timed:
             return None
         return float(self.costs.padded_seconds(n_sequences, n_sequences)[0])
 
     def calibration(self, n_sequences: int) -> int | None:
-        """The width that a round of so many texts is padded to, so that its cost is known; None: to none."""
+        """The width to pad a round of so many completions to, so that its cost is known; None for none."""
         wanted = self.costs.calibration() if self.sources and n_sequences == 1 else None
         return wanted[0] if wanted is not None and wanted[1] <= self.credit else None
 
     def experience(self) -> LearnedPrior:
-        """What has been learnt up to now."""
+        """What the next run should start from."""
         log_odds, copies = (
             tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
         )
         return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies)
 
     def running(self) -> list[AutoSequence]:
-        """The texts that are expected in the coming evaluation."""
+        """The completions that are expected in the next evaluation."""
         return [
             sequence
             for sequence in self.sequences
@@ -175,7 +140,7 @@ class AutoLength:
         ]
 
     def observe(self, round_: Round) -> None:
-        """Learn what one text's round cost; what texts share is learnt once."""
+        """Learn what a completion's round cost; an evaluation that several shared is learnt once."""
         self.n_tokens += round_.n_accepted + 1
         plain = (round_.n_accepted + 1) * self.costs.seconds(
             1
@@ -199,7 +164,7 @@ class AutoLength:
 
 
 class AutoSequence:
-    """One text's share of `AutoLength`."""
+    """The length policy of one completion."""
 
     def __init__(self, policy: AutoLength, *, drops: bool, max_tokens: int | None) -> None:
         self._policy, self._drops, self._max_tokens = policy, drops, max_tokens
@@ -224,7 +189,7 @@ class AutoSequence:
 
     @property
     def n_to_read(self) -> int:
-        """Tokens that the draft reads in this round, instead of drafting."""
+        """Prompt tokens that the draft processes in this round, instead of drafting."""
         return self.reading.n_to_read
 
     @property
@@ -233,7 +198,7 @@ class AutoSequence:
         return self.reading.unused
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether the next tokens are worth their time, or are to be explored."""
+        """Whether the next tokens are worth their time, or should be explored."""
         self._begin()
         n, source = len(draft), draft.source
         if self.n_to_read and source is self._policy.drafting:
@@ -245,7 +210,7 @@ class AutoSequence:
         return n == 0 or source in FREE or self._pays(draft)
 
     def n_verified(self, draft: Draft) -> int:
-        """As many as are worth most."""
+        """The number of draft tokens that is worth most."""
         source = draft.source
         if source is self._explored and (source in FREE or not self._drops):
             return 0
@@ -255,7 +220,7 @@ class AutoSequence:
         return int((expected - self._rate * self._prices[: len(expected)]).argmax())
 
     def tree(self, grow: Callable[[TreePlan], Grown]) -> Grown | None:
-        """How a tree grows in the coming round; None where a chain is as good, or nothing is known."""
+        """How a tree grows in the next round; None if a chain is as good, or nothing is known."""
         self._begin()
         policy, limit = self._policy, self._limits.get(self._policy.drafting, 0)
         if policy.trees is None or self._explored is not None:
@@ -265,7 +230,7 @@ class AutoSequence:
         return grow(plan) if plan else None
 
     def width(self, n_positions: int) -> int | None:
-        """The cheapest allowed width of at least `n_positions`, of all texts together."""
+        """The cheapest allowed width of at least `n_positions`, over all completions."""
         policy = self._policy
         if self._calibrated is not None and n_positions <= self._calibrated:
             return self._calibrated
@@ -306,7 +271,7 @@ class AutoSequence:
         self.is_open, self.is_drafting, self.evaluation = False, n_steps > 0, round_.evaluation
 
     def observe_prompt(self, n: int, seconds: float) -> None:
-        """Learn from a part of the prompt that the target has read: `n` tokens."""
+        """Learn from a prompt chunk of `n` tokens that the target has processed."""
         self._policy.costs.observe_prompt(n, seconds)
 
     def start_prompt(self, n_unread: int) -> None:
@@ -316,7 +281,7 @@ class AutoSequence:
         self.reading.begin(n_unread, self._saving())
 
     def observe_reading(self, n: int, seconds: float) -> None:
-        """Learn from `n` tokens of the prompt that the draft has read."""
+        """Learn from `n` prompt tokens that the draft has processed."""
         self._policy.costs.observe_reading(n, seconds)
 
     def plain_seconds(self, n_sequences: int) -> float | None:
@@ -324,7 +289,7 @@ class AutoSequence:
         return self._policy.plain_seconds(n_sequences)
 
     def close(self) -> None:
-        """The text has ended."""
+        """End the completion."""
         policy = self._policy
         if self in policy.sequences:
             policy.sequences.remove(self)
@@ -333,14 +298,14 @@ class AutoSequence:
                 policy.usual_length += (self.n_written - policy.usual_length) / REMEMBERED
 
     def _saving(self) -> float:
-        """Seconds that drafts are expected to save in the rest of the text."""
+        """Seconds that drafts are expected to save in the rest of the completion."""
         n_left = CAUTION * self._policy.usual_length  # whatever was written: texts end by chance
         if self._max_tokens is not None:
             n_left = min(n_left, self._max_tokens - self.n_written)
         return self.reading.saving(n_left, self._plain, self._rate)
 
     def _begin(self) -> None:
-        """Plan the round, once."""
+        """Plan the round, if that has not been done."""
         if self.is_open:
             return
         policy, costs, source = self._policy, self._policy.costs, self._policy.drafting
@@ -395,9 +360,10 @@ class AutoSequence:
             reading.wake(self._plain)
 
     def _plan_free(self, source: Source, ahead: Sequence[float]) -> int:
-        """How many tokens to take that cost no draft step: they must be worth more than a draft.
+        """How many tokens to take that cost no draft step; they must be worth more than a draft.
 
-        Where nothing is drafted, one that is not verified. `ahead`: the confidences of what could be copied.
+        If nothing is drafted, one that is not verified: it shows for free whether it would be accepted.
+        `ahead` are the confidences of what could be copied.
         """
         policy, prices = self._policy, self._copy_prices
         n_most = len(prices) - 1
@@ -418,11 +384,11 @@ class AutoSequence:
         return int(self._explored is source)
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
-        """[n] how many of the first n tokens of a draft are accepted, on average."""
+        """Expected number of accepted tokens among the first n of a draft: [n]."""
         return np.concatenate(([0.0], self._acceptance[source].probabilities(confidences).cumprod().cumsum()))
 
     def _pays(self, draft: Draft) -> bool:
-        """Whether the next tokens of a draft are worth more than to stop here."""
+        """Whether drafting on is worth more than stopping here."""
         n, source = len(draft), draft.source
         expected = self._expected(source, draft.confidences)
         worth = expected - self._rate * self._prices[: n + 1]

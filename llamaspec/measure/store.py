@@ -18,8 +18,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions

@@ -46,13 +46,15 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 _JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
-def json_depth(body: bytes) -> int:
-    """How deep the brackets of a JSON text are nested."""
+def json_depth(body: bytes, limit: int) -> int:
+    """How deep the brackets of a JSON text are nested; counting stops behind `limit`."""
     deepest = level = 0
     for found in _JSON_TOKENS.finditer(body):
         if (first := found[0][:1]) in b"[{":
             level += 1
             deepest = max(deepest, level)
+            if deepest > limit:
+                break
         elif first in b"]}":
             level -= 1
     return deepest

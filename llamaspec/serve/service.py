@@ -163,7 +163,7 @@ async def parse_body(http: Request, kind: type[F]) -> F:
     if encoding.lower() != "identity":
         raise RequestError(415, f"the body is compressed ({encoding}); send it as it is")
     body, limit = await http.body(), service_of(http).settings.json_depth
-    if json_depth(body) > limit:
+    if json_depth(body, limit) > limit:
         raise RequestError(413, f"the body is nested deeper than {limit} levels")
     return kind.model_validate_json(without_half_pairs(body))
 

@@ -9,8 +9,8 @@ import pytest
 
 from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     WORTH_KEEPING,

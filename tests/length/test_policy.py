@@ -13,9 +13,10 @@ from math import exp, isfinite, log
 import numpy as np
 import pytest
 
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength, AutoSequence, LearnedPrior
+from llamaspec.length.policy import AutoLength, AutoSequence
 from llamaspec.values import Draft, Round, Source
 from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_rows, table
 

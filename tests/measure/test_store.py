@@ -15,8 +15,9 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,

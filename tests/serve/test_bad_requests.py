@@ -209,7 +209,8 @@ def test_depth_is_that_of_the_value(value: Any) -> None:
         inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
         return 0 if inner is None else 1 + max(map(deep, inner), default=0)
 
-    assert json_depth(json.dumps(value).encode()) == deep(value)
+    assert json_depth(json.dumps(value).encode(), 1000) == deep(value)
+    assert json_depth(json.dumps(value).encode() + b"[" * 1000, 3) <= 4
 
 
 @pytest.mark.parametrize(
