@@ -43,7 +43,7 @@ FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 REACH = 4  # positions of an evaluation at first; later at most 1.5 times the widest that was timed
 TIMED = 2  # timings of plain decoding before anything is drafted
 SURE = 0.95  # acceptance: if not even that would win, no draft is explored
-SHARE, CREDIT = 0.02, 3.0  # budget of timing widths and exploring: a share of all time; plain tokens at first
+SHARE, CREDIT = 0.015, 2.0  # budget of timings and exploring: share of all time; plain tokens at first
 AS_GOOD = 0.98  # the shortest copy with this share of the best rate is taken: a longer one only risks more
 CHANGED = 0.1  # relative change of plain decoding that is worth timing again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
@@ -337,6 +337,11 @@ class AutoSequence:
             return  # the first token comes before a draft reads the prompt
         spent = self._prices + self._step * np.arange(n + 1)
         rates = (1.0 + expected_accepted(self._acceptance[source].probability(), n)) / (self._plain + spent)
+        known = costs.widest_narrow if n_sequences == 1 < costs.widest_narrow else n + 1
+        if costs.calibration() is not None and not rates[:known].argmax():
+            # What wider evaluations cost is a guess: they are timed without a draft first.
+            rates, spent, self._prices = rates[:known], spent[:known], self._prices[:known]
+            n = len(rates) - 1
         could_pay = bool((expected_accepted(SURE, n)[1:] > self._rate * spent[1:]).any())
         limit = n if costs.knows_step else 1
         if rates.argmax():
