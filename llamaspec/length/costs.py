@@ -28,6 +28,7 @@ TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 LINEAR = 1.1  # cap of a first timing, as a multiple of evaluating the positions one by one
 PAD = 0.96  # padding must save this much
+LAG = 2  # tokens that a draft usually has to process before its next step
 READING = 0.1  # guess: a prompt token of the draft, in draft steps
 PROMPT = 64  # positions from which on a prompt chunk shows what its width costs
 
@@ -221,7 +222,7 @@ class Costs:
         for wide, of_part in parts.items():
             self.observe_prompt(wide, of_part)
         if self._first_step is not None:
-            self._step, self._first_step = Average(log(self._first_step) - self._scale, 1), None
+            self._step, self._first_step = Average(log(self._first_step) - self._scale, LASTING), None
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn the cost of a wide evaluation from a prompt chunk of the target.
@@ -271,8 +272,8 @@ class Costs:
             average.learn((1.0 - TOGETHER) * surprise)
 
     def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
-        """Learn from the draft steps of one round."""
-        if n_steps and seconds > 0 and n_unread <= DENSE:
+        """Learn from the draft steps of one round, unless most of the time was prompt processing."""
+        if n_steps and seconds > 0 and n_unread <= LAG:
             surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
             self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
 

@@ -127,6 +127,10 @@ def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None
     costs.observe_verify(1, 0.5)
     assert costs.knows_step
     assert costs.step_seconds == pytest.approx(0.002)
+    costs.observe_draft(1, 16, 0.1)
+    assert costs.step_seconds == pytest.approx(0.002), "it had processed a prompt, too"
+    costs.observe_draft(1, 1, 0.1)
+    assert costs.step_seconds < 0.0025, "it was held up"
 
 
 def test_what_was_learned_is_what_the_next_run_begins_with() -> None:
