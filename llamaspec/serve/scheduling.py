@@ -338,14 +338,14 @@ def open_stream(
 
 
 def speedup(rounds: Sequence[Round]) -> float | None:
-    """Estimate how many times as fast as plain decoding a completion was; None if nothing was drafted.
+    """Estimate how many times as fast as plain decoding a completion was; None if nothing was verified.
 
     A plain round counts with the latest estimate of its seconds. Rounds that shared their evaluation with a
     prompt do not count, because their own share is unknown. No round costs less than a plain one, so the
     tokens of a round bound the result.
     """
     rounds = [round_ for round_ in rounds if not round_.n_prefill]
-    if not any(round_.n_drafted for round_ in rounds):
+    if not any(round_.n_verified for round_ in rounds):
         return None
     latest = {round_.n_sequences: round_.plain_seconds for round_ in rounds}
     expected = [latest[round_.n_sequences] for round_ in rounds]

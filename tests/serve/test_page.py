@@ -107,14 +107,14 @@ def test_how_an_answer_was_written(browser: Browser, demo: Pair) -> None:
         page = browser.new_context().new_page()
         page.goto(running.url)
         said = ask(page, "import os\nimport sys\n", 48)
-        page.get_by_text("How it was written").last.click()
+        page.get_by_text("How it was generated").last.click()
         drafted = page.locator(".how .plain .drafted:not(p > *)").first
         expect(drafted).to_be_attached()  # it may be a line break, which is not visible
         assert page.locator(".how .plain").last.inner_text().endswith(said)
         plain = page.locator(".how .plain").last.evaluate("e => getComputedStyle(e).backgroundColor")
         assert drafted.evaluate("e => getComputedStyle(e).backgroundColor") != plain
         assert page.locator(".chart").last.locator("rect.verify").count() > 0
-        expect(page.locator(".how > p").last).to_contain_text("Wrote 48 in")
+        expect(page.locator(".how > p").last).to_contain_text("Generated 48 in")
         page.context.close()
 
 
