@@ -1,11 +1,10 @@
 """Prompt lookup: draft tokens copied from where the same tokens occurred before.
 
-A copy begins at the longest end of the text that also occurs earlier: in the text itself, or in a prediction
-that the caller gave. From there on the text is aligned with its source: after an
-insertion, deletion or replacement the copy resumes in the same passage; a replacement that was seen once
-is proposed where the replaced tokens come next; where the text has left its source before, between the same
-tokens, a copy is unsure. Copies cost nothing to make; which of them are verified is decided by their
-confidences. tests/drafters/test_ngram.py; what they cost in edits: scripts/replay_edits.py.
+A copy begins at the longest end of the text that also occurs earlier, in the text itself or in the caller's
+prediction. From there on the text is aligned with its source. After an insertion, deletion or replacement the
+copy resumes in the same passage. A replacement that was seen once is proposed where the replaced tokens come
+next, and a copy is less sure behind two tokens where the text has left its source before. Copies cost nothing
+to make; their confidences decide which are verified. scripts/replay_edits.py shows what they cost in edits.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """

@@ -313,7 +313,7 @@ class AutoSequence:
         self.is_open, self._checks, self._limits, self._explored = True, False, {}, None
         self._calibrated = None
         reading.n_to_read = 0
-        others = [sequence for sequence in policy.running() if sequence is not self]
+        others = [each for each in policy.running() if each is not self]
         n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
         n_drafting = min(1 + sum(sequence.is_drafting for sequence in others), n_sequences)
         # Texts that draft take as many each: where the curve has steps, one position never pays for all.
@@ -337,9 +337,8 @@ class AutoSequence:
             return  # the first token comes before a draft reads the prompt
         spent = self._prices + self._step * np.arange(n + 1)
         rates = (1.0 + expected_accepted(self._acceptance[source].probability(), n)) / (self._plain + spent)
-        known = costs.widest_narrow if n_sequences == 1 < costs.widest_narrow else n + 1
-        if costs.calibration() is not None and not rates[:known].argmax():
-            # What wider evaluations cost is a guess: they are timed without a draft first.
+        known = costs.widest_narrow  # what wider evaluations cost is a guess: they are timed without a draft
+        if n_sequences == 1 < known and costs.calibration() is not None and not rates[:known].argmax():
             rates, spent, self._prices = rates[:known], spent[:known], self._prices[:known]
             n = len(rates) - 1
         could_pay = bool((expected_accepted(SURE, n)[1:] > self._rate * spent[1:]).any())
