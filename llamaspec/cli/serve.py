@@ -115,9 +115,22 @@ def serve(
             pair.json_schema({})  # so that the first request with a schema need not wait for the vocabulary
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
-            told = f"{service.model_name} is served at {url_of(opened)}"
-            Server(app, service, lambda: say(told)).run(sockets=[opened])
+            url = url_of(opened)
+            told = (f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url))
+            Server(app, service, lambda: [say(line) for line in told]).run(sockets=[opened])
     say("stopped")
+
+
+def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
+    """What is served and how to reach it, for people."""
+    drafts = " and ".join(model.description for model in pair.draft_models)
+    if pair.heads is not None:
+        drafts = "its own prediction heads"
+    what = f"{pair.target.description}, {f'draft: {drafts}' if drafts else 'no draft'}"
+    return (
+        f"{what}; {parallel} requests at once, up to {pair.target.context_size} tokens each",
+        f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the page to chat: {url}",
+    )
 
 
 def _keys_of(name: str | None) -> Sequence[str]:

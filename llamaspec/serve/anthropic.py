@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,7 +15,7 @@ from llamaspec.engine.generation import StopReason
 from llamaspec.serve import bodies, deltas, errors, requests
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.service import Form, arguments_of, event, parse_body, service_of
 from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
@@ -101,7 +100,7 @@ class MessagesForm(Form):
         if said.text or not (content or said.tool_calls):
             content.append({"type": "text", "text": said.text})
         for call in said.tool_calls:
-            arguments = _arguments(call.arguments)
+            arguments = arguments_of(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         self._has_calls = bool(said.tool_calls)
         usage, told = self._usage(end), deltas.figures(end, self._options)
@@ -180,15 +179,6 @@ class MessagesForm(Form):
 def _input_usage(n_prompt: int, n_cached: int) -> Data:
     counts = {"input_tokens": n_prompt - n_cached, "cache_creation_input_tokens": 0}
     return {**counts, "cache_read_input_tokens": n_cached}
-
-
-def _arguments(text: str) -> Data:
-    """Arguments as an object; of a truncated answer as much as there is, as Anthropic's client does."""
-    try:
-        found = from_json(bodies.without_half_pairs((text or "{}").encode()), allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **data: Any) -> bytes:

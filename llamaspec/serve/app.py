@@ -32,7 +32,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve import ServeSettings, anthropic, infill, openai_chat, openai_responses
+from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import RequestError, error_response, not_supported
 from llamaspec.serve.metrics import Metrics
@@ -159,10 +159,17 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("/v1/chat/completions", openai_chat.chat_completions, openai_chat.ChatBody),
     Endpoint("/v1/completions", openai_chat.completions, openai_chat.CompletionBody),
-    Endpoint("/infill", infill.infill, infill.InfillBody),
+    Endpoint("/completion", llama_server.completion, llama_server.NativeCompletionBody),
+    Endpoint("/infill", llama_server.infill, llama_server.InfillBody),
     Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody),
     Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
     Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
+    Endpoint("/api/chat", ollama.chat, ollama.ChatBody),
+    Endpoint("/api/generate", ollama.generate, ollama.GenerateBody),
+    Endpoint("/api/show", ollama.show, ollama.ShowBody),
+    Endpoint("/api/tags", ollama.tags),
+    Endpoint("/api/ps", ollama.ps),
+    Endpoint("/api/version", ollama.version),
     Endpoint("/v1/models", _models),
     Endpoint("/v1/models/{name:path}", _model),
     Endpoint("/tokenize", _tokenize, TokenizeBody),
@@ -287,7 +294,7 @@ def serving(
 class Server(uvicorn.Server):
     """Runs the application on a socket until SIGTERM or Ctrl-C; calls `ready` when it accepts requests."""
 
-    def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], object]) -> None:
         self._service, self._ready = service, ready
         super().__init__(
             uvicorn.Config(

@@ -217,6 +217,22 @@ def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
     return {"timings": timings, "rounds": [_round(round_) for round_ in done.rounds]}
 
 
+def work_of(submission: Submission) -> dict[str, Any]:
+    """What was computed for a request, for the log; the speed-up is that of its last completion."""
+    done = [state.stream.completion for state in submission.states if state.stream is not None]
+    ends = [state.last for state in submission.states if isinstance(state.last, Finished)]
+    n_generated = sum(each.summary.n_tokens for each in done)
+    seconds = sum(each.summary.decode_seconds for each in done)
+    return {
+        "prompt_tokens": sum(each.n_prompt_tokens for each in done),
+        "cached_tokens": sum(each.n_cached for each in done),
+        "generated_tokens": n_generated,
+        "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
+        "speedup_estimate": ends[-1].speedup if ends else None,
+        "cancelled": submission.is_cancelled,
+    }
+
+
 def _speed(name: str, n: int, seconds: float) -> dict[str, Any]:
     ms = 1e3 * seconds
     per_token, per_second = ms / n if n else None, 1e3 * n / ms if ms else None

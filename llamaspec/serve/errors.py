@@ -119,10 +119,19 @@ def anthropic_error(exception: Exception) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.anthropic_message}}
 
 
+def ollama_error(exception: Exception) -> dict[str, Any]:
+    """An exception as an Ollama error object."""
+    return {"error": as_request_error(exception).message}
+
+
 def error_response(path: str, exception: Exception) -> JSONResponse:
     """The response to a failed request, in the form of the API at this path."""
     error = as_request_error(exception)
-    form = anthropic_error if path.startswith("/v1/messages") else openai_error
+    form = openai_error
+    if path.startswith("/v1/messages"):
+        form = anthropic_error
+    elif path.startswith("/api/"):
+        form = ollama_error
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else None
     return JSONResponse(form(error), error.status, headers)
 

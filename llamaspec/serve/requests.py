@@ -152,6 +152,17 @@ class RequestBuilder:
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
+    def mixed_prompt(self, parts: Sequence[int | str]) -> TokenArray:
+        """Tokens that the client made, and texts between them."""
+        tokens: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                tokens.append(part)
+                continue
+            self.check_size(part, "prompt")
+            tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
+        return self.token_prompt(tokens)
+
     async def prediction(self, text: str | None) -> TokenArray | None:
         """Tokens of what an answer is expected to repeat; what cannot fit is left out."""
         if text is None:

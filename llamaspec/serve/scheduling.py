@@ -75,7 +75,12 @@ class SequenceState:
     progress: list[PromptProgress] = field(default_factory=list)  # not sent yet
     n_unread: int = 0  # events
     n_rounds_counted: int = 0
-    is_over: bool = False
+    last: Event | None = None  # once it is over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; its client may have more to read."""
+        return self.last is not None
 
     @property
     def is_unread(self) -> bool:
@@ -262,7 +267,7 @@ class RequestQueue:
     def _finish(self, state: SequenceState, last: Event) -> None:
         if state.is_over:
             return
-        state.is_over = True
+        state.last = last
         if state in self._running:
             self._running.remove(state)
         else:

@@ -29,6 +29,7 @@ PAGE_FILES = {"/": "index.html"} | {
 }
 PUBLIC_PATHS = frozenset({*PAGE_FILES, "/health", "/v1/health"})  # need no key
 LONGEST_PATH = 200  # characters in the log
+WORK = "llamaspec.work"  # in the scope of a request: a function that returns what was computed for it
 
 
 class Guard:
@@ -128,7 +129,22 @@ class RequestLog:
         path = printable(scope["path"])[:LONGEST_PATH]
         text = f"{client} {scope['method']} {path} {status} {seconds:.3f} s"
         fields = {"client": client, "method": scope["method"], "path": path, "status": status}
-        return log_line(text, self._log_format, {**fields, "seconds": round(seconds, 6)})
+        fields["seconds"] = round(seconds, 6)
+        if (work := scope.get(WORK)) is not None:
+            fields |= (done := work())
+            text += f": {_in_words(done)}"
+        return log_line(text, self._log_format, fields)
+
+
+def _in_words(work: Mapping[str, Any]) -> str:
+    """The work of a request, for people."""
+    parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
+    parts.append(f"{work['generated_tokens']} generated")
+    if (speed := work["tokens_per_second"]) is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    if (speedup := work["speedup_estimate"]) is not None:
+        parts.append(f"{speedup:.2f}× with drafts (estimate)")
+    return ", ".join([*parts, *(["cancelled"] if work["cancelled"] else [])])
 
 
 def log_line(text: str, log_format: LogFormat, fields: Mapping[str, Any] | None = None) -> str:

@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -23,13 +25,13 @@ from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, json_depth, without_half_pairs
 from llamaspec.serve.constraints import GenerationParameters
-from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of
+from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of, work_of
 from llamaspec.serve.errors import RequestError, openai_error
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import ChatRequest, GenerationRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress, RequestQueue
-from llamaspec.serve.security import Write, log_line
+from llamaspec.serve.security import WORK, Write, log_line
 from llamaspec.values import TokenArray
 
 F = TypeVar("F", bound=Fields)
@@ -41,6 +43,8 @@ CLIENT_LEFT = 499  # seen by the log only
 
 class Form(ABC):
     """The objects of one API for one request, and its events."""
+
+    media_type = "text/event-stream"
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class Form(ABC):
 
     def refusal(self, exception: Exception) -> Response:
         """A stream that ends before anything is generated."""
-        return Response(self._begin() + self._error(exception), media_type=EventStream.media_type)
+        return Response(self._begin() + self._error(exception), media_type=self.media_type)
 
     async def events(self, of: Deltas) -> AsyncIterator[bytes]:
         """The response as events; an exception becomes the last one."""
@@ -140,10 +144,11 @@ class Service:
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(requests), self.settings.request_timeout
+        http.scope[WORK] = partial(work_of, submission)
         deadline = None if timeout is None else time.monotonic() + timeout
         deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)
         if stream:
-            return EventStream(form.events(deltas), submission.cancel, deadline)
+            return EventStream(form.events(deltas), form.media_type, submission.cancel, deadline)
         try:
             answers = await _while_connected(answers_of(deltas, len(requests)), http.receive)
         finally:
@@ -174,18 +179,30 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
+def arguments_of(text: str) -> dict[str, Any]:
+    """Arguments of a call as an object; if the answer was cut, as much as there is, as Anthropic's client."""
+    try:
+        found = from_json(without_half_pairs((text or "{}").encode()), allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class EventStream(StreamingResponse):
     """Sends events until they end, the client leaves, or the deadline (`time.monotonic`) has passed.
 
     `cancel` is called at the end, whatever it is.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, events: AsyncIterator[bytes], cancel: Callable[[], None], deadline: float | None
+        self,
+        events: AsyncIterator[bytes],
+        media_type: str,
+        cancel: Callable[[], None],
+        deadline: float | None,
     ) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type=media_type)
         self._cancel, self._deadline = cancel, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

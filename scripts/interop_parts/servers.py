@@ -100,7 +100,7 @@ def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
         if text is None:
             return await usual(service, http, asked, form, stream)
         if stream:
-            return EventStream(form.events(_deltas(text, asked[0])), lambda: None, None)
+            return EventStream(form.events(_deltas(text, asked[0])), form.media_type, lambda: None, None)
         return JSONResponse(form.whole(await answers_of(_deltas(text, asked[0]), 1)))
 
     options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)

@@ -9,10 +9,10 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
-from llamaspec.serve.anthropic import _arguments
 from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
+from llamaspec.serve.service import arguments_of
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 
@@ -261,8 +261,8 @@ def test_a_call_of_a_tool_in_a_namespace_comes_back() -> None:
 def test_half_of_an_emoji_in_arguments_loses_no_argument(talker: Served) -> None:
     """A model may write it, and clients send it back."""
     written = r'{"cmd": "ls", "text": "\ud83d"}'
-    assert _arguments(written) == {"cmd": "ls", "text": "\ufffd"}
-    assert _arguments(written[:-3]) == {"cmd": "ls"}
+    assert arguments_of(written) == {"cmd": "ls", "text": "\ufffd"}
+    assert arguments_of(written[:-3]) == {"cmd": "ls"}
     call = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": written}}
     messages = [
         {"role": "user", "content": "Run."},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from llamaspec import Pair
 from llamaspec.serve import ServeSettings
-from serving import Served, served
+from serving import Gate, Served, served, until
 
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -86,6 +87,33 @@ def test_the_log_for_programs(demo: Pair) -> None:
     assert lines[0]["path"] == "/v1/models"
     assert "\\n" in lines[1]["path"]
     assert len(lines[2]["path"]) == 200
+
+
+def test_the_log_tells_what_was_computed(demo: Pair) -> None:
+    body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8, "seed": 1}
+    with served(demo, log_format="json") as server:
+        usage = server.post("/v1/chat/completions", body).json()["usage"]
+        server.events("/v1/chat/completions", body)
+    for line in (json.loads(line) for line in server.log):
+        assert line["prompt_tokens"] == usage["prompt_tokens"]
+        assert line["generated_tokens"] == 8
+        assert line["tokens_per_second"] > 0
+        assert not line["cancelled"]
+    assert json.loads(server.log[1])["cached_tokens"] > 0
+    with served(demo) as server:
+        server.post("/v1/chat/completions", body)
+    (told,) = server.log
+    assert f": {usage['prompt_tokens']} prompt tokens (" in told
+    assert " 8 generated, " in told
+
+
+def test_a_stream_whose_client_leaves_is_logged_as_cancelled(demo: Pair, monkeypatch: Any) -> None:
+    gate = Gate(demo, monkeypatch)
+    with served(demo, log_format="json") as server:
+        server.lose_client("/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True}, gate)
+        until(lambda: server.log)
+    (line,) = (json.loads(line) for line in server.log)
+    assert line["cancelled"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show`, `/api/ps` and `/api/version`.
+
+Many desktop clients and editors speak only this one. A stream is one JSON object a line. Calls are sent
+whole, with their arguments as an object. github.com/ollama/ollama/blob/main/docs/api.md,
+tests/serve/test_ollama.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from time import monotonic_ns
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llamaspec.chat.infill import infill_prompt
+from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.template import Message
+from llamaspec.serve import bodies, deltas, requests
+from llamaspec.serve.constraints import GenerationParameters, ResponseFormat
+from llamaspec.serve.errors import bad_field, ollama_error
+from llamaspec.serve.scheduling import Finished, PromptProgress
+from llamaspec.serve.service import Form, Service, arguments_of, parse_body, service_of
+from llamaspec.serve.tools import Tools, tool_use
+from llamaspec.values import TokenArray
+
+API_VERSION = "0.12.6"  # clients refuse versions that lack what they need
+Data = dict[str, Any]
+JSON_LINES = "application/x-ndjson"
+
+
+class OllamaOptions(bodies.SamplingFields):
+    """`options` of a request."""
+
+    num_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = None  # below 0: until the context is full
+    stop: bodies.StopText | Annotated[list[bodies.StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
+
+
+class OllamaBody(bodies.Fields):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    options: OllamaOptions | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    def wanted_format(self) -> ResponseFormat | None:
+        """The JSON schema that the answer must match."""
+        if not self.format:
+            return None
+        schema = {"type": "object"} if self.format == "json" else self.format
+        return ResponseFormat.of_schema(schema, "format", "format")
+
+    @property
+    def reasoning(self) -> tuple[Data, int | None]:
+        """Variables of the chat template, and the limit on reasoning in tokens."""
+        effort = self.think if isinstance(self.think, str) else None
+        fields = requests.ReasoningFields(enable_thinking=None if self.think is None else bool(self.think))
+        return fields.reasoning_options(effort)
+
+
+class MessageFields(bodies.Fields):
+    """A message of a conversation."""
+
+    role: bodies.Role
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: Annotated[list[bodies.CallFields], Field(max_length=bodies.MAX_MESSAGES)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def in_openai_form(self, place: str) -> bodies.MessageFields:
+        """The same message; RequestError if it has images."""
+        check_images(self.images, f"{place}.images")
+        return bodies.MessageFields(
+            role=self.role,
+            content=self.content,
+            name=self.tool_name,
+            tool_calls=self.tool_calls,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.thinking,
+        )
+
+
+class ChatBody(OllamaBody):
+    """A conversation to answer; without messages the client only wants the model to be loaded."""
+
+    messages: Annotated[list[MessageFields], Field(max_length=bodies.MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+
+    def chat_request(self) -> requests.ChatRequest:
+        """What the model is asked."""
+        places = [f"messages.{i}" for i in range(len(self.messages or ()))]
+        fields = [each.in_openai_form(place) for each, place in zip(self.messages or (), places, strict=True)]
+        messages = bodies.conversation(list(zip(places, fields, strict=True)))
+        use = tool_use(self.tools, None, None, nested=True)
+        return requests.ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
+
+
+class GenerateBody(OllamaBody):
+    """A prompt: a message of the user, or with `raw` or `suffix` a text to continue."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[str] | None = None
+
+    def chat_request(self) -> requests.ChatRequest:
+        """What the model is asked."""
+        messages = [Message("user", self.prompt or "", place="prompt")]
+        if self.system:
+            messages.insert(0, bodies.system_message(self.system, "system"))
+        return requests.ChatRequest(messages, "prompt", tool_use(None, None, None), self.reasoning,
+                                    self.wanted_format())  # fmt: skip
+
+
+class ShowBody(bodies.Fields):
+    """A model by its name."""
+
+    model: str | None = None
+    name: str | None = None  # its old name
+
+
+async def chat(http: Request) -> Response:
+    """Answer a conversation."""
+    service, body = service_of(http), await parse_body(http, ChatBody)
+    if not body.messages:
+        return JSONResponse(ChatForm(service.model_name).loaded())
+    prompt, parameters = await service.chat(body.chat_request())
+    return await _respond(http, body, prompt, parameters, ChatForm(service.model_name))
+
+
+async def generate(http: Request) -> Response:
+    """Answer a prompt, or continue a text."""
+    service, body = service_of(http), await parse_body(http, GenerateBody)
+    builder, form = service.builder, GenerateForm(service.model_name)
+    check_images(body.images, "images")
+    if not body.prompt:
+        return JSONResponse(form.loaded())
+    if not (body.raw or body.suffix or builder.template is None):
+        prompt, parameters = await service.chat(body.chat_request())
+        return await _respond(http, body, prompt, parameters, form)
+    wanted = body.wanted_format()
+    constraint = None if wanted is None else await builder.constraints.compile(wanted)
+    if body.suffix:
+        builder.check_size(body.prompt + body.suffix, "suffix")
+        tokens = infill_prompt(builder.vocabulary, body.prompt, body.suffix)
+        prompt = builder.token_prompt(tokens.tolist())
+    else:
+        prompt = builder.text_prompt(body.prompt)
+    return await _respond(http, body, prompt, GenerationParameters(constraint=constraint), form)
+
+
+async def _respond(
+    http: Request, body: OllamaBody, prompt: TokenArray, parameters: GenerationParameters, form: OllamaForm
+) -> Response:
+    service, options = service_of(http), body.options or OllamaOptions()
+    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
+    n = options.num_predict or None
+    asked = service.builder.requests(
+        [prompt], options, parameters, options.seed_or_random(), max_tokens=n, stops=stops
+    )
+    return await service.respond(http, asked, form, body.stream is not False)
+
+
+async def version(_: Request) -> Response:
+    """The version of the API."""
+    return JSONResponse({"version": API_VERSION})
+
+
+async def tags(http: Request) -> Response:
+    """The models: one."""
+    return JSONResponse({"models": [_about(service_of(http))]})
+
+
+async def ps(http: Request) -> Response:
+    """The models in memory: the same one."""
+    service = service_of(http)
+    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
+    length = {"context_length": service.pair.target.context_size}
+    return JSONResponse({"models": [{**_about(service), **never, **length}]})
+
+
+async def show(http: Request) -> Response:
+    """What is known of the model, whatever name the client gives it."""
+    service, _ = service_of(http), await parse_body(http, ShowBody)
+    about, target, builder = _about(service), service.pair.target, service.builder
+    family = about["details"]["family"]
+    info = {"general.architecture": family, f"{family}.context_length": target.context_size}
+    able = ["completion", *(["tools"] if builder.takes_tools else [])]
+    able += ["thinking"] if builder.answer_format.reasoning else []
+    template = "" if builder.template is None else builder.template.source
+    rest = {"modified_at": about["modified_at"], "model_info": info, "capabilities": able}
+    return JSONResponse({"modelfile": "", "parameters": "", "template": template, **rest,
+                         "details": about["details"]})  # fmt: skip
+
+
+def _about(service: Service) -> Data:
+    target, name = service.pair.target, service.model_name
+    family, size, quantization = (*target.description.split(" ", 2), "", "", "")[:3]
+    details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
+               "parameter_size": size, "quantization_level": quantization}  # fmt: skip
+    return {"name": name, "model": name, "modified_at": _time(service.created),
+            "size": target.path.stat().st_size, "digest": "", "details": details}  # fmt: skip
+
+
+def _time(seconds: float | None = None) -> str:
+    moment = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def check_images(images: Sequence[str] | None, field: str) -> None:
+    """RequestError if there are any."""
+    if images:
+        raise bad_field(field, "images are not supported")
+
+
+class OllamaForm(Form):
+    """One JSON object a line."""
+
+    media_type = JSON_LINES
+
+    def __init__(self, model: str) -> None:
+        self._model, self._begin_ns = model, monotonic_ns()
+        self._call: CallDelta | None = None  # whose arguments are coming
+        self._arguments = ""
+
+    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
+        """The field or fields that hold a part of the answer."""
+        raise NotImplementedError
+
+    def loaded(self) -> Data:
+        """The answer to a request without a prompt."""
+        return {**self._head(), **self._said(""), "done": True, "done_reason": "load"}
+
+    def whole(self, answers: Sequence[deltas.Answer]) -> Data:
+        """The response object."""
+        (answer,), said = answers, answers[0].message
+        calls = [_call(call.id, call.name, call.arguments) for call in said.tool_calls]
+        told = self._said(said.text, said.reasoning or "", calls)
+        return {**self._head(), **told, **self._last(answer.end)}
+
+    def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
+        return self._line(**self._said(""), done=False)
+
+    def _begin(self) -> bytes:
+        return b""
+
+    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+        if isinstance(delta, ArgumentsDelta):
+            self._arguments += delta.text
+            return b""
+        done = self._called()
+        if isinstance(delta, CallDelta):
+            self._call = delta
+            return done
+        thinks = isinstance(delta, ReasoningDelta)
+        said = self._said("" if thinks else delta.text, delta.text if thinks else "")
+        return done + self._line(**said, done=False)
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        return self._called() + self._line(**self._said(""), **self._last(end))
+
+    def _error(self, exception: Exception) -> bytes:
+        return _line(ollama_error(exception))
+
+    def _called(self) -> bytes:
+        """The call whose arguments are complete, if there is one."""
+        call, arguments, self._call, self._arguments = self._call, self._arguments, None, ""
+        if call is None:
+            return b""
+        return self._line(**self._said("", calls=[_call(call.id, call.name, arguments)]), done=False)
+
+    def _head(self) -> Data:
+        return {"model": self._model, "created_at": _time()}
+
+    def _line(self, **more: Any) -> bytes:
+        return _line({**self._head(), **more})
+
+    def _last(self, end: Finished) -> Data:
+        done, n_read = end.completion, end.completion.n_prompt_tokens
+        return {
+            "done": True,
+            "done_reason": "length" if end.is_truncated else "stop",
+            "total_duration": monotonic_ns() - self._begin_ns,  # nanoseconds, as the next ones
+            "load_duration": 0,
+            "prompt_eval_count": n_read,
+            "prompt_eval_duration": round(1e9 * done.prefill_seconds),
+            "eval_count": done.summary.n_tokens,
+            "eval_duration": round(1e9 * done.summary.decode_seconds),
+        }
+
+
+class ChatForm(OllamaForm):
+    """The objects of `/api/chat`."""
+
+    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
+        message: Data = {"role": "assistant", "content": content}
+        message |= {"thinking": thinking} if thinking else {}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+class GenerateForm(OllamaForm):
+    """The objects of `/api/generate`."""
+
+    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
+        return {"response": content, **({"thinking": thinking} if thinking else {})}
+
+
+def _call(call_id: str, name: str, arguments: str) -> Data:
+    return {"id": call_id, "function": {"name": name, "arguments": arguments_of(arguments)}}
+
+
+def _line(data: Data) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,148 @@
+"""Ollama's API, by its own Python package and by raw requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import ollama
+import pytest
+
+from llamaspec import Pair
+from serve_soak import SCHEMA
+from serving import PATIENCE_SECONDS, Served, answered
+
+N, SEED = 24, 11
+MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
+OPTIONS: Any = {"num_predict": N, "seed": SEED}
+FIND: Any = {
+    "type": "function",
+    "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA},
+}
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url, timeout=PATIENCE_SECONDS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Pair) -> str:
+    return answered(alone, "def f(x):", SEED, N)
+
+
+def lines(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def test_chat(client: ollama.Client, expected: str) -> None:
+    answer = client.chat(model="any", messages=MESSAGES, options=OPTIONS)
+    assert answer.message.content == expected
+    assert (answer.done, answer.done_reason, answer.eval_count) == (True, "length", N)
+    assert all((answer.prompt_eval_count, answer.total_duration, answer.eval_duration))
+
+
+def test_chat_as_a_stream(client: ollama.Client, expected: str) -> None:
+    *parts, last = client.chat(model="any", messages=MESSAGES, options=OPTIONS, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == expected
+    assert not any(part.done for part in parts)
+    assert (last.done, last.done_reason, last.eval_count) == (True, "length", N)
+
+
+def test_generate_uses_the_chat_template_unless_raw(
+    client: ollama.Client, server: Served, expected: str
+) -> None:
+    answer = client.generate(model="any", prompt="def f(x):", options=OPTIONS)
+    assert answer.response == expected
+    raw = client.generate(model="any", prompt="def f(x):", raw=True, options=OPTIONS)
+    body = {"prompt": "def f(x):", "max_tokens": N, "seed": SEED}
+    assert raw.response == server.post("/v1/completions", body).json()["choices"][0]["text"] != expected
+
+
+def test_a_stream_is_the_default(server: Served, expected: str) -> None:
+    parts = lines(server, "/api/generate", {"model": "any", "prompt": "def f(x):", "options": OPTIONS})
+    assert "".join(part["response"] for part in parts) == expected
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_the_system_field_is_a_message(server: Served) -> None:
+    body = {"prompt": "def f(x):", "system": "Be brief.", "options": OPTIONS, "stream": False}
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    chat = {"messages": messages, "options": OPTIONS, "stream": False}
+    generated, said = server.post("/api/generate", body).json(), server.post("/api/chat", chat).json()
+    assert generated["response"] == said["message"]["content"]
+    assert generated["prompt_eval_count"] == said["prompt_eval_count"]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_without_a_prompt_the_model_is_loaded(server: Served, path: str) -> None:
+    answer = server.post(path, {"model": "any"})
+    assert answer.status_code == 200
+    assert (answer.json()["done"], answer.json()["done_reason"]) == (True, "load")
+
+
+def test_a_format_is_kept(client: ollama.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    options = {"num_predict": 200, "seed": 1}
+    answer = client.chat(model="any", messages=MESSAGES, format=schema, options=options)
+    assert json.loads(answer.message.content or "") == {"a": "b"}
+    generated = client.generate(model="any", prompt="x", raw=True, format=schema, options=options)
+    assert json.loads(generated.response or "") == {"a": "b"}
+
+
+def test_a_call_comes_whole_and_goes_back(talker: Served) -> None:
+    """The template's model calls at random: the first seed that does."""
+    for seed in range(40):
+        body = {"messages": MESSAGES, "tools": [FIND], "options": {"num_predict": 400, "seed": seed}}
+        whole = talker.post("/api/chat", {**body, "stream": False}).json()
+        calls = [call for part in lines(talker, "/api/chat", body)
+                 for call in part["message"].get("tool_calls", ())]  # fmt: skip
+        told = whole["message"].get("tool_calls", [])
+        assert [call["function"] for call in calls] == [call["function"] for call in told]
+        if told:
+            break
+    else:
+        pytest.fail("no seed calls a tool")
+    if whole["done_reason"] == "stop":
+        jsonschema.validate(told[0]["function"]["arguments"], SCHEMA)
+    result = {"role": "tool", "tool_name": "find", "content": "3"}
+    again = {**body, "messages": [*MESSAGES, whole["message"], result], "stream": False}
+    assert talker.post("/api/chat", again).status_code == 200
+
+
+def test_what_the_server_says_of_its_model(client: ollama.Client, server: Served) -> None:
+    (model,) = client.list().models
+    assert model.model == server.service.model_name
+    assert model.details is not None
+    assert model.details.format == "gguf"
+    about = client.show(model.model or "")
+    assert "completion" in (about.capabilities or [])
+    lengths = [value for key, value in (about.modelinfo or {}).items() if key.endswith(".context_length")]
+    assert lengths == [server.service.pair.target.context_size]
+    assert [each.model for each in client.ps().models] == [model.model]
+    assert server.client.get("/api/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "images"),
+        ("/api/chat", {"messages": [{"role": "nobody", "content": "x"}]}, "role"),
+        ("/api/chat", {"messages": MESSAGES, "options": {"temperature": -1}}, "temperature"),
+        ("/api/chat", {"messages": MESSAGES, "format": {"type": "nonsense"}}, "format"),
+        ("/api/generate", {"prompt": "word " * 3000}, "exceeds the available context size"),
+    ],
+)
+def test_an_error_is_one_string(server: Served, path: str, body: dict[str, Any], told: str) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert list(answer.json()) == ["error"]
+    assert told in answer.json()["error"]
