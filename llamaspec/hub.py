@@ -52,11 +52,6 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
     return found if isinstance(found, Path) else find_here(found) or fetch(found, on_fetch)
 
 
-def resolve_draft(draft: str | Path, target: str | Path, on_fetch: OnFetch | None = None) -> Path:
-    """The same for a draft; "auto" is the one that is known for the target, or a PairError."""
-    return resolve_model(find_draft(str(target)) if draft == AUTO else draft, on_fetch)
-
-
 def locate_model(name: str | Path) -> Path:
     """The model's file, or a ModelFileError if it is not on this machine; never asks the hub."""
     found = _own_or_remote(name, ask=False)
@@ -99,7 +94,7 @@ def find_draft(target: str) -> str:
         read_catalog().find(target.partition(":")[0])
     draft = _known_draft(target)
     if draft is None:
-        raise PairError(f"no draft is known for {quoted(target)}; name one")
+        raise PairError(f"no draft is known for {quoted(target)}; name one, or leave the draft out")
     return draft
 
 

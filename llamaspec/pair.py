@@ -26,13 +26,14 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.vocabulary import difference
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sequence_drafters import Drawing, SequenceDrafters, cascade_of, draft_name
-from llamaspec.values import MTP, NO_TOKENS, TARGET, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -52,18 +53,21 @@ class Pair:
         draft: LlamaModel | None,
         load_seconds: float,
         *,
-        cascade: Sequence[LlamaModel] = (),
+        stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
-        common: CommonTokens | None = None,
-        ngram: bool | None = None,
+        copying: Copying = Copying.WEIGHED,
         owns_models: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
-        self.cascade = () if draft is None else cascade_of([draft, *cascade], ngram=bool(ngram))
-        self.common = common  # tokens, where the draft's vocabulary is not the target's
-        self.ngram = ngram  # copy earlier text; None: yes, but not beside drafts of a fixed length
-        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, common, ngram)
+        drafts = () if draft is None else (draft, *stages)
+        self.models = (target, *drafts)  # each draft proposes tokens to the one before it
+        self.cascade = cascade_of(drafts, copies=copying is Copying.ON)
+        self.copying = copying
+        self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
+        if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
+            self.common = CommonTokens(target.vocabulary, draft.vocabulary)
+        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, self.common, copying)
         self.load_seconds = load_seconds
         self._owns_models = owns_models
         self.clock = clock  # seconds
@@ -79,8 +83,12 @@ class Pair:
     @property
     def draft_models(self) -> tuple[LlamaModel, ...]:
         """The draft, the draft's draft, and so on."""
-        first = () if self.draft is None else (self.draft,)
-        return (*first, *(level.draft_models[0] for level in self.cascade))
+        return self.models[1:]
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether prediction heads draft."""
+        return self.heads is not None
 
     @property
     def sources(self) -> frozenset[Source]:
@@ -88,7 +96,7 @@ class Pair:
         found = {
             Source.STAGE if self.cascade else Source.MODEL: self.draft is not None,
             Source.MTP: self.heads is not None,
-            Source.NGRAM: self.ngram is not False,
+            Source.NGRAM: self.copying is not Copying.OFF,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -20,32 +21,32 @@ from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, SequenceCo
 from llamaspec.sampling.acceptance_rules import RULES, Coupled
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import CascadeStreams
-from llamaspec.values import DRAFT, MTP, NO_TOKENS, Source, TokenArray
+from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
 
 
 @dataclass(eq=False, slots=True)
 class CascadeLevel:
-    """A draft and the models that draft for it."""
+    """A draft model that has drafts of its own."""
 
-    target: LlamaModel
-    draft_models: Sequence[LlamaModel]  # its draft, and whatever drafts for that
-    ngram: bool = False  # earlier text is copied before the draft is asked
-    heads: None = None
-    length: LengthPolicy = field(init=False)  # for all sequences
+    models: Sequence[LlamaModel]  # itself, its draft, the draft of that, and so on
+    copies: bool = False  # earlier text is copied before its draft is asked
+    length: LengthPolicy = field(init=False)  # how much its draft drafts, for all sequences
+
+    has_heads: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.length = AutoLength(sources=self.sources)
 
     @property
     def sources(self) -> frozenset[Source]:
-        """Who drafts for it."""
-        model = Source.MODEL if len(self.draft_models) == 1 else Source.STAGE
-        return frozenset({model, Source.NGRAM} if self.ngram else {model})
+        """Where its draft tokens come from."""
+        model = Source.MODEL if len(self.models) == 2 else Source.STAGE
+        return frozenset({model, Source.NGRAM} if self.copies else {model})
 
 
-def cascade_of(models: Sequence[LlamaModel], *, ngram: bool = False) -> tuple[CascadeLevel, ...]:
+def cascade_of(drafts: Sequence[LlamaModel], *, copies: bool = False) -> tuple[CascadeLevel, ...]:
     """Each of the models drafts for the one before it; the first drafts for the target."""
-    return tuple(CascadeLevel(model, models[i + 1 :], ngram) for i, model in enumerate(models[:-1]))
+    return tuple(CascadeLevel(drafts[i:], copies) for i in range(len(drafts) - 1))
 
 
 def draft_name(level: int) -> str:
@@ -72,10 +73,8 @@ class SequenceDrafters:
     draft: LlamaModel | None
     cascade: Sequence[CascadeLevel]
     heads: PredictionHeads | None  # of the target, in place of a draft
-    common: CommonTokens | None  # where the draft's vocabulary is not the target's
-    ngram: (
-        bool | None
-    )  # whether earlier text is copied; None: yes, but not beside a model that drafts a fixed number
+    common: CommonTokens | None  # if the draft's vocabulary is not the target's
+    copying: Copying
 
     def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:
         """All that can draft, for a sequence whose length is decided by `length`.
@@ -84,11 +83,10 @@ class SequenceDrafters:
         """
         drafters: list[Drafter] = []
         has_model = self.draft is not None or self.heads is not None
-        copies = self.ngram
-        if copies is None:  # else nobody weighs them against what the model drafts
-            copies = not has_model or prompt_reading(length) is not None
+        is_weighed = self.copying is Copying.WEIGHED and has_model
+        copies = prompt_reading(length) is not None if is_weighed else self.copying is not Copying.OFF
         if copies or len(prediction):
-            least = MIN_MATCH_BESIDE_MODEL if has_model and self.ngram is None else MIN_MATCH
+            least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
             drafters.append(NgramDrafter(least, prediction=prediction))
         if self.cascade:
             drafters.append(self._cascaded(drawing))
@@ -117,16 +115,16 @@ class SequenceDrafters:
         return self.target.can_branch and self.draft is not None and self.draft.can_branch
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
-        """The drafter of a level's draft, with everybody that drafts for it."""
+        """The drafter of a draft model, with all that drafts for it."""
         if level == len(self.cascade):
-            return self._asking(self.cascade[-1].draft_models[0], drawing, draft_name(level))
+            return self._asking(self.cascade[-1].models[1], drawing, draft_name(level))
         here, streams = self.cascade[level], CascadeStreams(drawing.streams)
-        model = self._asking(here.target, drawing, draft_name(level))
+        model = self._asking(here.models[0], drawing, draft_name(level))
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
-        if here.ngram:
+        if here.copies:
             helper = FallbackDrafter([NgramDrafter(), helper])
         length = here.length.start_sequence(drops=RULES[drawing.rule].drops)
-        return CascadeDrafter(model, helper, length, streams, here.target.max_scored)
+        return CascadeDrafter(model, helper, length, streams, here.models[0].max_scored)
 
     def _asking(
         self,

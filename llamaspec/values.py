@@ -43,6 +43,19 @@ class Source(str, Enum):
     MTP = "mtp"  # the target's own prediction heads
 
 
+class Copying(str, Enum):
+    """Whether draft tokens are copied from earlier text."""
+
+    OFF = "off"
+    ON = "on"
+    WEIGHED = "weighed"  # beside a draft model only if the length policy weighs both against each other
+
+    @classmethod
+    def of(cls, wanted: bool | None) -> Copying:
+        """From an option that may be left out."""
+        return cls.WEIGHED if wanted is None else cls.ON if wanted else cls.OFF
+
+
 COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
 CHUNK = (

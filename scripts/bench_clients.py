@@ -28,7 +28,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import Message, read_task_file
 from llamaspec.measure.served_arms import AUTO, PEER_PLAIN, Ask, own_arms, peer_arms, serving
-from llamaspec.measure.store import ModelFile, PairFiles
+from llamaspec.plan import DraftPlan, ModelFile
 
 SYSTEM = "[{}] You help with this small project. Answer briefly. Its files:"
 QUESTIONS = (
@@ -79,10 +79,10 @@ def main(
     given = ["--target", str(target), "--n-ctx", str(options.n_ctx), "--ctx-per-request", str(CONTEXT)]
     given += [] if draft is None else ["--draft", str(draft)]
     given += [] if threads is None else ["--threads", str(threads)]
-    drafts = None if draft is None else ModelFile(draft, options)
+    drafts = () if draft is None else (ModelFile(draft, options),)
     arms = [arm for arm in own_arms(given, (), None, n_parallel) if arm.name == AUTO]
-    files = PairFiles(ModelFile(target, options), drafts)
-    arms += peer_arms(llama_server, files, spec_types or ("none",), n_parallel)
+    plan = DraftPlan(ModelFile(target, options), drafts)
+    arms += peer_arms(llama_server, plan, spec_types or ("none",), n_parallel)
     runs: list[Run] = []
     with serving(arms) as asks:
         names = [*asks]

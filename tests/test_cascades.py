@@ -192,7 +192,7 @@ def test_the_command_takes_several_drafts(store: ModelStore) -> None:
 
 def test_a_chain_with_something_else_in_it_is_refused(store: ModelStore) -> None:
     path = store.path("llama", TARGET)
-    with pytest.raises(PairError, match="only where all of them are models"):
+    with pytest.raises(PairError, match="only model files can draft"):
         open_pair(path, [path, "mtp"])
 
 

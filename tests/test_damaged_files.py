@@ -25,13 +25,12 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,
-    ModelFile,
-    PairFiles,
     store_prior,
     store_probe,
     stored_prior,
     stored_probe,
 )
+from llamaspec.plan import DraftPlan, ModelFile
 
 N = 100  # damaged copies of each file
 TIMING = Spread(0.009, 0.01, 0.012)
@@ -80,7 +79,7 @@ def stored(
 ) -> Stored:
     monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))
-    pair = PairFiles(ModelFile(target_file, ModelOptions(threads=1)), None)
+    pair = DraftPlan(ModelFile(target_file, ModelOptions(threads=1)))
     session = tmp_path / "session.json"
     if request.param == "catalog":
         own_list().write_text(OWN_LIST)

@@ -18,7 +18,7 @@ from rich.bar import Bar
 from rich.console import Console
 
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, Separated, option_group
-from llamaspec.cli.model_options import ModelChoice, find_files, model_options
+from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION
 from llamaspec.cli.output import print_table, say
 from llamaspec.cli.pictures import check_plot, check_writable, save_figure
@@ -32,7 +32,7 @@ from llamaspec.measure.bench_figures import figures_of_arms
 from llamaspec.measure.bench_tables import COLUMNS, is_comparable, markdown, next_to_best_type, rows
 from llamaspec.measure.report import Report, make_report
 from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
-from llamaspec.measure.store import PairFiles
+from llamaspec.plan import DraftPlan
 
 _WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
 _LEGEND = (
@@ -120,10 +120,10 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     """
     _check(bench)
     tasks = read_tasks(bench.tasks, bench.names)
-    files, given = _files_and_options(models, context_for(tasks, bench.max_tokens))
+    plan, given = _plan_and_options(models, context_for(tasks, bench.max_tokens))
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
-        arms += peer_arms(bench.llama_server, files, bench.spec_types or ())
+        arms += peer_arms(bench.llama_server, plan, bench.spec_types or ())
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
     total, fault, code = len(requests_of(tasks)) * bench.repeats, None, 0
@@ -142,7 +142,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         is_whole = fault is None and code == 0
         asked = {"max_tokens": bench.max_tokens, "temperature": bench.temperature, "repeats": bench.repeats}
         report = make_report(
-            samples, files, asked, bench.names, given,
+            samples, plan, asked, bench.names, given,
             bench.llama_server and program_version(bench.llama_server),
             with_hashes=bench.as_json or bench.share is not None,
         )  # fmt: skip
@@ -170,15 +170,15 @@ def _check(bench: BenchOptions) -> None:
         raise click.UsageError(f"--llama-server: {bench.llama_server} is not a program; name its file")
 
 
-def _files_and_options(models: ModelChoice, n_ctx: int) -> tuple[PairFiles, list[str]]:
-    """The models' files and the options of `serve`, with a context of this size where none was asked for."""
-    files, given = find_files(models), [*_given()]
-    for model in (files.target, *files.draft_models):
+def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[str]]:
+    """The plan and the options of `serve`, with a context of this size if none was asked for."""
+    plan, given = find_plan(models), [*_given()]
+    for model in plan.models:
         check_gguf(model.path)
     if models.n_ctx is None:
-        n_ctx = min(n_ctx, read_gguf(files.target.path).number("context_length", n_ctx))
-        files, given = find_files(models.with_context(n_ctx)), [*given, "--n-ctx", str(n_ctx)]
-    return files, given
+        n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))
+        plan, given = find_plan(models.with_context(n_ctx)), [*given, "--n-ctx", str(n_ctx)]
+    return plan, given
 
 
 @contextmanager

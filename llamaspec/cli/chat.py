@@ -21,7 +21,7 @@ from llamaspec.cli.model_options import (
     ModelChoice,
     chat_model_options,
     fetched_model,
-    find_files,
+    find_plan,
     learning,
 )
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
@@ -30,7 +30,8 @@ from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.hub import AUTO, has_draft
-from llamaspec.opening import demo_target, drafts_itself
+from llamaspec.opening import demo_target
+from llamaspec.plan import drafts_itself
 
 _LAST = "last"
 
@@ -111,7 +112,7 @@ def chat(
         messages = load_last()
     save_to = files.writable(save) if save is not None else None
     seed = decoding.seed_or_random()
-    with learning(find_files(models), models, decoding) as (pair, policy):
+    with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
         settings = Settings(*how, reasoning_budget)
         if reasoning == "off":  # a model that thinks all the same has no tokens for it

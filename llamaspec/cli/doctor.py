@@ -13,7 +13,7 @@ from rich.text import Text
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli.grouped import GroupedCommand
-from llamaspec.cli.model_options import ModelChoice, find_files, model_options
+from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.errors import printable
 from llamaspec.llama import runtime
 from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
@@ -54,7 +54,7 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         out.say("no --target given, using the small embedded pair")
-    found = list(examine(find_files(models), lambda role: out.SlowProgress(f"loading the {role}")))
+    found = list(examine(find_plan(models), lambda role: out.SlowProgress(f"loading the {role}")))
     counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
     if as_json:
         listed = []

@@ -15,7 +15,7 @@ from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
-from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
+from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import TextStream
@@ -98,7 +98,7 @@ def generate(
         pictures.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
-    with learning(find_files(models), models, decoding) as (pair, policy):
+    with learning(find_plan(models), models, decoding) as (pair, policy):
         constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
         with out.SlowProgress("prefilling the prompt") as progress:
             stream = pair.stream(

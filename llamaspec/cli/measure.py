@@ -22,11 +22,11 @@ from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
-    find_files,
-    find_files_here,
+    find_plan,
+    find_plan_here,
     learning,
     model_options,
-    open_files,
+    open_models,
 )
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.measure import store as curves
@@ -44,18 +44,18 @@ from llamaspec.measure.reasons import (
     saturation_width,
     verdict,
 )  # fmt: skip
-from llamaspec.measure.store import PairFiles
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan
 
 AUDIT_PROMPT = "def read_lines(path):\n"
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 
 
-def _pair_with_draft(models: ModelChoice, command: str) -> PairFiles:
-    files = find_files(models)
-    if not files.drafts:
+def _plan_with_draft(models: ModelChoice, command: str) -> DraftPlan:
+    plan = find_plan(models)
+    if plan.is_plain:
         raise PairError(f"{command} needs a draft; name it with --draft, or drop --no-ngram")
-    return files
+    return plan
 
 
 def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) -> Task:
@@ -108,22 +108,22 @@ def probe(
     if plot is not None:
         pictures.check_plot(plot)
     if forget:
-        dropped = curves.forget(find_files_here(models))
+        dropped = curves.forget(find_plan_here(models))
         click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
         return
     if show:
-        files = find_files_here(models)
-        kept = curves.stored_probe(files)
+        plan = find_plan_here(models)
+        kept = curves.stored_probe(plan)
         if kept.value is None:
             reason = kept.fault or "this pair has not been probed yet"
             raise LlamaspecError(f"{reason}; run the probe without --show")
         found = kept.value
     else:
-        files = find_files(models)
-        with open_files(files, models) as pair:
+        plan = find_plan(models)
+        with open_models(plan, models) as pair:
             found = _measured(pair, quick=quick)
     if plot is not None:
-        pictures.draw_probe(found, plot, printable(files.target.path.stem))
+        pictures.draw_probe(found, plot, printable(plan.target.path.stem))
     if as_json:
         click.echo(json.dumps(conclusions(found)))
     elif as_csv:
@@ -233,8 +233,8 @@ def compare(
     as_json: bool,
 ) -> None:
     """Compare the target alone, the draft alone and both together on one prompt."""
-    text, files = source.read(PREDICTABLE_PROMPT), _pair_with_draft(models, "compare")
-    with learning(files, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
+    text, plan = source.read(PREDICTABLE_PROMPT), _plan_with_draft(models, "compare")
+    with learning(plan, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
         task = _task(pair, text, decoding, decoding.seed_or_random())
         comparison = run_compare(pair, task, num_runs, policy, progress)
     if as_json:
@@ -326,9 +326,9 @@ def audit(
 
     Other rules than coupled draw another text; there every token is checked to be possible.
     """
-    text, files = source.read(AUDIT_PROMPT), _pair_with_draft(models, "audit")
+    text, plan = source.read(AUDIT_PROMPT), _plan_with_draft(models, "audit")
     seed = decoding.seed or 0
-    with open_files(files, models) as pair, out.SlowProgress("auditing") as progress:
+    with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
         task = _task(pair, text, decoding, seed)
         exactness = curves.known_exactness(pair, out.say) if decoding.exact else None
         found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)

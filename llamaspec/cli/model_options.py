@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,23 +15,16 @@ from llamaspec.catalog import RemoteFile
 from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import DEVICE_NAMES, SHARES, DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.errors import PairError
-from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.hub import AUTO, has_draft, locate_model, resolve_model
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
-from llamaspec.measure.store import (
-    ModelFile,
-    PairFiles,
-    keep_prior,
-    keep_reading_gain,
-    restore_reading_gain,
-)
-from llamaspec.opening import NGRAM, demo_draft, demo_target, drafts_itself, open_pair
+from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain
+from llamaspec.opening import demo_draft, demo_target, open_plan
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan, Find, drafts_itself, make_plan
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import MTP
+from llamaspec.values import Copying
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
@@ -105,9 +98,8 @@ class ModelChoice:
     """The models that a command was asked for, as named on the command line."""
 
     target: str | None  # None = the embedded pair
-    draft: str | None
-    stages: tuple[str, ...]  # the draft's draft, and so on
-    ngram: bool | None
+    drafts: tuple[str, ...]  # each drafts for the one before it
+    copying: Copying
     no_draft: bool
     verbose: bool
     draft_ctx: int | None
@@ -141,7 +133,6 @@ def _choice(
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
         target, draft = pair, (AUTO, *draft[1:])
-    first, *stages = draft or (None,)
     n_ctx, draft_ctx, threads = given["n_ctx"], given["draft_ctx"], given["threads"]
     target_options = ModelOptions(
         n_ctx=n_ctx,
@@ -167,8 +158,7 @@ def _choice(
         max_scored=DRAFT_SCORED,
     )
     return ModelChoice(
-        target, first, tuple(stages), ngram, no_draft, verbose, draft_ctx,
-        target_options, draft_options,
+        target, draft, Copying.of(ngram), no_draft, verbose, draft_ctx, target_options, draft_options,
     )  # fmt: skip
 
 
@@ -178,17 +168,9 @@ model_or_plain_options = option_group("models", _choice, (*_NAMES, _CONTEXT, *_C
 chat_model_options = option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))
 
 
-def fetched_model(name: str) -> Path:
+def fetched_model(name: str | Path) -> Path:
     """The file of a model; a ModelFileError where there is none, or where it cannot be fetched."""
     return resolve_model(name, say_fetching)
-
-
-def known_draft(target: str) -> str:
-    """The name of the draft for a target; a PairError where none is known says what else can be asked for."""
-    try:
-        return find_draft(target)
-    except PairError as error:
-        raise PairError(f"{error}, or leave --draft out") from error
 
 
 def say_fetching(file: RemoteFile, n_missing: int) -> None:
@@ -196,73 +178,47 @@ def say_fetching(file: RemoteFile, n_missing: int) -> None:
     say(f"fetching {file}, {n_missing / 1e9:.1f} GB")
 
 
-def find_files(choice: ModelChoice) -> PairFiles:
-    """The files of the models; fetched first if they are on the hub and not here.
+def find_plan(choice: ModelChoice) -> DraftPlan:
+    """What was chosen, with its files; fetched first if they are on the hub and not here.
 
-    Raises a PairError where no draft is known, a ModelFileError where there is no such model.
+    Raises a PairError if no draft is known, a ModelFileError if there is no such model.
     """
-    return _find(choice, fetched_model)
+    return _plan(choice, fetched_model)
 
 
-def find_files_here(choice: ModelChoice) -> PairFiles:
-    """The same where nothing is fetched; a ModelFileError if one is not on this machine."""
-    found = _find(choice, locate_model)
-    for model in (found.target, *found.draft_models):
+def find_plan_here(choice: ModelChoice) -> DraftPlan:
+    """The same, but nothing is fetched; a ModelFileError if a model is not on this machine."""
+    plan = _plan(choice, locate_model)
+    for model in plan.models:
         check_gguf(model.path)
-    return found
+    return plan
 
 
-def _find(choice: ModelChoice, find: Callable[[str], Path]) -> PairFiles:
-    named, target = choice.draft, demo_target()
-    if choice.target is not None:
-        if named == AUTO and not may_have_heads(choice.target):
-            known_draft(choice.target)  # said before anything is fetched
-        target = find(choice.target)
-    if named == AUTO:  # what was just fetched may have heads
-        named = None
-        if choice.target is not None:
-            named = MTP if drafts_itself(choice.target) else known_draft(choice.target)
-    if choice.stages and {named, *choice.stages} & {MTP, NGRAM, AUTO}:
-        raise PairError("only model files can draft for each other; give --draft once, or name files")
-    file = ModelFile(target, choice.target_options)
-    if choice.no_draft:
-        return PairFiles(file, None, (), ngram=False, heads=False)
-    if named == MTP:
-        check_heads(target)
-    draft = None
-    if named not in (None, MTP, NGRAM):
-        draft = find(str(named))
-    elif named is None and choice.is_embedded:
-        draft = demo_draft()
-    return PairFiles(
-        file,
-        ModelFile(draft, choice.draft_options) if draft is not None else None,
-        tuple(ModelFile(find(name), choice.draft_options) for name in choice.stages),
-        ngram=True if named == NGRAM else choice.ngram,
-        heads=named == MTP,
+def _plan(choice: ModelChoice, find: Find) -> DraftPlan:
+    drafts: Sequence[str | Path] = () if choice.no_draft else choice.drafts
+    if choice.is_embedded and not choice.no_draft and drafts in ((), (AUTO,)):
+        drafts = (demo_draft(),)
+    return make_plan(
+        choice.target or demo_target(),
+        drafts,
+        copying=Copying.OFF if choice.no_draft else choice.copying,
+        target_options=choice.target_options,
+        draft_options=choice.draft_options,
+        find=find,
     )
 
 
-def open_files(files: PairFiles, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
+def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
     """Load the models with a progress bar, and warn on stderr of what will surprise."""
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
-    elif not files.drafts and not choice.no_draft:
+    elif plan.is_plain and not choice.no_draft:
         say("no --draft given, decoding plainly")
-    elif choice.draft is None and not choice.no_draft and _has_known_draft(str(choice.target)):
+    elif not choice.drafts and not choice.no_draft and _has_known_draft(str(choice.target)):
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
-    named = [model.path for model in files.draft_models]
     with SlowProgress("loading") as progress:
-        pair = open_pair(
-            files.target.path,
-            MTP if files.heads else named,
-            ngram=files.ngram,
-            target_options=files.target.options,
-            draft_options=files.draft.options if files.draft is not None else None,
-            cache_ram=cache_ram,
-            on_load=progress,
-        )
+        pair = open_plan(plan, cache_ram=cache_ram, on_load=progress)
     _warn(pair)
     return pair
 
@@ -273,10 +229,10 @@ def _has_known_draft(target: str) -> bool:
 
 @contextmanager
 def learning(
-    files: PairFiles, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
+    plan: DraftPlan, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end keep what was learnt."""
-    with open_files(files, choice, cache_ram) as pair:
+    with open_models(plan, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
         restore_reading_gain(pair)
         try:

@@ -15,7 +15,7 @@ import click
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
-from llamaspec.cli.model_options import ModelChoice, find_files, learning, model_or_plain_options
+from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
@@ -23,8 +23,8 @@ from llamaspec.files import cache_folder, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
 from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.llama.rpc import PORT, serve_worker
-from llamaspec.measure.store import ModelFile, PairFiles
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
@@ -104,12 +104,12 @@ def serve(
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
 
     with refusing_values():
-        files = _with_room(find_files(models), models, ctx_per_request, settings.parallel)
+        plan = _with_room(find_plan(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
-    with opened, learning(files, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
+    with opened, learning(plan, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
         pair.target.open_reader()
         with suppress(ConstraintError):
             pair.json_schema({})  # so that the first request with a schema need not wait for the vocabulary
@@ -117,7 +117,12 @@ def serve(
         with serving(pair, policy, template, settings, tell) as (app, service):
             url = url_of(opened)
             told = (f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url))
-            Server(app, service, lambda: [say(line) for line in told]).run(sockets=[opened])
+
+            def ready() -> None:
+                for line in told:
+                    say(line)
+
+            Server(app, service, ready).run(sockets=[opened])
     say("stopped")
 
 
@@ -158,8 +163,8 @@ def check_installed() -> None:
         )
 
 
-def _with_room(files: PairFiles, models: ModelChoice, per_request: int | None, parallel: int) -> PairFiles:
-    """The same files, opened with one KV cache for all requests."""
+def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
+    """The same plan, opened with one KV cache for all requests."""
     per_request = per_request or models.n_ctx
     n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
     if per_request is not None and per_request > n_cells:
@@ -170,9 +175,8 @@ def _with_room(files: PairFiles, models: ModelChoice, per_request: int | None, p
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
-    draft = None if files.draft is None else roomy(files.draft, models.draft_ctx or per_request)
-    stages = tuple(roomy(file, models.draft_ctx or per_request) for file in files.stages)
-    return replace(files, target=roomy(files.target, per_request), draft=draft, stages=stages)
+    drafts = tuple(roomy(file, models.draft_ctx or per_request) for file in plan.drafts)
+    return replace(plan, target=roomy(plan.target, per_request), drafts=drafts)
 
 
 @contextmanager

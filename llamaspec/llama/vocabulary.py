@@ -184,7 +184,9 @@ def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
 
 
 def difference(target: LlamaVocabulary, draft: LlamaVocabulary) -> str | None:
-    """Where two vocabularies first differ; None where all ids mean the same."""
+    """Where two vocabularies first differ; None if all ids mean the same."""
+    if target is draft:
+        return None
     for token in range(min(target.size, draft.size)):
         if target.text(token) != draft.text(token):
             shown = _shown(target, token), _shown(draft, token)

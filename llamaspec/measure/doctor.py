@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -26,8 +26,8 @@ from llamaspec.llama.threads import usage
 from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.probe import sample_tokens
-from llamaspec.measure.store import PairFiles
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan
 from llamaspec.values import TARGET, ForwardRequest
 
 Clock = Callable[[], float]  # seconds
@@ -111,16 +111,14 @@ class Examined:
     step_seconds: float  # one token
 
 
-def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """Yield all findings, those of the machine first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
-    draft = files.draft
-    reads = None if draft is None else what_it_reads(draft.path)
-    if draft is not None and reads:  # without its target it is nothing
-        yield Finding(OK, "draft", f"{draft.path.name} is a prediction head that reads {reads}")
-        files, draft = replace(files, draft=None, heads=True), None
-    wanted = [("target", files.target)] + ([("draft", draft)] if draft is not None else [])
+    if plan.heads is not None and not plan.has_own_heads:  # without its target it is nothing
+        reads = what_it_reads(plan.heads.path)
+        yield Finding(OK, "draft", f"{plan.heads.path.name} is a prediction head that reads {reads}")
+    wanted = [*zip(("target", "draft"), plan.models, strict=False)]
     examined: dict[str, Examined] = {}
     models: dict[str, LlamaModel] = {}
     with ExitStack() as stack:
@@ -137,8 +135,8 @@ def examine(files: PairFiles, loading: Loading, clock: Clock = time.perf_counter
             yield from model_findings(machine, examined[role])
         if examined:
             yield room_finding(machine, list(examined.values()))
-        yield from file_findings(files)
-        if files.draft is not None and len(examined) == len(wanted):
+        yield from file_findings(plan)
+        if plan.draft is not None and len(examined) == len(wanted):
             vocabularies = models["target"].vocabulary, models["draft"].vocabulary
             if difference(*vocabularies) is None:
                 yield from vocabulary_findings(*vocabularies)
@@ -339,25 +337,25 @@ def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
 # Both together
 
 
-def file_findings(files: PairFiles) -> Iterator[Finding]:
+def file_findings(plan: DraftPlan) -> Iterator[Finding]:
     """The target's own heads, and whether anything drafts."""
     try:
-        found = heads_in_file(files.target.path)
+        found = heads_in_file(plan.target.path)
     except LlamaspecError:
         pass  # said before
     else:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
         elif found.n_heads:
-            can = "used as the draft" if files.heads else "can be used as the draft"
-            settings = () if files.heads else ("heads",)
+            can = "used as the draft" if plan.has_heads else "can be used as the draft"
+            settings = () if plan.has_heads else ("heads",)
             yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}", settings=settings)
-    if files.ngram is not False and files.draft is None and not files.heads:
-        yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
-    elif not files.drafts:
+    if plan.is_plain:
         remedy = "name a small model of the target's family, or copy draft tokens from earlier text"
         text = "none given: plain decoding, one token at a time"
         yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
+    elif plan.draft is None and not plan.has_heads:
+        yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
 
 
 def pace_finding(target: Examined, draft: Examined) -> Finding:
@@ -405,13 +403,13 @@ def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Ite
     shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
     text = f"different: both have {shared}, covering about {common.of_text:.0%} of typical text; "
     yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
-    yield acceptance_finding(target, draft, common, clock)
+    yield acceptance_finding(target, draft, clock)
 
 
-def acceptance_finding(target: LlamaModel, draft: LlamaModel, common: CommonTokens, clock: Clock) -> Finding:
+def acceptance_finding(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Finding:
     """Measure acceptance in a short trial with default sampling."""
     begin, prompt = clock(), sample_tokens(target.vocabulary, N_PROMPT)
-    with Pair(target, draft, 0.0, common=common, clock=clock) as pair:
+    with Pair(target, draft, 0.0, clock=clock) as pair:
         stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
         for _ in stream:
             if clock() - begin > TRIAL_SECONDS:

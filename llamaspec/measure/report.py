@@ -37,7 +37,8 @@ from llamaspec.measure.bench_figures import (
     prompt_figures,
 )
 from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_PLAIN, PLAIN
-from llamaspec.measure.store import PairFiles, stored_prior
+from llamaspec.measure.store import stored_prior
+from llamaspec.plan import DraftPlan
 
 FORMAT = 2
 MAX_BYTES = 4 << 20
@@ -177,7 +178,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def make_report(
     samples: Sequence[Sample],
-    files: PairFiles,
+    plan: DraftPlan,
     settings: Mapping[str, Any],
     tasks: Sequence[str],
     options: Sequence[str],
@@ -214,11 +215,11 @@ def make_report(
             backend=_text(runtime.backend_description().replace(" = 1 |", "").replace(" :", ":")),
         ),
         versions={**versions, "python": platform.python_version(), **peer},
-        target=_model(files.target.path, with_hashes),
-        drafts=tuple(_model(model.path, with_hashes) for model in files.draft_models),
-        has_heads=files.heads,
+        target=_model(plan.target.path, with_hashes),
+        drafts=tuple(_model(model.path, with_hashes) for model in plan.drafts),
+        has_heads=plan.has_heads,
         settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
-        curve=None if (prior := stored_prior(files).value) is None else prior.curve,
+        curve=None if (prior := stored_prior(plan).value) is None else prior.curve,
         baseline=baseline,
         best_type=best,
         groups={group: figures_of_arms(each) for group, each in by_group.items()},

@@ -23,8 +23,7 @@ from typing import IO, Any
 import httpx
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.llama.nextn import what_it_reads
-from llamaspec.measure.store import PairFiles
+from llamaspec.plan import DraftPlan
 
 PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
 PEER_PLAIN = f"{PEER}, none"  # without a draft: what all others are compared with
@@ -65,18 +64,16 @@ def own_arms(
         yield Arm(name, (*command, *fixed, *more), environment)
 
 
-def peer_arms(
-    program: str, files: PairFiles, types: Sequence[str] = (), n_parallel: int = 1
-) -> Iterator[Arm]:
+def peer_arms(program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1) -> Iterator[Arm]:
     """llama-server without drafts, and with each type of them, or with those that are known to be good.
 
     The files are the same, and all that is not said here is at its defaults, as people run it: it also keeps
     prompts of earlier conversations in memory (--cache-ram).
     """
-    draft = [] if files.draft is None else ["-md", str(files.draft.path)]
-    is_head = files.heads or (files.draft is not None and bool(what_it_reads(files.draft.path)))
-    drafting = ["draft-mtp"] if is_head else ["draft-simple"] if draft else []
-    options = files.target.options
+    heads = None if plan.has_own_heads else plan.heads
+    draft = [part for file in (plan.draft, heads) if file is not None for part in ("-md", str(file.path))]
+    drafting = ["draft-mtp"] if plan.has_heads else ["draft-simple"] if draft else []
+    options = plan.target.options
     settings = {
         "-c": options.n_ctx,
         "-t": options.threads,
@@ -85,7 +82,7 @@ def peer_arms(
         "-ctk": options.cache_type_k,
         "-ctv": options.cache_type_v,
     }
-    command = [program, "-m", str(files.target.path), "-np", str(n_parallel)]
+    command = [program, "-m", str(plan.target.path), "-np", str(n_parallel)]
     command += [str(part) for item in settings.items() if item[1] is not None for part in item]
     for kind in dict.fromkeys(("none", *(types or (*drafting, "ngram-simple", "ngram-mod")))):
         if kind.startswith("draft-") and not drafting:

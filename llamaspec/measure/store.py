@@ -23,10 +23,10 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.exactness import Exactness, find_exactness
 from llamaspec.measure.probe import Probe, time_draft_step
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import CascadeLevel
 from llamaspec.values import Source
@@ -40,42 +40,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFile:
-    """A model that is not loaded."""
-
-    path: Path
-    options: ModelOptions
-
-
-@dataclass(frozen=True, slots=True)
-class PairFiles:
-    """A target and perhaps a draft that are not loaded."""
-
-    target: ModelFile
-    draft: ModelFile | None
-    stages: tuple[ModelFile, ...] = ()  # the draft's draft, and so on
-    ngram: bool | None = None  # draft tokens are copied from earlier text, as `open_pair` says
-    heads: bool = False  # the target's own prediction heads draft
-
-    @property
-    def draft_models(self) -> tuple[ModelFile, ...]:
-        """The draft, the draft's draft, and so on."""
-        return self.stages if self.draft is None else (self.draft, *self.stages)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether anything drafts."""
-        return self.draft is not None or self.ngram is not False or self.heads
-
-
-@dataclass(frozen=True, slots=True)
 class ReadingGain:
     """How many times as fast long prompts are read with the weights as they lie in the file."""
 
     gain: float
 
 
-PairOnDisk: TypeAlias = PairFiles | Pair | CascadeLevel  # what names a pair
+PairOnDisk: TypeAlias = DraftPlan | Pair | CascadeLevel  # what names a pair
 Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness
 _SUFFIXES: dict[type[Measured], str] = {
     Probe: "",
@@ -223,8 +194,8 @@ def _write(path: Path, content: Measured) -> None:
 
 def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
     """Of what belongs to a pair, or a target; bits also to how attention is computed."""
-    models = [pair.target, *([] if kind is ReadingGain else pair.draft_models)]
-    key: list[object] = [FORMAT, *(_model_key(model) for model in models), bool(pair.heads)]
+    models = pair.models[:1] if kind is ReadingGain else pair.models
+    key: list[object] = [FORMAT, *(_model_key(model) for model in models), pair.has_heads]
     if kind in (Probe, Exactness):
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]

@@ -294,7 +294,7 @@ def serving(
 class Server(uvicorn.Server):
     """Runs the application on a socket until SIGTERM or Ctrl-C; calls `ready` when it accepts requests."""
 
-    def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], object]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
         self._service, self._ready = service, ready
         super().__init__(
             uvicorn.Config(

@@ -27,7 +27,7 @@ from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import GenerationRequest
-from llamaspec.values import Round, TokenArray
+from llamaspec.values import Copying, Round, TokenArray
 
 MAX_UNREAD = 64  # events of a sequence that may wait for the client; then it is not asked for more
 MAX_RETRY_SECONDS = 60
@@ -309,7 +309,7 @@ def open_stream(
     def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
         """None: the pair's own."""
         if drafting.enabled is not False and drafting.max_draft != 0:
-            if drafting.ngram is not False or pair.ngram is False:
+            if drafting.ngram is not False or pair.copying is Copying.OFF:
                 return None
             if pair.draft is not None:
                 row = None if constraint is None else constraint.start_sequence()

@@ -14,7 +14,6 @@ import pytest
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import EvaluationError
 from llamaspec.llama.model import MemoryFacts
 from llamaspec.llama.options import Device, as_size, find_devices
@@ -174,9 +173,8 @@ def test_a_draft_that_agrees_with_nothing(store: ModelStore, target_file: Path) 
 def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
     target = opened("llama", Recipe(dtype="q8_0"))
     draft = opened("llama", Recipe(dtype="q8_0", shuffled=1))
-    common = CommonTokens(target.vocabulary, draft.vocabulary)
     short, long = (
-        int(acceptance_finding(target, draft, common, clock).text.split()[2])
+        int(acceptance_finding(target, draft, clock).text.split()[2])
         for clock in (itertools.count(step=10.0).__next__, lambda: 0.0)
     )
     assert short <= N_DRAFT < long

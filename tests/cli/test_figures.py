@@ -20,7 +20,8 @@ from llamaspec.cli.pictures import conclusion, draw_probe, write_timeline
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.probe import AttentionTiming, Probe, Spread, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
-from llamaspec.measure.store import ModelFile, PairFiles, store_probe
+from llamaspec.measure.store import store_probe
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
 from rounds import a_round, a_text, taking
 from texts import Letters
@@ -301,7 +302,7 @@ PROBE = Probe(
 def probed(models: list[Path], own_cache: None) -> None:
     """An earlier probe found PROBE."""
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
-    store_probe(PairFiles(target, draft), PROBE)
+    store_probe(DraftPlan(target, (draft,)), PROBE)
 
 
 @pytest.mark.usefixtures("probed")

@@ -12,7 +12,7 @@ from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
 from llamaspec.catalog import MAX_BYTES, Quantization, RemoteFile, is_plain, remote_file
 from llamaspec.errors import ModelFileError, PairError, printable
-from llamaspec.hub import find_remote, locate_model, resolve_draft, resolve_model
+from llamaspec.hub import find_draft, find_remote, locate_model, resolve_model
 from llamaspec.hub_cache import find_here, remove
 
 HOSTILE_FILES = (
@@ -100,12 +100,10 @@ def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:
 
 
 def test_the_known_draft(hub: Hub, cache: Path) -> None:
-    draft = resolve_draft("auto", "big")
-    assert draft.read_bytes() == hub.files[SMALL]
-    assert resolve_draft("small", "big") == resolve_draft("auto", ADDRESS) == draft
-    assert resolve_draft(Path("x.gguf"), "big") == Path("x.gguf")
-    with pytest.raises(PairError, match=r"no draft is known for small; name one$"):
-        resolve_draft("auto", "small")
+    assert find_draft("big") == find_draft(ADDRESS) == "small"
+    assert resolve_model(find_draft("big")).read_bytes() == hub.files[SMALL]
+    with pytest.raises(PairError, match=r"no draft is known for small; name one"):
+        find_draft("small")
 
 
 @pytest.mark.parametrize("option", ["--show", "--forget"])
@@ -119,7 +117,7 @@ def test_looking_asks_nobody(hub: Hub, cache: Path, option: str, naming: tuple[s
 
 
 def test_library_errors_speak_of_no_options(cache: Path) -> None:
-    assert "leave --draft out" in said(invoke("generate", "--pair", "small", "x"))
+    assert "leave the draft out" in said(invoke("generate", "--pair", "small", "x"))
     for name in ("nobody", "hf:acme", "small:Q4_0", "hf:a/b:../x.gguf"):
         with pytest.raises(ModelFileError) as error:
             locate_model(name)

@@ -100,6 +100,8 @@ def pair_of(model: SlowModel, draft: SlowModel | None = None) -> Pair:
     def clock() -> float:
         return model.now + (draft.now if draft is not None else 0.0)
 
+    if draft is not None:
+        draft.vocabulary = model.vocabulary
     return Pair(cast(Any, model), cast(Any, draft), 0.0, clock=clock)
 
 

@@ -20,7 +20,8 @@ from llamaspec.measure.bench import Sample
 from llamaspec.measure.bench_tables import is_comparable, markdown
 from llamaspec.measure.report import Report, make_report, public_options, read_report
 from llamaspec.measure.served_arms import PEER_BEST, PEER_PLAIN, Answer
-from llamaspec.measure.store import ModelFile, PairFiles, store_prior
+from llamaspec.measure.store import store_prior
+from llamaspec.plan import DraftPlan, ModelFile
 
 MOD, SIMPLE = "llama-server, ngram-mod", "llama-server, draft-simple"
 SECRETS = ("/home/alice/x.gguf", "alice's words", "bob's words")
@@ -31,7 +32,7 @@ def sample(arm: str, prompt: str, seconds: float, text: str) -> Sample:
 
 
 @pytest.fixture
-def report(pair: PairFiles) -> Report:
+def report(pair: DraftPlan) -> Report:
     also = "--draft /home/alice/x.gguf -k 4"
     samples = [
         sample("plain", "ask 1", 21.0, SECRETS[1]), sample("auto", "ask 1", 7.0, SECRETS[1]),
@@ -43,7 +44,7 @@ def report(pair: PairFiles) -> Report:
 
 
 @pytest.fixture
-def beside_the_peer(pair: PairFiles) -> Report:
+def beside_the_peer(pair: DraftPlan) -> Report:
     """Our plain decoding is the slowest; llama-server's ngram-mod is its best type, but not everywhere."""
     seconds = {
         "plain": (9.0, 12.0), "auto": (2.0, 8.0),
@@ -62,9 +63,9 @@ def beside_the_peer(pair: PairFiles) -> Report:
 
 
 @pytest.fixture
-def pair(target_file: Path, draft_file: Path, own_cache: None) -> PairFiles:
+def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
     options = ModelOptions(threads=1)
-    files = PairFiles(ModelFile(target_file, options), ModelFile(draft_file, options))
+    files = DraftPlan(ModelFile(target_file, options), (ModelFile(draft_file, options),))
     store_prior(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
     return files
 

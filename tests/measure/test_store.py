@@ -21,14 +21,13 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,
-    ModelFile,
-    PairFiles,
     forget,
     store_prior,
     store_probe,
     stored_prior,
     stored_probe,
 )
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import Draft, Round
 
 TIMING = Spread(0.009, 0.01, 0.012)
@@ -42,32 +41,32 @@ EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i
 DEEP = "[" * 3000 + "]" * 3000
 
 
-def on_disk(path: Path, options: ModelOptions | None = None) -> PairFiles:
-    return PairFiles(ModelFile(path, options or ModelOptions(threads=1)), None)
+def on_disk(path: Path, options: ModelOptions | None = None) -> DraftPlan:
+    return DraftPlan(ModelFile(path, options or ModelOptions(threads=1)))
 
 
 @pytest.fixture
-def pair(target_file: Path, own_cache: None) -> PairFiles:
+def pair(target_file: Path, own_cache: None) -> DraftPlan:
     return on_disk(target_file)
 
 
-def place_of_probe(pair: PairFiles, tmp_path: Path) -> Path:
+def place_of_probe(pair: DraftPlan, tmp_path: Path) -> Path:
     """Where a probe lies."""
     return store_probe(pair, PROBE)
 
 
-def place_of_prior(pair: PairFiles, tmp_path: Path) -> Path:
+def place_of_prior(pair: DraftPlan, tmp_path: Path) -> Path:
     """Where a learned prior lies."""
     store_prior(pair, EARLIER)
     (path,) = tmp_path.rglob("*.runs.json")
     return path
 
 
-Place = Callable[[PairFiles, Path], Path]
+Place = Callable[[DraftPlan, Path], Path]
 PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
 
 
-def test_what_is_kept_is_found(pair: PairFiles, tmp_path: Path) -> None:
+def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
     assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
     place_of_prior(pair, tmp_path)
     assert stored_prior(pair) == Kept(EARLIER)
@@ -79,7 +78,7 @@ def test_what_is_kept_is_found(pair: PairFiles, tmp_path: Path) -> None:
     assert stored_probe(pair) == Kept()
 
 
-def test_what_was_measured_belongs_to_the_workers(pair: PairFiles) -> None:
+def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
     """The same files elsewhere have other costs: a round trip more, other processors."""
     store_probe(pair, PROBE)
     elsewhere = ({"workers": ("a:1",)}, {"workers": ("b:1",)}, {"devices": ()}, {"tensor_split": (3.0, 1.0)})
@@ -91,7 +90,7 @@ def test_what_was_measured_belongs_to_the_workers(pair: PairFiles) -> None:
         assert stored_probe(other) == Kept(PROBE)
 
 
-def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: PairFiles) -> None:
+def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:
     """Which kind is best depends on the text; near its beginning all cost the same."""
     store_probe(pair, PROBE)
     usual = pair.target.options
@@ -113,7 +112,7 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         '{"wid', '{"widths": 1' + 400 * "0" + "}x",
     ],
 )  # fmt: skip
-def test_a_damaged_file_counts_as_none(pair: PairFiles, tmp_path: Path, place: Place, content: str) -> None:
+def test_a_damaged_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
     path = place(pair, tmp_path)
     path.write_text(content)
     kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
@@ -150,7 +149,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
 
 
 @PLACES
-def test_no_change_of_a_file_is_a_traceback(pair: PairFiles, tmp_path: Path, place: Place) -> None:
+def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, place: Place) -> None:
     """What is still accepted is of the right type, and can be used."""
     path = place(pair, tmp_path)
     content = json.loads(path.read_text())
@@ -179,7 +178,7 @@ def test_no_change_of_a_file_is_a_traceback(pair: PairFiles, tmp_path: Path, pla
 
 @PLACES
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
-def test_no_small_file_counts_as_none(pair: PairFiles, tmp_path: Path, place: Place, kind: str) -> None:
+def test_no_small_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, kind: str) -> None:
     path = place(pair, tmp_path)
     path.unlink()
     if kind == "pipe":

@@ -1,0 +1,140 @@
+"""What drafts for a target: decided once, by `make_plan`, from names and options, before a model is loaded.
+
+The commands, `open_pair` and the server all start from a `DraftPlan`; nothing behind it resolves a name or
+decides again. tests/test_plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
+from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
+from llamaspec.values import MTP, Copying
+
+NGRAM = "ngram"  # as a draft: only copies of earlier text
+Find = Callable[[str | Path], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model that is not loaded."""
+
+    path: Path
+    options: ModelOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A target and where its draft tokens come from.
+
+    Raises
+    ------
+    ValueError
+        Both a draft model and prediction heads.
+    """
+
+    target: ModelFile
+    drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other one for the one before
+    heads: ModelFile | None = None  # the file of prediction heads: the target's, or one of its own
+    copying: Copying = Copying.WEIGHED
+
+    def __post_init__(self) -> None:
+        if self.drafts and self.heads is not None:
+            raise ValueError("a target has a draft model or prediction heads, not both")
+
+    @property
+    def draft(self) -> ModelFile | None:
+        """The draft model of the target."""
+        return self.drafts[0] if self.drafts else None
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether the heads are in the target's file."""
+        return self.heads is not None and self.heads.path == self.target.path
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether prediction heads draft."""
+        return self.heads is not None
+
+    @property
+    def models(self) -> tuple[ModelFile, ...]:
+        """The target and the draft models."""
+        return (self.target, *self.drafts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing drafts."""
+        return not self.drafts and self.heads is None and self.copying is Copying.OFF
+
+
+def make_plan(
+    target: str | Path,
+    draft: str | Path | Sequence[str | Path] | None = None,
+    *,
+    copying: Copying = Copying.WEIGHED,
+    target_options: ModelOptions | None = None,
+    draft_options: ModelOptions | None = None,
+    find: Find = resolve_model,
+) -> DraftPlan:
+    """Resolve names and options; only metadata of the files is read.
+
+    Parameters
+    ----------
+    target, draft
+        As for `open_pair`.
+    find : callable
+        From a name to its file. `locate_model` fetches nothing.
+
+    Raises
+    ------
+    PairError
+        No draft is known for the target, it has no prediction heads, or the drafts cannot be combined.
+    ModelFileError
+        There is no such model.
+    """
+    names = [draft] if isinstance(draft, str | Path) else [*(draft or ())]
+    if len(names) > 1 and {*names} & {MTP, NGRAM, AUTO}:
+        raise PairError("only model files can draft for each other; give one draft, or name files")
+    if names == [AUTO]:
+        names = [_known_draft(target, find)]
+    path, options = find(target), target_options or ModelOptions()
+    heads: Path | None = None
+    if names == [MTP]:
+        check_heads(path)
+        heads, names = path, []
+    elif names == [NGRAM]:
+        copying, names = Copying.ON, []
+    files = [find(name) for name in names]
+    if len(files) == 1 and what_it_reads(files[0]):
+        heads, files = files[0], []
+    if heads is not None:
+        own = draft_options or options
+        return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
+    # A draft is small: a second context to read prompts gains little.
+    last = replace(draft_options or ModelOptions(max_scored=DRAFT_SCORED), reads_apart=False)
+    others = replace(last, max_scored=MAX_DRAFT + 1)  # they verify drafts of their own
+    drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
+    return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)
+
+
+def drafts_itself(target: str | Path) -> bool:
+    """Whether "auto" means a target's own prediction heads: no draft is known, and the file is here."""
+    if has_draft(str(target)):
+        return False
+    try:
+        return heads_in_file(locate_model(target)).fault is None
+    except ModelFileError:
+        return False  # whatever needs the file says what is wrong
+
+
+def _known_draft(target: str | Path, find: Find) -> str:
+    """What "auto" means for a target."""
+    if may_have_heads(str(target)) and not has_draft(str(target)):
+        find(target)  # fetched first, to look for heads
+    return MTP if drafts_itself(target) else find_draft(str(target))

@@ -1,0 +1,99 @@
+"""Names and options become a plan once; whatever opens models only follows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaspec.errors import ModelFileError, PairError
+from llamaspec.llama.options import MAX_DRAFT, ModelOptions
+from llamaspec.plan import DraftPlan, ModelFile, make_plan
+from llamaspec.values import Copying
+from model_store import ModelStore
+from tiny_models import Recipe
+
+OPTIONS = ModelOptions(n_ctx=256, threads=1)
+
+
+@pytest.fixture
+def files(store: ModelStore) -> dict[str, Path]:
+    """Models by name: one with prediction heads, and some without."""
+    return {
+        "big": store.path("llama", Recipe()),
+        "small": store.path("llama", Recipe().draft()),
+        "tiny": store.path("llama", Recipe(seed=9)),
+        "with-heads": store.path("qwen35", Recipe()),
+    }
+
+
+def plan_of(
+    files: dict[str, Path], target: str, *drafts: str, copying: Copying = Copying.WEIGHED
+) -> DraftPlan:
+    def find(name: str | Path) -> Path:
+        try:
+            return files[str(name)]
+        except KeyError:
+            raise ModelFileError(f"no {name}") from None
+
+    return make_plan(
+        target, drafts, copying=copying, target_options=OPTIONS, draft_options=OPTIONS, find=find
+    )
+
+
+def test_one_draft(files: dict[str, Path]) -> None:
+    plan = plan_of(files, "big", "small")
+    assert [model.path for model in plan.models] == [files["big"], files["small"]]
+    assert plan.heads is None
+    assert plan.copying is Copying.WEIGHED
+    assert not plan.is_plain
+
+
+def test_a_draft_of_a_draft_verifies(files: dict[str, Path]) -> None:
+    plan = plan_of(files, "big", "small", "tiny")
+    assert [model.path for model in plan.drafts] == [files["small"], files["tiny"]]
+    assert [model.options.max_scored for model in plan.drafts] == [MAX_DRAFT + 1, OPTIONS.max_scored]
+    assert not any(model.options.reads_apart for model in plan.drafts)
+
+
+def test_only_copies(files: dict[str, Path]) -> None:
+    plan = plan_of(files, "big", "ngram", copying=Copying.OFF)
+    assert (plan.drafts, plan.heads, plan.copying) == ((), None, Copying.ON)
+
+
+def test_nothing_drafts(files: dict[str, Path]) -> None:
+    assert plan_of(files, "big", copying=Copying.OFF).is_plain
+    assert not plan_of(files, "big").is_plain
+
+
+def test_the_own_heads(files: dict[str, Path]) -> None:
+    plan = plan_of(files, "with-heads", "mtp")
+    assert plan.has_own_heads
+    assert plan.target.options.heads
+    assert not plan.drafts
+    with pytest.raises(PairError, match="name a draft model"):
+        plan_of(files, "big", "mtp")
+
+
+@pytest.mark.parametrize("other", ["mtp", "ngram", "auto"])
+def test_only_models_draft_for_each_other(files: dict[str, Path], other: str) -> None:
+    for drafts in (("small", other), (other, "small")):
+        with pytest.raises(PairError, match="only model files can draft for each other"):
+            plan_of(files, "big", *drafts)
+
+
+def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:
+    asked: list[str] = []
+
+    def find(name: str | Path) -> Path:
+        asked.append(str(name))
+        return files[str(name)]
+
+    make_plan("big", ["small", "tiny"], find=find)
+    assert asked == ["big", "small", "tiny"]
+
+
+def test_heads_and_a_draft_model_are_too_much() -> None:
+    file = ModelFile(Path("x.gguf"), OPTIONS)
+    with pytest.raises(ValueError, match="not both"):
+        DraftPlan(file, (file,), file)
