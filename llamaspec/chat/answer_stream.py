@@ -1,18 +1,23 @@
-"""An answer while it is generated: its deltas, and thinking ended where it goes on too long.
+"""An answer while it is generated: tokens in, deltas out, with the reasoning ended if it exceeds its budget.
 
-Thinking is ended by a second request: the prompt, what was thought, and the mark that closes it. Both parts
-look like one stream from outside. Knows neither the pair nor how it draws: it is handed what opens a stream.
+Reasoning is ended by a second request: the prompt, the reasoning so far, and the mark that closes it. Both
+parts look like one stream from outside. A delta of content carries the log-probabilities of its tokens and
+which of it was drafted; a token comes with the first content that has text of it. A token without such
+content is left out. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from llamaspec.chat.parse import AnswerParser, Delta
+from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.transcript import tokenize_inside
+from llamaspec.engine.detokenize import Span, take_characters
 from llamaspec.engine.generation import Completion, Piece, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.engine.stream import TextStream
@@ -23,20 +28,12 @@ from llamaspec.values import Round, TokenArray
 OpenStream = Callable[[TokenArray, int], TextStream]  # of a prompt, with at most so many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """What one token made certain of an answer."""
-
-    deltas: tuple[Delta, ...]
-    piece: Piece | None  # None where it was no token: thinking was ended, or the answer
-    cut: str = ""  # what ended thinking
-
-
 class AnswerStream:
-    """Iterate to generate; `completion` tells what came of it, at any time.
+    """Iterate to generate; each step returns the deltas of one token, often none.
 
-    `max_tokens` is that of the answer with its reasoning, `reasoning_budget` that of the reasoning.
-    `open_stream` uses the same seed each time, and spells the control tokens of the answer's format:
+    `completion` is what has been generated, at any time. `max_tokens` limits the answer with its reasoning,
+    `reasoning_budget` the reasoning. `open_stream` uses the same seed each time, and spells the control
+    tokens of the answer's format:
     `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
     """
 
@@ -51,37 +48,39 @@ class AnswerStream:
     ) -> None:
         self._prompt, self._max_tokens, self._open_stream = prompt, max_tokens, open_stream
         self._parser, self._vocabulary, self._budget = parser, vocabulary, reasoning_budget
+        self._origins = _Origins()
         self.n_thought = 0  # tokens of reasoning
         self._is_over = False
         self._notify: Callable[[], object] | None = None
-        self._before: Completion | None = None  # until thinking was ended, with what ended it
+        self._before: Completion | None = None  # up to the end of the reasoning, if that was forced
         self._stream = open_stream(prompt, max_tokens)
 
-    def __iter__(self) -> Iterator[AnswerPart]:
+    def __iter__(self) -> Iterator[list[Delta]]:
         return self
 
-    def __next__(self) -> AnswerPart:
+    def __next__(self) -> list[Delta]:
         if self._is_over:
             raise StopIteration
-        return self._cut() or self._part(next(self._stream, None))
+        deltas = self._end_reasoning_if_due()
+        return self._take(next(self._stream, None)) if deltas is None else deltas
 
     def begin(self, notify: Callable[[], object]) -> None:
         """As `TextStream.begin`."""
         self._notify = notify
         self._stream.begin(notify)
 
-    def ready(self) -> list[AnswerPart]:
-        """The parts that exist by now; begins the answer, and does not wait."""
-        parts: list[AnswerPart] = []
+    def ready(self) -> list[Delta]:
+        """The deltas that exist by now, neighbouring content joined; begins the answer, never waits."""
+        found: list[Delta] = []
         while not self._is_over:
-            part = self._cut()
-            if part is None:
+            deltas = self._end_reasoning_if_due()
+            if deltas is None:
                 piece = self._stream.next_ready()
                 if piece is None and not self._stream.is_over:
                     break
-                part = self._part(piece)
-            parts.append(part)
-        return parts
+                deltas = self._take(piece)
+            found += deltas
+        return _joined(found)
 
     def close(self) -> None:
         """Stop generating; from any thread, within one evaluation."""
@@ -125,19 +124,20 @@ class AnswerStream:
             draft_fault=before.draft_fault or last.draft_fault,
         )
 
-    def _part(self, piece: Piece | None) -> AnswerPart:
-        """What a piece makes certain; None: there are no more."""
+    def _take(self, piece: Piece | None) -> list[Delta]:
+        """The deltas that a piece makes certain; None: the answer has ended."""
         if piece is None:
             self._is_over = True
             is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
-            return AnswerPart(tuple(self._parser.finish(is_cut=is_cut)), None)
+            return self._origins.added(self._parser.finish(is_cut=is_cut))
         if self._before is not None:
             piece = piece._replace(begin=len(self._before.text) + piece.begin)
         self.n_thought += self._parser.is_thinking
-        return AnswerPart(tuple(self._parser.feed(piece.text)), piece)
+        self._origins.note(piece)
+        return self._origins.added(self._parser.feed(piece.text))
 
-    def _cut(self) -> AnswerPart | None:
-        """The end of thinking, where it has gone on for too long and there is room."""
+    def _end_reasoning_if_due(self) -> list[Delta] | None:
+        """End the reasoning if it has used its budget and an answer still fits; None: not now."""
         reasoning, budget = self._parser.answer_format.reasoning, self._budget
         is_too_long = self._parser.is_thinking and budget is not None and self.n_thought >= budget
         if reasoning is None or not is_too_long:
@@ -145,10 +145,11 @@ class AnswerStream:
         self._budget = None
         if not self._end_thinking(reasoning.cut):
             return None
-        return AnswerPart(tuple(self._parser.feed(reasoning.cut)), None, reasoning.cut)
+        self._origins.note_text(reasoning.cut)
+        return self._origins.added(self._parser.feed(reasoning.cut))
 
     def _end_thinking(self, cut: str) -> bool:
-        """Go on behind the closing mark; whether there is room."""
+        """Continue behind the closing mark; False if there is no room."""
         tokens = tokenize_inside(self._vocabulary, cut, parse_special=True)
         thought = self._stream.completion
         n_left = self._max_tokens - len(thought.tokens) - len(tokens)
@@ -170,3 +171,69 @@ class AnswerStream:
         if self._notify is not None:
             stream.begin(self._notify)
         return True
+
+
+class _Origins:
+    """The tokens whose text is in no delta yet, and whether that text was drafted."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[TokenLogprobs] = deque()
+        self._spans: deque[Span] = deque()
+        self._begin = 0  # characters of the answer before the first span
+
+    def note(self, piece: Piece) -> None:
+        """A token was generated."""
+        self._spans += piece.spans
+        if piece.logprobs is not None:
+            self._tokens.append(TokenLogprobs(piece.token, piece.logprobs, piece.begin))
+
+    def note_text(self, text: str) -> None:
+        """Text was inserted that the model did not write."""
+        self._spans.append(Span(text, False))
+
+    def added(self, deltas: Iterable[Delta]) -> list[Delta]:
+        """The deltas, with the origin of their content; content that follows content is joined."""
+        return _joined(self._content(each) if isinstance(each, ContentDelta) else each for each in deltas)
+
+    def _content(self, delta: ContentDelta) -> ContentDelta:
+        """Content with its spans and tokens; skips the marks, reasoning and calls before it."""
+        begin = delta.end - len(delta.text)
+        take_characters(self._spans, begin - self._begin)
+        spans = take_characters(self._spans, len(delta.text))
+        self._begin = delta.end
+        return replace(delta, spans=_merged(spans), logprobs=self._tokens_of(begin, delta.end))
+
+    def _tokens_of(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Remove the tokens that begin before `end`; return those with text behind `begin`."""
+        found: list[TokenLogprobs] = []
+        while self._tokens and self._tokens[0].begin < end:
+            token = self._tokens.popleft()
+            # A part of a character counts as the character.
+            token_end = max(self._tokens[0].begin, token.begin + 1) if self._tokens else end
+            if token_end > begin:
+                found.append(token)
+        return tuple(found)
+
+
+def _joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas, with neighbours that are content joined."""
+    joined: list[Delta] = []
+    for delta in deltas:
+        last = joined[-1] if joined else None
+        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
+            spans, logprobs = _merged((*last.spans, *delta.spans)), last.logprobs + delta.logprobs
+            joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs, end=delta.end)
+        else:
+            joined.append(delta)
+    return joined
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same text, with neighbours of one kind joined."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and span.text and merged[-1].drafted == span.drafted:
+            merged[-1] = Span(merged[-1].text + span.text, span.drafted)
+        elif span.text:
+            merged.append(span)
+    return tuple(merged)

@@ -13,54 +13,18 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import replace
 
+from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.chat.escaping import Json
 from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.incoming import MAX_HEADER, MAX_SPACE, Incoming, Reading
-from llamaspec.chat.template import Message, ToolCall
+from llamaspec.chat.template import ToolCall
 
 _FENCE = "```"
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
-
-
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    """More of the answer's text."""
-
-    text: str
-    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters fed, up to its last
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """More of what the model thinks."""
-
-    text: str
-    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # as of content
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A tool call begins."""
-
-    index: int  # of the call within the answer
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentsDelta:
-    """More of a call's arguments, which together are JSON if the model made no mistake."""
-
-    index: int
-    text: str
-
-
-Delta: TypeAlias = "ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta"
 
 
 class AnswerParser:
@@ -335,21 +299,6 @@ class AnswerParser:
                 end = yield from self._incoming.until(_HARMONY_ENDS, self._content)
             if end is not None and end != "<|start|>":
                 end = yield from self._incoming.until(("<|start|>",), self._content)
-
-
-def message_of(deltas: Iterable[Delta]) -> Message:
-    """The whole answer, as it goes on in a conversation."""
-    content, reasoning, calls = "", "", list[ToolCall]()
-    for delta in deltas:
-        if isinstance(delta, ContentDelta):
-            content += delta.text
-        elif isinstance(delta, ReasoningDelta):
-            reasoning += delta.text
-        elif isinstance(delta, CallDelta):
-            calls.append(ToolCall(delta.id, delta.name, ""))
-        else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.text)
-    return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning or None)
 
 
 def quoted(text: str) -> str:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import ContentDelta, ReasoningDelta
 from llamaspec.chat.escaping import Rendered
 from llamaspec.chat.families import recognize
-from llamaspec.chat.parse import AnswerParser, ContentDelta, ReasoningDelta
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript, tokenize_inside
 from llamaspec.engine.generation import Completion, StopReason
@@ -186,8 +187,8 @@ class Session:
         stream = self._stream(prompt, seed, on_prefill, parser)
         said: list[str] = []
         try:
-            for part in stream:
-                for delta in part.deltas:
+            for deltas in stream:
+                for delta in deltas:
                     if isinstance(delta, ContentDelta):
                         said.append(delta.text)
                         yield delta.text

@@ -10,80 +10,105 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.parse import CallDelta, ContentDelta, ReasoningDelta
+from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.engine.generation import StopReason
-from llamaspec.serve import bodies, deltas, errors, requests
+from llamaspec.serve.bodies import (
+    MAX_STOPS,
+    Count,
+    Fields,
+    GenerationBody,
+    ReasoningFields,
+    StopText,
+    parse_body,
+)
 from llamaspec.serve.constraints import FormatFields, inner_format
+from llamaspec.serve.errors import anthropic_error
+from llamaspec.serve.figures import figures
+from llamaspec.serve.forms import Form, WholeAnswer, arguments_of, sse
+from llamaspec.serve.messages import (
+    MAX_MESSAGES,
+    Content,
+    MessageFields,
+    conversation,
+    placed,
+    system_message,
+    text_of,
+)
+from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Form, arguments_of, event, parse_body, service_of
+from llamaspec.serve.service import Endpoint, service_of
 from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
 
 
-class ThinkingFields(bodies.Fields):
+class ThinkingFields(Fields):
     """Whether and how long the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 
 
-class CountTokensBody(requests.ReasoningFields):
+class CountTokensBody(ReasoningFields):
     """A conversation whose tokens are counted."""
 
     model: str | None = None
-    messages: Annotated[list[bodies.MessageFields], Field(max_length=bodies.MAX_MESSAGES)]
-    system: bodies.Content | None = None
+    messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
+    system: Content | None = None
     tools: Tools | None = None
     tool_choice: ToolChoiceFields | None = None
     thinking: ThinkingFields | None = None
     output_config: FormatFields | None = None
 
-    def chat_request(self) -> requests.ChatRequest:
-        """What the model is asked."""
-        messages = bodies.conversation(bodies.placed(self.messages))
-        if system := bodies.text_of(self.system, "system"):
-            messages = [bodies.system_message(system, "system"), *messages]
+    def chat_request(self) -> ChatRequest:
+        """Return the conversation to answer."""
+        messages = conversation(placed(self.messages))
+        if system := text_of(self.system, "system"):
+            messages = [system_message(system, "system"), *messages]
         thinking = self.thinking or ThinkingFields(type="adaptive")
         reasoning = self.reasoning_options(budget=thinking.budget_tokens, off=thinking.type == "disabled")
         use = tool_use(self.tools, self.tool_choice, None, kind="custom")
         wanted = inner_format(self.output_config, "output_config")
-        return requests.ChatRequest(messages, "messages", use, reasoning, wanted)
+        return ChatRequest(messages, "messages", use, reasoning, wanted)
 
 
-class MessagesBody(bodies.SamplingFields, CountTokensBody):
+class MessagesBody(GenerationBody, CountTokensBody):
     """A conversation to answer."""
 
-    max_tokens: bodies.Count
-    stop_sequences: Annotated[list[bodies.StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
-    stream: bool | None = None
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens to generate."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return tuple(self.stop_sequences or ())
 
 
-async def messages(http: Request) -> Response:
+async def _create(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, MessagesBody)
-    builder, seed, stops = service.builder, body.seed_or_random(), tuple(body.stop_sequences or ())
     prompt, parameters = await service.chat(body.chat_request())
-    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_tokens, stops=stops)
-    form = MessagesForm(service.model_name, body, len(prompt), builder)
-    return await service.respond(http, asked, form, body.stream)
+    form = MessagesForm(service.model_name, body, len(prompt), service.builder)
+    return await service.respond(http, body, [prompt], parameters, form)
 
 
-async def count_tokens(http: Request) -> Response:
+async def _count_tokens(http: Request) -> Response:
     """Count the tokens of a conversation."""
     builder, body = service_of(http).builder, await parse_body(http, CountTokensBody)
-    request = body.chat_request()
-    tokens, _ = await builder.chat_prompt(request, must_fit=False)
+    tokens, _ = await builder.chat_prompt(body.chat_request(), must_fit=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 
 class MessagesForm(Form):
     """The message object and its events."""
 
-    def __init__(
-        self, model: str, body: MessagesBody, n_prompt: int, builder: requests.RequestBuilder
-    ) -> None:
-        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
+    def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
+        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stops
         self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._is_begun = False
@@ -91,7 +116,7 @@ class MessagesForm(Form):
         self._n_blocks = 0
         self._has_calls = False
 
-    def whole(self, answers: Sequence[deltas.Answer]) -> Data:
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """The message object."""
         said, end = answers[0].message, answers[0].end
         content: list[Data] = []
@@ -103,7 +128,7 @@ class MessagesForm(Form):
             arguments = arguments_of(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         self._has_calls = bool(said.tool_calls)
-        usage, told = self._usage(end), deltas.figures(end, self._options)
+        usage, told = self._usage(end), figures(end, self._options)
         return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
@@ -124,9 +149,9 @@ class MessagesForm(Form):
         return _event("message_start", message={**self._head, **empty, "usage": usage})
 
     def _error(self, exception: Exception) -> bytes:
-        return event(errors.anthropic_error(exception), "error")
+        return sse(anthropic_error(exception), "error")
 
-    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+    def _add(self, index: int, delta: Delta) -> bytes:
         begun = self._start(0)  # a prompt is read before there is text, so this is for safety
         if isinstance(delta, CallDelta):
             self._has_calls = True
@@ -146,7 +171,7 @@ class MessagesForm(Form):
     def _finish(self, index: int, end: Finished) -> bytes:
         begun = self._start(end.completion.n_cached)
         begun += b"" if self._n_blocks else self._open({"type": "text", "text": ""})
-        told = {"delta": self._stop(end), "usage": self._usage(end), **deltas.figures(end, self._options)}
+        told = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._options)}
         return begun + self._close() + _event("message_delta", **told) + _event("message_stop")
 
     def _open(self, block: Data) -> bytes:
@@ -182,4 +207,10 @@ def _input_usage(n_prompt: int, n_cached: int) -> Data:
 
 
 def _event(kind: str, **data: Any) -> bytes:
-    return event({"type": kind, **data}, kind)
+    return sse({"type": kind, **data}, kind)
+
+
+ENDPOINTS = (
+    Endpoint("/v1/messages", _create, MessagesBody),
+    Endpoint("/v1/messages/count_tokens", _count_tokens, CountTokensBody),
+)

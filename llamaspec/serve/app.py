@@ -1,7 +1,7 @@
-"""The application: routes, the server's own status, and the process that serves it.
+"""The application: the endpoints of all APIs, and the process that serves them.
 
-On SIGTERM or Ctrl-C no more requests are taken, running answers have a grace time, and then end with an error
-that says so. tests/serve/test_status.py, tests/serve/test_stopping.py.
+On SIGTERM or Ctrl-C the server takes no more requests. Running answers have a grace time; after that they end
+with an error that says so. tests/serve/test_stopping.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.resources import files
 from types import FrameType
-from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -31,153 +29,34 @@ from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
-from llamaspec.serve.bodies import Fields
-from llamaspec.serve.errors import RequestError, error_response, not_supported
+from llamaspec.serve import (
+    ServeSettings,
+    anthropic,
+    llama_server,
+    ollama,
+    openai_chat,
+    openai_responses,
+    status,
+)
+from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
-from llamaspec.serve.service import CLIENT_LEFT, Service, parse_body, service_of
+from llamaspec.serve.service import CLIENT_LEFT, Service
 
-FINAL_SECONDS = 10  # after the grace time, for answers to end with their error
+FINAL_SECONDS = 10  # after the grace time, for answers to send their error
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-# What the server tells about itself.
-
-
-class TokenizeBody(Fields):
-    """A text."""
-
-    content: str
-    add_special: bool | None = None
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
-
-
-class DetokenizeBody(Fields):
-    """Token ids."""
-
-    tokens: list[int]
-
-
-async def _health(http: Request) -> Response:
-    if service_of(http).queue.is_stopping:
-        return JSONResponse({"status": "stopping"}, 503)
-    return JSONResponse({"status": "ok"})
-
-
-async def _models(http: Request) -> Response:
-    # Codex reads `models`, and asks again where it is missing. An entry would replace its own instructions.
-    return JSONResponse({"object": "list", "data": [_model_object(service_of(http))], "models": []})
-
-
-async def _model(http: Request) -> Response:
-    service = service_of(http)
-    if http.path_params["name"] != service.model_name:
-        message = "there is no such model; see /v1/models"
-        raise RequestError(404, message, field="model", code="model_not_found")
-    return JSONResponse(_model_object(service))
-
-
-def _model_object(service: Service) -> dict[str, Any]:
-    target = service.pair.target
-    about = {"id": service.model_name, "object": "model", "created": service.created}
-    sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
-    meta = {**sizes, "n_ctx_train": target.trained_context_size}
-    # The names that clients of llama-server (`meta`), vLLM and OpenRouter look for.
-    lengths = {"max_model_len": target.context_size, "context_length": target.context_size}
-    return {**about, "owned_by": "llamaspec", "meta": meta, **lengths}
-
-
-async def _metrics(http: Request) -> Response:
-    service = service_of(http)
-    running, n_waiting = service.queue.sequences()
-    n_used, size = service.pair.target.cache_use()
-    text = service.metrics.text(len(running), n_waiting, n_used, size, service.pair.target.store.n_bytes)
-    return Response(text, media_type="text/plain; version=0.0.4")
-
-
-async def _props(http: Request) -> Response:
-    service = service_of(http)
-    pair, (running, n_waiting) = service.pair, service.queue.sequences()
-    about = {
-        "model_alias": service.model_name,
-        "model_path": pair.target.path.name,
-        "model_description": pair.target.description,
-        "drafts": [model.description for model in pair.draft_models],
-        "total_slots": service.settings.parallel,
-        "default_generation_settings": {"n_ctx": pair.target.context_size},
-        "has_chat_template": service.builder.template is not None,
-        "rows": {"running": len(running), "waiting": n_waiting},
-    }
-    sources = sorted(source.value for source in pair.sources)
-    lengths = service.metrics.draft_length_by_rows()
-    about["speculative"] = {"sources": sources, "rule": DEFAULT_RULE, "draft_length_by_rows": lengths}
-    return JSONResponse(about)
-
-
-async def _tokenize(http: Request) -> Response:
-    body, vocabulary = await parse_body(http, TokenizeBody), service_of(http).builder.vocabulary
-    if body.parse_special:
-        raise not_supported("parse_special", "text is never read as control tokens here")
-    content, special = body.content.encode(), bool(body.add_special)
-    ids = (await run_in_threadpool(vocabulary.tokenize, content, add_special=special)).tolist()
-    if body.with_pieces:
-        return JSONResponse({"tokens": [{"id": i, "piece": _piece(vocabulary.piece(i))} for i in ids]})
-    return JSONResponse({"tokens": ids})
-
-
-def _piece(piece: bytes) -> str | list[int]:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)
-
-
-async def _detokenize(http: Request) -> Response:
-    body, builder = await parse_body(http, DetokenizeBody), service_of(http).builder
-    builder.check_token_ids(body.tokens, "tokens")
-    text = b"".join(map(builder.vocabulary.piece, body.tokens)).decode(errors="replace")
-    return JSONResponse({"content": text})
-
-
-# Routes.
-
-
-class Endpoint(NamedTuple):
-    """A path, who answers, and the body that a POST has; without one it is a GET."""
-
-    path: str
-    handler: Handler
-    body: type[Fields] | None = None
-
-
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", openai_chat.chat_completions, openai_chat.ChatBody),
-    Endpoint("/v1/completions", openai_chat.completions, openai_chat.CompletionBody),
-    Endpoint("/completion", llama_server.completion, llama_server.NativeCompletionBody),
-    Endpoint("/infill", llama_server.infill, llama_server.InfillBody),
-    Endpoint("/v1/responses", openai_responses.responses, openai_responses.ResponsesBody),
-    Endpoint("/v1/messages", anthropic.messages, anthropic.MessagesBody),
-    Endpoint("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
-    Endpoint("/api/chat", ollama.chat, ollama.ChatBody),
-    Endpoint("/api/generate", ollama.generate, ollama.GenerateBody),
-    Endpoint("/api/show", ollama.show, ollama.ShowBody),
-    Endpoint("/api/tags", ollama.tags),
-    Endpoint("/api/ps", ollama.ps),
-    Endpoint("/api/version", ollama.version),
-    Endpoint("/v1/models", _models),
-    Endpoint("/v1/models/{name:path}", _model),
-    Endpoint("/tokenize", _tokenize, TokenizeBody),
-    Endpoint("/detokenize", _detokenize, DetokenizeBody),
-    Endpoint("/health", _health),
-    Endpoint("/v1/health", _health),
-    Endpoint("/metrics", _metrics),
-    Endpoint("/props", _props),
+    *openai_chat.ENDPOINTS,
+    *openai_responses.ENDPOINTS,
+    *anthropic.ENDPOINTS,
+    *ollama.ENDPOINTS,
+    *llama_server.ENDPOINTS,
+    *status.ENDPOINTS,
 )
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -219,14 +98,14 @@ def _page_file(name: str) -> Handler:
 
 
 def _answering(handler: Handler) -> Handler:
-    """A handler whose exceptions become responses."""
+    """The handler, with exceptions turned into responses."""
 
     async def answer(http: Request) -> Response:
         try:
             return await handler(http)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the client is told; the process goes on
+        except Exception as error:  # noqa: BLE001  # the client gets the error; the process goes on
             return error_response(http.url.path, error)
 
     return answer
@@ -234,8 +113,8 @@ def _answering(handler: Handler) -> Handler:
 
 async def _no_route(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {404: "there is nothing at this path; see docs/server.md", 405: "this path wants another method"}
-    message = known.get(error.status_code, "this cannot be answered")
+    known = {404: "there is nothing at this path; see docs/server.md", 405: "this path needs another method"}
+    message = known.get(error.status_code, "this request cannot be answered")
     response = error_response(http.url.path, RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
@@ -245,12 +124,12 @@ async def _no_route(http: Request, error: Exception) -> Response:
 
 
 def open_socket(settings: ServeSettings) -> socket.socket:
-    """The socket to listen on; bound before models are loaded, so that a port in use is known at once.
+    """Open the socket to listen on; done before models are loaded, so that a port in use is reported at once.
 
     Raises
     ------
     LlamaspecError
-        It cannot be opened.
+        The address cannot be used.
     """
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
@@ -280,7 +159,7 @@ def url_of(opened: socket.socket) -> str:
 def serving(
     pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, settings: ServeSettings, write: Write
 ) -> Iterator[tuple[ASGIApp, Service]]:
-    """The application over an open pair; what runs ends afterwards."""
+    """The application for an open pair; running requests end with the block."""
     builder, counted = RequestBuilder(pair, template, settings.parallel), Metrics()
     queue = RequestQueue(pair, policy, counted, settings.parallel, settings.max_queue)
     prefixes = PrefixWatch(pair.target.vocabulary)
@@ -311,13 +190,13 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept requests, and say so."""
+        """Accept requests, and call `ready`."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse requests, and end those that run after the grace time."""
+        """Refuse requests, and end running ones after the grace time."""
         queue = self._service.queue
         queue.stop()
         grace = asyncio.get_running_loop().call_later(self._service.settings.grace_seconds, queue.end)
@@ -328,7 +207,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but does not raise the signals again: the models are still to be closed."""
+        """As uvicorn's, but does not raise the signals again: the models must still be closed."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -340,7 +219,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops the server; a second one ends the running answers at once."""
+        """Stop the server at the first signal; end running answers at the second."""
         if self.should_exit:
             self._loop.call_soon_threadsafe(self._service.queue.end)
         self.should_exit = True

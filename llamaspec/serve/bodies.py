@@ -1,36 +1,31 @@
-"""Request bodies: fields that the APIs share, and the conversation they hold.
+"""Request bodies: safe parsing, and the fields that the APIs share.
 
-Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused.
+Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused. The properties
+of a `GenerationBody` mean the same in every API, whatever the fields are called there.
 tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
 
-from llamaspec.chat.template import Message, ToolCall
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.errors import bad_field, not_supported
+from llamaspec.serve.errors import RequestError
 
-_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
-_PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # those that are read
 MAX_STOPS = 32
-MAX_MESSAGES = 4096
 _ALL_TOKENS = (1 << 31) - 1
 _NEVER = -1e30  # bias of a token that must not be drawn
-# Claude Code begins the system prompt with it. Its values differ in each request, and behind the first token
-# that differs nothing comes out of the KV cache. github.com/ggml-org/llama.cpp/pull/21793
-_BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
+_Body = TypeVar("_Body", bound="Fields")
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -39,15 +34,13 @@ Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-
 
 # Strings, the last of which may be cut off, and brackets outside of them.
 _JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
 def json_depth(body: bytes, limit: int) -> int:
-    """How deep the brackets of a JSON text are nested; counting stops behind `limit`."""
+    """Return how deep the brackets of a JSON text are nested; counting stops above `limit`."""
     deepest = level = 0
     for found in _JSON_TOKENS.finditer(body):
         if (first := found[0][:1]) in b"[{":
@@ -69,16 +62,24 @@ _ESCAPES = re.compile(
 
 
 def without_half_pairs(body: bytes) -> bytes:
-    """A JSON text with U+FFFD for each half of a surrogate pair.
+    """Return a JSON text with U+FFFD for each half of a surrogate pair.
 
-    Clients in JavaScript that shorten a text cut emoji in two, and send the half in every later request.
+    JavaScript clients that truncate strings split emoji, and send the half in every later request.
     """
     if _SURROGATE.search(body) is None:
         return body
     return _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
 
 
-# Fields.
+async def parse_body(http: Request, kind: type[_Body]) -> _Body:
+    """Return the checked body of a request; RequestError or ValidationError if it is wrong."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(415, f"the body is compressed ({encoding}); send it uncompressed")
+    body, limit = await http.body(), http.app.state.service.settings.json_depth
+    if json_depth(body, limit) > limit:
+        raise RequestError(413, f"the body is nested deeper than {limit} levels")
+    return kind.model_validate_json(without_half_pairs(body))
 
 
 class Fields(BaseModel):
@@ -89,18 +90,18 @@ class Fields(BaseModel):
 
 
 class SpeculativeFields(Fields):
-    """How to draft for this request. Under the coupled rule the text does not depend on it."""
+    """How to draft for this request. Under the coupled rule the completion does not depend on it."""
 
     enabled: bool | None = None
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
-    spans: bool | None = None  # mark in a stream which text was drafted
+    spans: bool | None = None  # mark drafted text in a stream
     rounds: bool | None = None  # list each evaluation of the target
 
 
 class SamplingFields(Fields):
-    """How tokens are drawn; null and missing fields have llama.cpp's defaults."""
+    """How tokens are sampled; null and missing fields have llama.cpp's defaults."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -116,7 +117,7 @@ class SamplingFields(Fields):
     speculative: SpeculativeFields | None = None
 
     def biases(self, tokenize: Callable[[str], Iterable[int]]) -> dict[int, float]:
-        """What `logit_bias` adds to the score of each token; that of a text is for each of its tokens."""
+        """Return what `logit_bias` adds to the logit of each token; a string's bias is for all its tokens."""
         given, found = self.logit_bias or (), dict[int, float]()
         for name, bias in given.items() if isinstance(given, dict) else given:
             is_number = isinstance(name, int) or _NUMBER.fullmatch(name)
@@ -125,7 +126,7 @@ class SamplingFields(Fields):
         return found
 
     def sampling(self, end_tokens: Iterable[int] = (), biases: Mapping[int, float] | None = None) -> Sampling:
-        """The sampling parameters; `end_tokens` are those that `ignore_eos` excludes."""
+        """Return the sampling parameters; `ignore_eos` excludes `end_tokens`."""
         bias = dict(biases or {})
         if self.ignore_eos:
             bias |= dict.fromkeys(end_tokens, _NEVER)
@@ -148,16 +149,12 @@ class SamplingFields(Fields):
 
     @property
     def _penalty_window(self) -> int | None:
-        """OpenAI's two penalties alone cover what was generated, llama.cpp's the last tokens."""
+        """OpenAI's two penalties alone cover the generated tokens, llama.cpp's the last tokens."""
         if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
             return None
         if self.repeat_last_n == -1:
             return _ALL_TOKENS
         return self.repeat_last_n or Sampling().penalty_window
-
-    def seed_or_random(self) -> int:
-        """The seed; -1 and none mean a random one."""
-        return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
 
     @property
     def drafting(self) -> SpeculativeFields:
@@ -165,151 +162,86 @@ class SamplingFields(Fields):
         return self.speculative or SpeculativeFields()
 
 
-# Conversations.
+class GenerationBody(SamplingFields):
+    """A request to generate. Each API overrides the properties that it has fields for."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    @cached_property
+    def chosen_seed(self) -> int:
+        """The seed; random if it is -1 or missing."""
+        return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
+
+    @property
+    def n_choices(self) -> int:
+        """Answers to each prompt; choice i has the seed + i."""
+        return 1
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens to generate; None or negative: as many as fit."""
+        return None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return ()
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """Most probable tokens to report with each token; None: no log-probabilities."""
+        return None
+
+    @property
+    def predicted_text(self) -> str | None:
+        """Text that most of the answer is expected to repeat."""
+        return None
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether somebody waits at a cursor: the request goes before others."""
+        return False
+
+    @property
+    def max_seconds(self) -> float | None:
+        """Time from the first token after which the answer ends at the next complete line."""
+        return None
 
 
-class ContentPart(Fields):
-    """A part of a message: text, or one of Anthropic's blocks; of other parts only the type counts."""
+class StopField(Fields):
+    """Stop strings as OpenAI's and Ollama's APIs have them."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
-    id: str | None = None  # of tool_use, as the next two
-    name: str | None = None
-    input: dict[str, Any] | str | list[Any] | None = None  # an object, but for what a limit has cut
-    tool_use_id: str | None = None  # of tool_result, as the next
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_type(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        return {"type": kind} if isinstance(kind, str) and kind not in _PARTS else given
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+class ReasoningFields(Fields):
+    """Fields of every chat API that control reasoning."""
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
 
-class FunctionFields(Fields):
-    """The name and the arguments of a call; the latter are JSON as text or, of some clients, an object."""
+    def reasoning_options(
+        self, effort: str | None = None, budget: int | None = None, off: bool = False
+    ) -> tuple[dict[str, Any], int | None]:
+        """Return variables of the chat template, and the maximum number of reasoning tokens; None = any.
 
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class CallFields(Fields):
-    """A tool call of the assistant."""
-
-    id: str | None = None
-    function: FunctionFields
-
-
-class MessageFields(Fields):
-    """A message of a conversation, in OpenAI's form or Anthropic's."""
-
-    role: Role
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
-def conversation(messages: Sequence[tuple[str, MessageFields]]) -> list[Message]:
-    """The messages for the chat template; each comes with its place in the request, such as "messages.3".
-
-    RequestError if one is of a kind that is not supported.
-    """
-    found: list[Message] = []
-    names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
-    for place, fields in messages:
-        for message in _messages(fields, place):
-            names.update({call.id: call.name for call in message.tool_calls})
-            name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-            found.append(replace(message, name=name, place=place))
-    return found
-
-
-def placed(messages: Sequence[MessageFields]) -> list[tuple[str, MessageFields]]:
-    """Each message of the field `messages` with its place."""
-    if not messages:
-        raise bad_field("messages", "must not be empty")
-    return [(f"messages.{i}", message) for i, message in enumerate(messages)]
-
-
-def text_of(content: Content | None, place: str) -> str:
-    """The text of a message, its parts joined; RequestError if a part is not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part_text(part, f"{place}.{i}") for i, part in enumerate(content))
-
-
-def _result_text(content: Content | None, place: str) -> str:
-    """The text of a tool's result. Other parts are only named: agents send them again in every turn."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(
-        _part_text(part, f"{place}.{i}") if part.type in _TEXTS else f"[{part.type} left out: not text]"
-        for i, part in enumerate(content)
-    )
-
-
-def _part_text(part: ContentPart, place: str) -> str:
-    if part.type not in _TEXTS:
-        raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
-    return required(part.refusal if part.type == "refusal" else part.text, f"{place}.text")
-
-
-def _messages(fields: MessageFields, place: str) -> list[Message]:
-    """A message; the tool results that are blocks in it come before it, as messages of their own."""
-    role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
-    content, is_assistant = fields.content, role == "assistant"
-    if role == "tool":
-        text = _result_text(content, f"{place}.content")
-        return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
-    if fields.tool_calls and not is_assistant:
-        raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
-    called = [(call.id or "", call.function) for call in fields.tool_calls or ()]
-    calls = [ToolCall(call_id, each.name, _written(each.arguments)) for call_id, each in called]
-    text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
-    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
-    for i, part in enumerate(parts):
-        at = f"{place}.content.{i}"
-        if part.type == "thinking" and is_assistant:
-            # Of another server only the signature may be left.
-            reasoning += text_of(part.thinking, f"{at}.thinking")
-        elif is_assistant and (part.type == "redacted_thinking" or part.type not in _PARTS):
-            continue  # encrypted by another server, or of a tool that it ran
-        elif part.type == "tool_use" and is_assistant:
-            name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
-            calls.append(ToolCall(call_id, name, _written(part.input)))
-        elif part.type == "tool_result" and role == "user":
-            call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            text_of_result = _result_text(part.content, f"{at}.content")
-            results.append(Message("tool", text_of_result, tool_call_id=call_id))
-        else:
-            text += _part_text(part, at)
-    if results and not text:
-        return results
-    if role == "system":
-        return [system_message(text)]
-    message = Message(role, text, name=fields.name, tool_calls=tuple(calls), reasoning=reasoning or None)
-    return [*results, message]
-
-
-def _written(arguments: Any) -> str:
-    """Arguments of a call as text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-
-
-def system_message(text: str, place: str = "") -> Message:
-    """A system message, without Claude Code's billing header."""
-    return Message("system", _BILLING_HEADER.sub("", text), place=place)
-
-
-def required(value: str | None, place: str) -> str:
-    """The value; RequestError if it is missing."""
-    if value is None:
-        raise bad_field(place, "is missing")
-    return value
+        From these fields and those of one API: OpenAI's effort, Anthropic's budget and switch.
+        """
+        kwargs = dict(self.chat_template_kwargs or {})
+        if effort is not None and effort != "none":
+            kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
+        enabled = self.enable_thinking if self.enable_thinking is not None else kwargs.get("enable_thinking")
+        if off or effort == "none":
+            enabled = False
+        if enabled is not None:
+            kwargs["enable_thinking"] = enabled
+        if self.thinking_budget_tokens is not None:
+            budget = None if self.thinking_budget_tokens < 0 else self.thinking_budget_tokens
+        return kwargs, 0 if enabled is False else budget

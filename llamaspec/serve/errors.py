@@ -124,14 +124,13 @@ def ollama_error(exception: Exception) -> dict[str, Any]:
     return {"error": as_request_error(exception).message}
 
 
+_OF_PATHS = (("/v1/messages", anthropic_error), ("/api/", ollama_error))  # all others: OpenAI's
+
+
 def error_response(path: str, exception: Exception) -> JSONResponse:
     """The response to a failed request, in the form of the API at this path."""
     error = as_request_error(exception)
-    form = openai_error
-    if path.startswith("/v1/messages"):
-        form = anthropic_error
-    elif path.startswith("/api/"):
-        form = ollama_error
+    form = next((form for prefix, form in _OF_PATHS if path.startswith(prefix)), openai_error)
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else None
     return JSONResponse(form(error), error.status, headers)
 

@@ -17,14 +17,23 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.infill import infill_prompt
-from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, Delta, ReasoningDelta
 from llamaspec.chat.template import Message
-from llamaspec.serve import bodies, deltas, requests
+from llamaspec.serve.bodies import Fields, GenerationBody, ReasoningFields, StopField, parse_body
 from llamaspec.serve.constraints import GenerationParameters, ResponseFormat
 from llamaspec.serve.errors import bad_field, ollama_error
+from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
+from llamaspec.serve.messages import (
+    MAX_MESSAGES,
+    CallFields,
+    MessageFields,
+    Role,
+    conversation,
+    system_message,
+)
+from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Form, Service, arguments_of, parse_body, service_of
+from llamaspec.serve.service import Endpoint, Service, service_of
 from llamaspec.serve.tools import Tools, tool_use
 from llamaspec.values import TokenArray
 
@@ -33,14 +42,18 @@ Data = dict[str, Any]
 JSON_LINES = "application/x-ndjson"
 
 
-class OllamaOptions(bodies.SamplingFields):
+class OllamaOptions(StopField, GenerationBody):
     """`options` of a request."""
 
     num_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = None  # below 0: until the context is full
-    stop: bodies.StopText | Annotated[list[bodies.StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens to generate."""
+        return self.num_predict or None
 
 
-class OllamaBody(bodies.Fields):
+class OllamaBody(Fields):
     """Fields of both endpoints."""
 
     model: str | None = None
@@ -60,25 +73,25 @@ class OllamaBody(bodies.Fields):
     def reasoning(self) -> tuple[Data, int | None]:
         """Variables of the chat template, and the limit on reasoning in tokens."""
         effort = self.think if isinstance(self.think, str) else None
-        fields = requests.ReasoningFields(enable_thinking=None if self.think is None else bool(self.think))
+        fields = ReasoningFields(enable_thinking=None if self.think is None else bool(self.think))
         return fields.reasoning_options(effort)
 
 
-class MessageFields(bodies.Fields):
+class OllamaMessage(Fields):
     """A message of a conversation."""
 
-    role: bodies.Role
+    role: Role
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: Annotated[list[bodies.CallFields], Field(max_length=bodies.MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-    def in_openai_form(self, place: str) -> bodies.MessageFields:
+    def in_openai_form(self, place: str) -> MessageFields:
         """The same message; RequestError if it has images."""
-        check_images(self.images, f"{place}.images")
-        return bodies.MessageFields(
+        _check_images(self.images, f"{place}.images")
+        return MessageFields(
             role=self.role,
             content=self.content,
             name=self.tool_name,
@@ -91,16 +104,16 @@ class MessageFields(bodies.Fields):
 class ChatBody(OllamaBody):
     """A conversation to answer; without messages the client only wants the model to be loaded."""
 
-    messages: Annotated[list[MessageFields], Field(max_length=bodies.MAX_MESSAGES)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
 
-    def chat_request(self) -> requests.ChatRequest:
-        """What the model is asked."""
+    def chat_request(self) -> ChatRequest:
+        """Return the conversation to answer."""
         places = [f"messages.{i}" for i in range(len(self.messages or ()))]
         fields = [each.in_openai_form(place) for each, place in zip(self.messages or (), places, strict=True)]
-        messages = bodies.conversation(list(zip(places, fields, strict=True)))
+        messages = conversation(list(zip(places, fields, strict=True)))
         use = tool_use(self.tools, None, None, nested=True)
-        return requests.ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
+        return ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
 
 
 class GenerateBody(OllamaBody):
@@ -112,75 +125,68 @@ class GenerateBody(OllamaBody):
     raw: bool | None = None
     images: list[str] | None = None
 
-    def chat_request(self) -> requests.ChatRequest:
-        """What the model is asked."""
+    def chat_request(self) -> ChatRequest:
+        """Return the conversation to answer."""
         messages = [Message("user", self.prompt or "", place="prompt")]
         if self.system:
-            messages.insert(0, bodies.system_message(self.system, "system"))
-        return requests.ChatRequest(messages, "prompt", tool_use(None, None, None), self.reasoning,
+            messages.insert(0, system_message(self.system, "system"))
+        return ChatRequest(messages, "prompt", tool_use(None, None, None), self.reasoning,
                                     self.wanted_format())  # fmt: skip
 
 
-class ShowBody(bodies.Fields):
+class ShowBody(Fields):
     """A model by its name."""
 
     model: str | None = None
     name: str | None = None  # its old name
 
 
-async def chat(http: Request) -> Response:
+async def _chat(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, ChatBody)
+    form = ChatForm(service.model_name)
     if not body.messages:
-        return JSONResponse(ChatForm(service.model_name).loaded())
+        return JSONResponse(form.loaded())
     prompt, parameters = await service.chat(body.chat_request())
-    return await _respond(http, body, prompt, parameters, ChatForm(service.model_name))
+    return await _respond(http, body, prompt, parameters, form)
 
 
-async def generate(http: Request) -> Response:
+async def _generate(http: Request) -> Response:
     """Answer a prompt, or continue a text."""
     service, body = service_of(http), await parse_body(http, GenerateBody)
     builder, form = service.builder, GenerateForm(service.model_name)
-    check_images(body.images, "images")
+    _check_images(body.images, "images")
     if not body.prompt:
         return JSONResponse(form.loaded())
     if not (body.raw or body.suffix or builder.template is None):
         prompt, parameters = await service.chat(body.chat_request())
         return await _respond(http, body, prompt, parameters, form)
-    wanted = body.wanted_format()
-    constraint = None if wanted is None else await builder.constraints.compile(wanted)
+    parameters = await builder.text_parameters(body.wanted_format())
     if body.suffix:
-        builder.check_size(body.prompt + body.suffix, "suffix")
-        tokens = infill_prompt(builder.vocabulary, body.prompt, body.suffix)
-        prompt = builder.token_prompt(tokens.tolist())
+        prompt = builder.infill_prompt(body.prompt, body.suffix)
     else:
         prompt = builder.text_prompt(body.prompt)
-    return await _respond(http, body, prompt, GenerationParameters(constraint=constraint), form)
+    return await _respond(http, body, prompt, parameters, form)
 
 
 async def _respond(
     http: Request, body: OllamaBody, prompt: TokenArray, parameters: GenerationParameters, form: OllamaForm
 ) -> Response:
-    service, options = service_of(http), body.options or OllamaOptions()
-    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
-    n = options.num_predict or None
-    asked = service.builder.requests(
-        [prompt], options, parameters, options.seed_or_random(), max_tokens=n, stops=stops
-    )
-    return await service.respond(http, asked, form, body.stream is not False)
+    options = (body.options or OllamaOptions()).model_copy(update={"stream": body.stream is not False})
+    return await service_of(http).respond(http, options, [prompt], parameters, form)
 
 
-async def version(_: Request) -> Response:
+async def _version(_: Request) -> Response:
     """The version of the API."""
     return JSONResponse({"version": API_VERSION})
 
 
-async def tags(http: Request) -> Response:
+async def _tags(http: Request) -> Response:
     """The models: one."""
     return JSONResponse({"models": [_about(service_of(http))]})
 
 
-async def ps(http: Request) -> Response:
+async def _ps(http: Request) -> Response:
     """The models in memory: the same one."""
     service = service_of(http)
     never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
@@ -188,8 +194,8 @@ async def ps(http: Request) -> Response:
     return JSONResponse({"models": [{**_about(service), **never, **length}]})
 
 
-async def show(http: Request) -> Response:
-    """What is known of the model, whatever name the client gives it."""
+async def _show(http: Request) -> Response:
+    """Describe the model, whatever name the client gives it."""
     service, _ = service_of(http), await parse_body(http, ShowBody)
     about, target, builder = _about(service), service.pair.target, service.builder
     family = about["details"]["family"]
@@ -216,7 +222,7 @@ def _time(seconds: float | None = None) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-def check_images(images: Sequence[str] | None, field: str) -> None:
+def _check_images(images: Sequence[str] | None, field: str) -> None:
     """RequestError if there are any."""
     if images:
         raise bad_field(field, "images are not supported")
@@ -240,7 +246,7 @@ class OllamaForm(Form):
         """The answer to a request without a prompt."""
         return {**self._head(), **self._said(""), "done": True, "done_reason": "load"}
 
-    def whole(self, answers: Sequence[deltas.Answer]) -> Data:
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """The response object."""
         (answer,), said = answers, answers[0].message
         calls = [_call(call.id, call.name, call.arguments) for call in said.tool_calls]
@@ -253,7 +259,7 @@ class OllamaForm(Form):
     def _begin(self) -> bytes:
         return b""
 
-    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+    def _add(self, index: int, delta: Delta) -> bytes:
         if isinstance(delta, ArgumentsDelta):
             self._arguments += delta.text
             return b""
@@ -320,3 +326,13 @@ def _call(call_id: str, name: str, arguments: str) -> Data:
 
 def _line(data: Data) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+ENDPOINTS = (
+    Endpoint("/api/chat", _chat, ChatBody),
+    Endpoint("/api/generate", _generate, GenerateBody),
+    Endpoint("/api/show", _show, ShowBody),
+    Endpoint("/api/tags", _tags),
+    Endpoint("/api/ps", _ps),
+    Endpoint("/api/version", _version),
+)

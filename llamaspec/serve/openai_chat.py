@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,88 +13,112 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.infill import infill_prompt
-from llamaspec.chat.parse import CallDelta, ReasoningDelta
+from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve import bodies, constraints, deltas, requests
-from llamaspec.serve.bodies import CountOrAny, StopText
+from llamaspec.serve.bodies import (
+    CountOrAny,
+    Effort,
+    Fields,
+    GenerationBody,
+    ReasoningFields,
+    StopField,
+    TopLogprobs,
+    parse_body,
+)
+from llamaspec.serve.constraints import FormatFields, ResponseFormat
 from llamaspec.serve.errors import bad_field, not_supported
+from llamaspec.serve.figures import figures, logprob_list, openai_usage
+from llamaspec.serve.forms import Form, WholeAnswer, sse
+from llamaspec.serve.messages import MAX_MESSAGES, Content, MessageFields, conversation, placed, text_of
+from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.service import Endpoint, service_of
 from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 from llamaspec.values import TokenArray
 
 
-class StreamOptions(bodies.Fields):
+class StreamOptions(Fields):
     """What a stream contains."""
 
     include_usage: bool | None = None
 
 
-class PredictionFields(bodies.Fields):
+class PredictionFields(Fields):
     """What the client expects most of the answer to be."""
 
     type: Literal["content"]
-    content: bodies.Content
+    content: Content
 
 
-class OpenAIBody(bodies.SamplingFields):
+class OpenAIBody(StopField, GenerationBody):
     """The fields of both APIs."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None  # llama-server's
-    stop: StopText | Annotated[list[StopText], Field(max_length=bodies.MAX_STOPS)] | None = None
     max_tokens: CountOrAny | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-    response_format: constraints.FormatFields | None = None
+    response_format: FormatFields | None = None
     prediction: PredictionFields | None = None
 
-    def wanted_format(self) -> constraints.ResponseFormat | None:
-        """What the answer must match; RequestError if several fields say so."""
+    def wanted_format(self) -> ResponseFormat | None:
+        """Return what the answer must match; RequestError if several fields say that."""
         wanted = None if self.response_format is None else self.response_format.wanted("response_format")
         found = [] if wanted is None else [wanted]
         if self.json_schema is not None:
-            found.append(constraints.ResponseFormat.of_schema(self.json_schema, "json_schema", "json_schema"))
+            found.append(ResponseFormat.of_schema(self.json_schema, "json_schema", "json_schema"))
         if self.grammar:
-            found.append(constraints.ResponseFormat("grammar", self.grammar, "grammar", "grammar"))
+            found.append(ResponseFormat("grammar", self.grammar, "grammar", "grammar"))
         if len(found) > 1:
             raise bad_field(found[1].field, "only one field may give the format of the answer")
         return found[0] if found else None
 
     @property
-    def predicted_text(self) -> str | None:
-        """The text to draft from; RequestError if a part of it is not text."""
-        expected = self.prediction
-        return None if expected is None else bodies.text_of(expected.content, "prediction.content") or None
+    def n_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def limit(self) -> int | None:
+        """Maximum number of tokens to generate."""
+        return self.max_tokens
+
+    @property
+    def predicted_text(self) -> str | None:
+        """Text to draft from; RequestError if a part of it is not text."""
+        expected = self.prediction
+        return None if expected is None else text_of(expected.content, "prediction.content") or None
 
 
-class ChatBody(OpenAIBody, requests.ReasoningFields):
+class ChatBody(OpenAIBody, ReasoningFields):
     """A conversation to answer."""
 
-    messages: Annotated[list[bodies.MessageFields], Field(max_length=bodies.MAX_MESSAGES)]
+    messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: CountOrAny | None = None
     logprobs: bool | None = None
-    top_logprobs: bodies.TopLogprobs | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: bodies.Effort | None = None
+    reasoning_effort: Effort | None = None
 
-    def chat_request(self) -> requests.ChatRequest:
-        """What the model is asked."""
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens to generate."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """Most probable tokens to report with each token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def chat_request(self) -> ChatRequest:
+        """Return the conversation to answer."""
         use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, nested=True)
         reasoning = self.reasoning_options(self.reasoning_effort)
-        messages = bodies.conversation(bodies.placed(self.messages))
-        return requests.ChatRequest(messages, "messages", use, reasoning, self.wanted_format())
+        messages = conversation(placed(self.messages))
+        return ChatRequest(messages, "messages", use, reasoning, self.wanted_format())
 
 
 class CompletionBody(OpenAIBody):
@@ -105,67 +128,53 @@ class CompletionBody(OpenAIBody):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    logprobs: bodies.TopLogprobs | None = None
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """Most probable tokens to report with each token."""
+        return self.logprobs
+
+    @property
+    def is_interactive(self) -> bool:
+        """An editor completes the text at the cursor."""
+        return bool(self.suffix)
 
 
-async def chat_completions(http: Request) -> Response:
+async def _chat(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, ChatBody)
-    builder, seed, n_logprobs = service.builder, body.seed_or_random(), body.top_logprobs or 0
-    if n_logprobs and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     prompt, parameters = await service.chat(body.chat_request())
-    asked = builder.requests(
-        [prompt], body, parameters, seed,
-        n=body.n or 1,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        stops=body.stops,
-        n_logprobs=n_logprobs if body.logprobs else None,
-        prediction=await builder.prediction(body.predicted_text),
-    )  # fmt: skip
-    form = ChatForm(service.model_name, seed, body, builder.vocabulary)
-    return await service.respond(http, asked, form, body.stream)
+    form = ChatForm(service.model_name, body, service.builder.vocabulary)
+    return await service.respond(http, body, [prompt], parameters, form)
 
 
-async def completions(http: Request) -> Response:
+async def _complete(http: Request) -> Response:
     """Continue a text."""
     service, body = service_of(http), await parse_body(http, CompletionBody)
-    builder, seed, n = service.builder, body.seed_or_random(), body.n or 1
+    builder = service.builder
     if body.echo:
         raise not_supported("echo")
-    if (body.best_of or 1) > n:
-        raise not_supported("best_of", "texts are not ranked here; ask for as many as you want with n")
-    wanted = body.wanted_format()
-    constraint = None if wanted is None else await builder.constraints.compile(wanted)
+    if (body.best_of or 1) > body.n_choices:
+        raise not_supported("best_of", "completions are not ranked here; ask for as many as you want with n")
+    parameters = await builder.text_parameters(body.wanted_format())
     prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)
-    asked = builder.requests(
-        prompts, body, constraints.GenerationParameters(constraint=constraint), seed,
-        n=n, max_tokens=body.max_tokens, stops=body.stops, n_logprobs=body.logprobs,
-        prediction=await builder.prediction(body.predicted_text),
-    )  # fmt: skip
-    if body.suffix:
-        asked = [replace(request, is_interactive=True) for request in asked]
-    form = CompletionForm(service.model_name, seed, body, builder.vocabulary)
-    return await service.respond(http, asked, form, body.stream)
+    form = CompletionForm(service.model_name, body, builder.vocabulary)
+    return await service.respond(http, body, prompts, parameters, form)
 
 
-def _prompts(
-    builder: requests.RequestBuilder, prompt: str | list[Any], suffix: str | None
-) -> list[TokenArray]:
+def _prompts(builder: RequestBuilder, prompt: str | list[Any], suffix: str | None) -> list[TokenArray]:
     several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
     if suffix:
-        return [_with_suffix(builder, each, suffix) for each in several]
+        texts = [each for each in several if isinstance(each, str)]
+        if len(texts) < len(several):
+            raise bad_field("suffix", "needs a prompt that is text")
+        return [builder.infill_prompt(text, suffix) for text in texts]
     return [
         builder.text_prompt(each) if isinstance(each, str) else builder.token_prompt(each) for each in several
     ]
-
-
-def _with_suffix(builder: requests.RequestBuilder, prompt: str | list[int], suffix: str) -> TokenArray:
-    """The text before a suffix is to be written."""
-    if not isinstance(prompt, str):
-        raise bad_field("suffix", "needs a prompt that is text")
-    builder.check_size(prompt + suffix, "suffix")
-    return builder.token_prompt(infill_prompt(builder.vocabulary, prompt, suffix).tolist())
 
 
 class ChatForm(Form):
@@ -173,24 +182,22 @@ class ChatForm(Form):
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(
-        self, model: str, seed: int, body: ChatBody | CompletionBody, vocabulary: LlamaVocabulary
-    ) -> None:
-        self._n, self._vocabulary, self._options = body.n or 1, vocabulary, body.drafting
-        self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+    def __init__(self, model: str, body: OpenAIBody, vocabulary: LlamaVocabulary) -> None:
+        self._n, self._vocabulary, self._options = body.n_choices, vocabulary, body.drafting
+        self._with_logprobs = body.n_top_logprobs is not None
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._with_progress = body.return_progress is True
         head_id, created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._head = {"id": head_id, "created": created, "model": model, "seed": seed}
+        self._head = {"id": head_id, "created": created, "model": model, "seed": body.chosen_seed}
         self._ends: dict[int, Finished] = {}
         self._n_calls: Counter[int] = Counter()  # of each choice
 
-    def whole(self, answers: Sequence[deltas.Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
         """The response object."""
         ends = [answer.end for answer in answers]
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         head = {**self._head, "object": self.kind, "choices": choices}
-        return {**head, "usage": deltas.openai_usage(ends, self._n), **deltas.figures(ends[0], self._options)}
+        return {**head, "usage": openai_usage(ends, self._n), **figures(ends[0], self._options)}
 
     def _begin(self) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -203,27 +210,27 @@ class ChatForm(Form):
         told["time_ms"] = round(1e3 * progress.seconds)
         return self._chunk([self._nothing(index)], prompt_progress=told)
 
-    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+    def _add(self, index: int, delta: Delta) -> bytes:
         spans: dict[str, Any] = {}
-        if self._options.spans and isinstance(delta, deltas.Content):
+        if self._options.spans and isinstance(delta, ContentDelta):
             spans = {"spans": [{"text": span.text, "drafted": span.drafted} for span in delta.spans]}
         return self._chunk([self._part(index, delta)], **spans)
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
-        return self._chunk([self._last_choice(index, end)], **deltas.figures(end, self._options))
+        return self._chunk([self._last_choice(index, end)], **figures(end, self._options))
 
     def _end(self) -> bytes:
         done = b"data: [DONE]\n\n"
         if not self._with_usage:
             return done
         ends = [self._ends[i] for i in sorted(self._ends)]
-        return self._chunk([], usage=deltas.openai_usage(ends, self._n)) + done
+        return self._chunk([], usage=openai_usage(ends, self._n)) + done
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head, "object": self.chunk_kind, "choices": choices, **more})
+        return sse({**self._head, "object": self.chunk_kind, "choices": choices, **more})
 
-    def _choice(self, i: int, answer: deltas.Answer) -> dict[str, Any]:
+    def _choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
         said = answer.message
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning:
@@ -238,8 +245,8 @@ class ChatForm(Form):
         logprobs = self._logprobs(i, answer.logprobs)
         return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _part(self, i: int, delta: deltas.TextDelta) -> dict[str, Any]:
-        if isinstance(delta, deltas.Content):
+    def _part(self, i: int, delta: Delta) -> dict[str, Any]:
+        if isinstance(delta, ContentDelta):
             logprobs = self._logprobs(i, delta.logprobs) if delta.logprobs else None
             return self._delta(i, {"content": delta.text}, logprobs)
         if isinstance(delta, ReasoningDelta):
@@ -264,10 +271,10 @@ class ChatForm(Form):
     def _reason(self, end: Finished, n_calls: int) -> str:
         return "length" if end.is_truncated else "tool_calls" if n_calls else "stop"
 
-    def _logprobs(self, i: int, tokens: Sequence[deltas.TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, i: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        return {"content": deltas.logprob_list(tokens, self._vocabulary), "refusal": None}
+        return {"content": logprob_list(tokens, self._vocabulary), "refusal": None}
 
 
 class CompletionForm(ChatForm):
@@ -276,15 +283,15 @@ class CompletionForm(ChatForm):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def _choice(self, i: int, answer: deltas.Answer) -> dict[str, Any]:
+    def _choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
         logprobs = self._logprobs(i, answer.logprobs)
         return {**self._last_choice(i, answer.end), "text": answer.message.text, "logprobs": logprobs}
 
     def _begin(self) -> bytes:
         return b""
 
-    def _part(self, i: int, delta: deltas.TextDelta) -> dict[str, Any]:
-        assert isinstance(delta, deltas.Content)  # a text has neither reasoning nor calls
+    def _part(self, i: int, delta: Delta) -> dict[str, Any]:
+        assert isinstance(delta, ContentDelta)  # a text has neither reasoning nor calls
         logprobs = self._logprobs(i, delta.logprobs)
         return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
 
@@ -294,12 +301,18 @@ class CompletionForm(ChatForm):
     def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
         return {**self._nothing(i), "finish_reason": self._reason(end, 0)}
 
-    def _logprobs(self, i: int, tokens: Sequence[deltas.TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, i: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """By columns; offsets count the characters of the choice."""
         if not self._with_logprobs:
             return None
-        told = deltas.logprob_list(tokens, self._vocabulary)
+        told = logprob_list(tokens, self._vocabulary)
         offsets = [each.begin for each in tokens if self._vocabulary.piece(each.token)]
         tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
         names, logprobs = [each["token"] for each in told], [each["logprob"] for each in told]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", _chat, ChatBody),
+    Endpoint("/v1/completions", _complete, CompletionBody),
+)

@@ -13,13 +13,27 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.parse import ArgumentsDelta, CallDelta, ReasoningDelta
-from llamaspec.serve import bodies, deltas, requests
-from llamaspec.serve.bodies import MessageFields, required
+from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from llamaspec.serve.bodies import Count, Effort, Fields, GenerationBody, ReasoningFields, parse_body
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
+from llamaspec.serve.figures import figures, openai_usage
+from llamaspec.serve.forms import Form, WholeAnswer, sse
+from llamaspec.serve.messages import (
+    MAX_MESSAGES,
+    CallFields,
+    Content,
+    FunctionFields,
+    MessageFields,
+    Role,
+    conversation,
+    required,
+    system_message,
+    text_of,
+)
+from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished
-from llamaspec.serve.service import Form, event, parse_body, service_of
+from llamaspec.serve.service import Endpoint, service_of
 from llamaspec.serve.tools import ToolChoiceFields, ToolFields, Tools, called, tool_use, without_namespaces
 
 Data = dict[str, Any]
@@ -33,21 +47,21 @@ _MESSAGES = ("message", "reasoning", *_CALLS, *_RESULTS)
 _ITEMS = (*_MESSAGES, "additional_tools")
 
 
-class InputItem(bodies.Fields):
+class InputItem(Fields):
     """A message, or another item of a conversation; of an item that is left out only the type counts."""
 
     type: str | None = None
     id: str | None = None
-    role: bodies.Role | None = None
-    content: bodies.Content | None = None
+    role: Role | None = None
+    content: Content | None = None
     call_id: str | None = None  # of calls and results
     name: str | None = None
     namespace: str | None = None  # of the tool that is called
     arguments: str | dict[str, Any] | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
     action: dict[str, Any] | None = None  # of local_shell_call
-    output: bodies.Content | None = None
-    summary: bodies.Content | None = None  # of reasoning
+    output: Content | None = None
+    summary: Content | None = None  # of reasoning
     tools: Tools | None = None  # of additional_tools
 
     @property
@@ -62,20 +76,18 @@ class InputItem(bodies.Fields):
         return {"type": kind} if isinstance(kind, str) and kind not in _ITEMS else given
 
 
-class EffortFields(bodies.Fields):
+class EffortFields(Fields):
     """How much the model reasons before it answers."""
 
-    effort: bodies.Effort | None = None
+    effort: Effort | None = None
 
 
-class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
+class ResponsesBody(GenerationBody, ReasoningFields):
     """A conversation to answer."""
 
-    model: str | None = None
-    input: str | Annotated[list[InputItem], Field(max_length=bodies.MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: bodies.Count | None = None
-    stream: bool | None = None
+    max_output_tokens: Count | None = None
     text: FormatFields | None = None
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
@@ -86,18 +98,23 @@ class ResponsesBody(bodies.SamplingFields, requests.ReasoningFields):
     background: bool | None = None
     metadata: dict[str, str] | None = None
 
-    def chat_request(self) -> requests.ChatRequest:
-        """What the model is asked."""
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens to generate."""
+        return self.max_output_tokens
+
+    def chat_request(self) -> ChatRequest:
+        """Return the conversation to answer."""
         asked = self.input
         items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
-        messages = bodies.conversation(_messages(items))
+        messages = conversation(_messages(items))
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
-            messages = [bodies.system_message(self.instructions, "instructions"), *messages]
+            messages = [system_message(self.instructions, "instructions"), *messages]
         use = tool_use(self.functions()[0], self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
-        return requests.ChatRequest(messages, "input", use, reasoning, wanted, left_out)
+        return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
         """As `without_namespaces`: the tools of the request, and those that items bring."""
@@ -136,7 +153,7 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
             raise bad_field(f"{place}.role", "is missing")
         return MessageFields(role=item.role, content=item.content)
     if kind == "reasoning":
-        reasoning = bodies.text_of(item.content or item.summary, f"{place}.content")
+        reasoning = text_of(item.content or item.summary, f"{place}.content")
         return MessageFields(role="assistant", reasoning_content=reasoning) if reasoning else None
     call_id = required(item.call_id or item.id, f"{place}.call_id")
     if kind in _RESULTS:
@@ -147,11 +164,11 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
     elif kind == "local_shell_call":
         name, arguments = "local_shell", json.dumps(item.action or {}, ensure_ascii=False)
     name = called(required(name, f"{place}.name"), item.namespace)
-    function = bodies.FunctionFields(name=name, arguments=arguments)
-    return MessageFields(role="assistant", tool_calls=[bodies.CallFields(id=call_id, function=function)])
+    function = FunctionFields(name=name, arguments=arguments)
+    return MessageFields(role="assistant", tool_calls=[CallFields(id=call_id, function=function)])
 
 
-async def responses(http: Request) -> Response:
+async def _respond(http: Request) -> Response:
     """Answer a conversation."""
     service, body = service_of(http), await parse_body(http, ResponsesBody)
     if body.background:
@@ -159,22 +176,20 @@ async def responses(http: Request) -> Response:
     for field in ("previous_response_id", "conversation"):
         if getattr(body, field):
             raise not_supported(field, "this server keeps no conversations; send the whole input")
-    builder, seed = service.builder, body.seed_or_random()
-    form = ResponsesForm(service.model_name, seed, body)
+    form = ResponsesForm(service.model_name, body)
     try:
         prompt, parameters = await service.chat(body.chat_request())
     except ContextOverflowError as error:
         if not body.stream:
             raise
         return form.refusal(error)  # Codex shortens its history only if the stream itself says so
-    asked = builder.requests([prompt], body, parameters, seed, max_tokens=body.max_output_tokens)
-    return await service.respond(http, asked, form, body.stream)
+    return await service.respond(http, body, [prompt], parameters, form)
 
 
 class ResponsesForm(Form):
     """The response object and its events; output items are opened, grow, and are closed before the next."""
 
-    def __init__(self, model: str, seed: int, body: ResponsesBody) -> None:
+    def __init__(self, model: str, body: ResponsesBody) -> None:
         self._options, sampling = body.drafting, body.sampling()
         self._namespaces = body.functions()[1]
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
@@ -183,7 +198,7 @@ class ResponsesForm(Form):
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "seed": seed,
+            "seed": body.chosen_seed,
             "store": False,
             "max_output_tokens": body.max_output_tokens,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -197,13 +212,13 @@ class ResponsesForm(Form):
         self._text = ""  # of the open item
         self._numbers = itertools.count()
 
-    def whole(self, answers: Sequence[deltas.Answer]) -> Data:
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """The response object."""
         message = answers[0].message
         if message.reasoning:
             self._item_events(ReasoningDelta(message.reasoning))
         if message.text or not (message.reasoning or message.tool_calls):
-            self._item_events(deltas.Content(message.text))
+            self._item_events(ContentDelta(message.text))
         for i, call in enumerate(message.tool_calls):
             self._item_events(CallDelta(i, call.id, call.name))
             self._item_events(ArgumentsDelta(i, call.arguments))
@@ -216,7 +231,7 @@ class ResponsesForm(Form):
             {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
         )
 
-    def _add(self, index: int, delta: deltas.TextDelta) -> bytes:
+    def _add(self, index: int, delta: Delta) -> bytes:
         return self._events(self._item_events(delta))
 
     def _finish(self, index: int, end: Finished) -> bytes:
@@ -230,7 +245,7 @@ class ResponsesForm(Form):
 
     def _events(self, several: Iterable[Data]) -> bytes:
         return b"".join(
-            event({**data, "sequence_number": next(self._numbers)}, data["type"]) for data in several
+            sse({**data, "sequence_number": next(self._numbers)}, data["type"]) for data in several
         )
 
     def _response(self, status: str) -> Data:
@@ -241,13 +256,13 @@ class ResponsesForm(Form):
         """The events that end the last item and the response."""
         status = "incomplete" if end.is_truncated else "completed"
         events = self._close(status)
-        response = self._response(status) | deltas.figures(end, self._options)
+        response = self._response(status) | figures(end, self._options)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if end.is_truncated else None
-        response["usage"] = deltas.openai_usage([end], prompt="input", completion="output")
+        response["usage"] = openai_usage([end], prompt="input", completion="output")
         response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
         return [*events, {"type": f"response.{status}", "response": response}]
 
-    def _item_events(self, delta: deltas.TextDelta) -> list[Data]:
+    def _item_events(self, delta: Delta) -> list[Data]:
         """The events of a delta, without their numbers."""
         if isinstance(delta, CallDelta):
             namespace, name = self._namespaces.get(delta.name, (None, delta.name))
@@ -311,3 +326,6 @@ class ResponsesForm(Form):
     def _place(self) -> Data:
         place = {"item_id": self._item.get("id"), "output_index": len(self._done)}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+
+
+ENDPOINTS = (Endpoint("/v1/responses", _respond, ResponsesBody),)

@@ -1,7 +1,7 @@
-"""From a checked body to what is generated: chat requests, prompts, generation requests.
+"""From a checked body to the jobs that are generated: chat requests, prompts, jobs.
 
-The chat APIs differ in names only; `ChatRequest` is what they have in common. Text of clients never becomes a
-control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
+The chat APIs differ only in names; `ChatRequest` is what they have in common. Text from clients never becomes
+a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.escaping import SpecialTokens, texts_in
 from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat, recognize
+from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.template import (
     RESERVED,
     ChatTemplate,
@@ -31,80 +31,49 @@ from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.generation import Completion
 from llamaspec.pair import Pair
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import (
-    Fields,
-    SamplingFields,
-    SpeculativeFields,
-)
+from llamaspec.serve.bodies import GenerationBody, SpeculativeFields
 from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported
 from llamaspec.serve.tools import ToolUse
 from llamaspec.values import TokenArray
 
-USUAL_BYTES = 4  # of a token, where a text is too long to be tokenized
-
-
-class ReasoningFields(Fields):
-    """Fields of every chat API that steer reasoning."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-
-    def reasoning_options(
-        self, effort: str | None = None, budget: int | None = None, off: bool = False
-    ) -> tuple[dict[str, Any], int | None]:
-        """Variables of the chat template, and how many tokens of reasoning there may be; None = any.
-
-        From these fields and those of one API: OpenAI's effort, Anthropic's budget and switch.
-        """
-        kwargs = dict(self.chat_template_kwargs or {})
-        if effort is not None and effort != "none":
-            kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
-        enabled = self.enable_thinking if self.enable_thinking is not None else kwargs.get("enable_thinking")
-        if off or effort == "none":
-            enabled = False
-        if enabled is not None:
-            kwargs["enable_thinking"] = enabled
-        if self.thinking_budget_tokens is not None:
-            budget = None if self.thinking_budget_tokens < 0 else self.thinking_budget_tokens
-        return kwargs, 0 if enabled is False else budget
+USUAL_BYTES = 4  # of a token: an estimate for prompts that are too long to be tokenized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatRequest:
-    """What a chat model is asked, whatever the API."""
+    """A conversation to answer, the same for every API."""
 
     messages: Sequence[Message]
-    field: str  # that holds them, for errors
+    field: str  # of the request that holds the messages, for errors
     tool_use: ToolUse
-    reasoning: tuple[Mapping[str, Any], int | None]  # variables of the template, tokens; 0 = none
+    reasoning: tuple[Mapping[str, Any], int | None]  # template variables, token budget; 0 = no reasoning
     response_format: ResponseFormat | None = None
-    left_out: Sequence[str] = ()  # what the API knows and this server does not, for the log
+    left_out: Sequence[str] = ()  # parts that this server does not support, for the log
 
     @property
     def _n_asked(self) -> int:
-        """Messages before the answer that the last ones begin."""
+        """Number of messages before the answer that the last messages begin."""
         said = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
         return len(self.messages) - len(list(said))
 
     @property
     def asked(self) -> list[Message]:
-        """The messages to answer. Templates want a message of the user among them."""
+        """The messages to answer; templates want a user message among them."""
         asked = list(self.messages[: self._n_asked])
         is_answerable = len(asked) == len(self.messages) or any(m.role != "system" for m in asked)
         return asked if is_answerable else [*asked, Message("user", "")]
 
     @property
     def begun(self) -> Message:
-        """The answer that the conversation ends with, which is to go on; empty: there is none."""
+        """The beginning of an answer with which the conversation ends, to be continued; may be empty."""
         said = self.messages[self._n_asked :]
         text = "\n\n".join(m.text for m in said if m.text.strip())
         return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in said) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
+class Job:
     """One sequence to generate."""
 
     prompt: TokenArray  # [n] int32
@@ -114,14 +83,14 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
     parameters: GenerationParameters = default(default_factory=GenerationParameters)
-    n_logprobs: int | None = None  # most probable tokens told with each token
-    prediction: TokenArray | None = None  # [m] int32, that most of the answer is expected to repeat
-    is_interactive: bool = False  # somebody waits for it at a cursor: it goes before others
-    max_seconds: float | None = None  # from the first text on; then the text ends once it has a whole line
+    n_logprobs: int | None = None  # most probable tokens to report with each token
+    prediction: TokenArray | None = None  # [m] int32, which most of the answer is expected to repeat
+    is_interactive: bool = False  # somebody waits at a cursor: it goes before others
+    max_seconds: float | None = None  # from the first token; then it ends at the next complete line
 
 
 class RequestBuilder:
-    """Makes prompts, constraints and generation requests for one pair; what cannot be is a RequestError.
+    """Makes prompts, constraints and jobs for one pair; raises RequestError if that is impossible.
 
     Without a template the model only continues text. `parallel` sequences run at once, so one HTTP request
     may ask for that many.
@@ -132,28 +101,28 @@ class RequestBuilder:
         self.template, self.vocabulary, self._parallel = template, target.vocabulary, parallel
         self.answer_format = AnswerFormat() if template is None else recognize(template.source)
         self.takes_tools = template is not None and template.takes_tools
-        # Marks that are tokens: some files call <tool_call> a control token, others a user-defined one.
+        # Some files call <tool_call> a control token, others a user-defined one.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
         self.constraints = Constraints(pair, marks)
         self._special = SpecialTokens(self.vocabulary.controls)
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
-        self._max_bytes = self._context_size * longest_token  # more cannot fit, so it is not tokenized
+        self._max_bytes = self._context_size * longest_token  # longer text cannot fit
 
     def text_prompt(self, text: str) -> TokenArray:
-        """Tokens of a text to continue."""
+        """Return the tokens of a text to continue."""
         if not text:
             raise bad_field("prompt", "must not be empty")
         self.check_size(text, "prompt")
         return self._checked(self.vocabulary.tokenize(text.encode()), "prompt")
 
     def token_prompt(self, tokens: Sequence[int]) -> TokenArray:
-        """Tokens that the client made."""
+        """Return a prompt that the client has tokenized."""
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
     def mixed_prompt(self, parts: Sequence[int | str]) -> TokenArray:
-        """Tokens that the client made, and texts between them."""
+        """Return the prompt of token ids and texts between them."""
         tokens: list[int] = []
         for part in parts:
             if isinstance(part, int):
@@ -163,15 +132,13 @@ class RequestBuilder:
             tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
         return self.token_prompt(tokens)
 
-    async def prediction(self, text: str | None) -> TokenArray | None:
-        """Tokens of what an answer is expected to repeat; what cannot fit is left out."""
-        if text is None:
-            return None
-        content = text[: self._max_bytes].encode()
-        return await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
+    def infill_prompt(self, prefix: str, suffix: str) -> TokenArray:
+        """Return the prompt for the text between two others."""
+        self.check_size(prefix + suffix, "suffix")
+        return self._checked(infill_prompt(self.vocabulary, prefix, suffix), "prompt")
 
     async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
-        """Tokens up to where the answer begins or goes on, and whether reasoning comes next."""
+        """Return the tokens before the answer or its continuation, and whether reasoning comes next."""
         use, (kwargs, _) = request.tool_use, request.reasoning
         if use.offered and not (self.takes_tools or use.is_forced):
             raise not_supported("tools", "this model's chat template takes no tools")
@@ -181,7 +148,7 @@ class RequestBuilder:
             raise bad_field("tool_choice", "names no function among the tools; name one, or auto")
         if taken := RESERVED.intersection(kwargs):
             names = ", ".join(sorted(taken))
-            raise bad_field("chat_template_kwargs", f"the server sets {names}; leave that out")
+            raise bad_field("chat_template_kwargs", f"the server sets {names}; remove it from the request")
         return await run_in_threadpool(self._render, request, must_fit)
 
     def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
@@ -222,14 +189,14 @@ class RequestBuilder:
         return tokens
 
     def check_size(self, text: str, field: str) -> None:
-        """RequestError if a text cannot fit the context; before it is tokenized."""
+        """RequestError if a text cannot fit the context, without tokenizing it."""
         n = len(text.encode())
         if n > self._max_bytes:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
-        """The prompt and the parameters of a chat request."""
+        """Return the prompt and the parameters of a chat request."""
         prompt, starts_in_reasoning = await self.chat_prompt(request)
         use, (_, budget), wanted = request.tool_use, request.reasoning, request.response_format
         answer_format = self.answer_format
@@ -253,38 +220,47 @@ class RequestBuilder:
             parameters = await self.constraints.with_tools(parameters, use)
         return prompt, parameters
 
-    def requests(
-        self,
-        prompts: Sequence[TokenArray],
-        fields: SamplingFields,
-        parameters: GenerationParameters,
-        seed: int,
-        *,
-        n: int = 1,
-        max_tokens: int | None = None,
-        stops: tuple[str, ...] = (),
-        n_logprobs: int | None = None,
-        prediction: TokenArray | None = None,
-    ) -> list[GenerationRequest]:
-        """One request for each prompt and choice; choice i of a prompt has the seed + i."""
+    async def text_parameters(self, wanted: ResponseFormat | None) -> GenerationParameters:
+        """Return the parameters of a completion without a chat template."""
+        constraint = None if wanted is None else await self.constraints.compile(wanted)
+        return GenerationParameters(constraint=constraint)
+
+    async def jobs(
+        self, prompts: Sequence[TokenArray], body: GenerationBody, parameters: GenerationParameters
+    ) -> list[Job]:
+        """Return one job for each prompt and choice."""
+        n = body.n_choices
         if len(prompts) * n > self._parallel:
-            told = f"{len(prompts) * n} texts at once, this server runs {self._parallel}"
-            raise bad_field("n", f"{told}; ask for fewer, or start it with --parallel")
-        biases = fields.biases(
-            lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist()
-        )
+            asked = f"{len(prompts) * n} sequences at once, this server runs {self._parallel}"
+            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
+        biases = body.biases(lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist())
         self.check_token_ids(list(biases), "logit_bias")
-        sampling, drafting = fields.sampling(self.vocabulary.ends, biases), fields.drafting
-        wanted = self._context_size if max_tokens is None or max_tokens < 0 else max_tokens
-        found: list[GenerationRequest] = []
-        for prompt in prompts:
-            limit = min(wanted, self._context_size - len(prompt))
-            more = drafting, parameters, n_logprobs, prediction
-            found += [GenerationRequest(prompt, sampling, seed + i, limit, stops, *more) for i in range(n)]
-        return found
+        sampling = body.sampling(self.vocabulary.ends, biases)
+        wanted = self._context_size if body.limit is None or body.limit < 0 else body.limit
+        prediction = None
+        if body.predicted_text is not None:
+            content = body.predicted_text[: self._max_bytes].encode()  # more cannot fit
+            prediction = await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
+        return [
+            Job(
+                prompt,
+                sampling,
+                body.chosen_seed + i,
+                max_tokens=min(wanted, self._context_size - len(prompt)),
+                stops=body.stops,
+                drafting=body.drafting,
+                parameters=parameters,
+                n_logprobs=body.n_top_logprobs,
+                prediction=prediction,
+                is_interactive=body.is_interactive,
+                max_seconds=body.max_seconds,
+            )
+            for prompt in prompts
+            for i in range(n)
+        ]
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
-        """The stop string that ended a text, if one did."""
+        """Return the stop string that ended a completion; None if none did."""
         spelled = self.answer_format.spelled(self.vocabulary.controls)
         pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
         written = b"".join(pieces).decode(errors="replace")

@@ -1,7 +1,8 @@
 """Runs the requests of all clients on a pair: a queue in the event loop, and the events of each request.
 
-The pair's compute thread evaluates; the rest of the server sees `RequestQueue`, `Submission` and the events.
-A fault of one sequence ends only that sequence. tests/serve/test_load.py.
+The pair's compute thread evaluates; the rest of the server sees `RequestQueue`, `Submission` and its events.
+The event loop fetches the deltas of an answer when the compute thread reports new tokens, and keeps them
+until the client reads them. A fault of one sequence ends only that sequence. tests/serve/test_load.py.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import Delta
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion, StopReason
@@ -26,26 +28,26 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.requests import GenerationRequest
+from llamaspec.serve.requests import Job
 from llamaspec.values import Copying, Round, TokenArray
 
-MAX_UNREAD = 64  # events of a sequence that may wait for the client; then it is not asked for more
+MAX_UNREAD = 64  # events of a sequence that may wait for the client; then no more are fetched
 MAX_RETRY_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """Some of the prompt has been evaluated; without numbers: nothing happened for a while."""
+    """A part of the prompt has been processed; without numbers: nothing happened for a while."""
 
     n_read: int | None = None
     n_to_read: int | None = None
-    n_cached: int = 0  # of those that were read, tokens that did not have to be evaluated
+    n_cached: int = 0  # tokens of `n_read` that did not have to be evaluated
     seconds: float = 0.0  # since the sequence began to run
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a text."""
+    """The end of a sequence."""
 
     completion: Completion
     speedup: float | None  # estimated, against plain decoding
@@ -53,29 +55,28 @@ class Finished:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the text is incomplete: at a limit, or with no continuation that its constraint allows."""
+        """Whether the answer is incomplete: at a limit, or because its constraint allows no continuation."""
         return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
-# Parts are more of the answer; the last event is a Finished, or the exception that ended the sequence.
-Event: TypeAlias = "PromptProgress | tuple[AnswerPart, ...] | Finished | Exception"
+Event: TypeAlias = "Delta | PromptProgress | Finished"  # the last of a sequence is a Finished
+Events: TypeAlias = AsyncIterator[tuple[int, Event]]  # with the index of the sequence
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A generation request on its way."""
+    """A job in the queue or running."""
 
-    index: int  # among those of the submission
-    request: GenerationRequest
+    index: int  # among the jobs of the submission
+    job: Job
     submission: Submission
     asked_at: float  # seconds, as the next two
     started_at: float | None = None
     first_text_at: float | None = None
     stream: AnswerStream | None = None  # once it runs
-    progress: list[PromptProgress] = field(default_factory=list)  # not sent yet
     n_unread: int = 0  # events
     n_rounds_counted: int = 0
-    last: Event | None = None  # once it is over
+    last: Finished | Exception | None = None  # set at the end
 
     @property
     def is_over(self) -> bool:
@@ -84,20 +85,20 @@ class SequenceState:
 
     @property
     def is_unread(self) -> bool:
-        """Whether the client has not read what there is, and the sequence should wait."""
+        """Whether the client is so far behind that the sequence should wait."""
         return self.n_unread >= MAX_UNREAD
 
 
 class Submission:
-    """The events of all sequences of one HTTP request; the queue is told when the client reads or leaves."""
+    """The events of all sequences of one HTTP request; tells the queue when the client reads or leaves."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], queue: RequestQueue, now: float) -> None:
-        self.states = [SequenceState(i, request, self, now) for i, request in enumerate(requests)]
+    def __init__(self, jobs: Sequence[Job], queue: RequestQueue, now: float) -> None:
+        self.states = [SequenceState(i, job, self, now) for i, job in enumerate(jobs)]
         self.is_cancelled = False
         self._queue = queue
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._events: deque[tuple[SequenceState, Event]] = deque()
+        self._events: deque[tuple[SequenceState, Event | Exception]] = deque()
         self._n_open = len(self.states)
 
     @property
@@ -105,24 +106,43 @@ class Submission:
         """Whether every sequence has ended and all its events were read."""
         return self._n_open == 0
 
-    async def next_event(self, timeout: float) -> tuple[int, Event] | None:
-        """The next event and the index of its sequence; None if there is none for `timeout` seconds."""
-        if not self._events:
-            self._arrived.clear()
-            timer = self._loop.call_later(timeout, self._arrived.set)  # cheaper than a task for each event
-            try:
-                await self._arrived.wait()
-            finally:
-                timer.cancel()
-            if not self._events:
-                return None
-        state, event = self._events.popleft()
-        was_unread = state.is_unread
-        state.n_unread -= 1
-        self._n_open -= isinstance(event, (Finished, Exception))
-        if was_unread:
-            self._queue.hand_out(state)
-        return state.index, event
+    async def events(self, deadline: float | None, keep_alive: float) -> Events:
+        """All events; a PromptProgress without numbers after `keep_alive` seconds without one.
+
+        Raises RequestError 504 after the deadline (`time.monotonic`), and whatever ended a sequence.
+        """
+        last = time.monotonic()
+        while not self.is_over:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
+            # Counted from the last event, not the last token: text may be held back, as in a call.
+            if now - last >= keep_alive:
+                last = now
+                yield 0, PromptProgress()
+            ends = last + keep_alive if deadline is None else min(last + keep_alive, deadline)
+            if not self._events and not await self._arrive(ends - now):
+                continue
+            state, event = self._events.popleft()
+            was_unread = state.is_unread
+            state.n_unread -= 1
+            self._n_open -= isinstance(event, (Finished, Exception))
+            if was_unread:
+                self._queue.hand_out(state)
+            if isinstance(event, Exception):
+                raise event
+            last = time.monotonic()
+            yield state.index, event
+
+    async def _arrive(self, timeout: float) -> bool:
+        """Wait for events; False if none arrives for `timeout` seconds."""
+        self._arrived.clear()
+        timer = self._loop.call_later(timeout, self._arrived.set)  # cheaper than a task for each event
+        try:
+            await self._arrived.wait()
+        finally:
+            timer.cancel()
+        return bool(self._events)
 
     def cancel(self) -> None:
         """End the sequences within one evaluation; never waits."""
@@ -130,8 +150,8 @@ class Submission:
             self.is_cancelled = True
             self._queue.drop(self.states)
 
-    def send(self, state: SequenceState, events: Sequence[Event]) -> None:
-        """Hand over events."""
+    def send(self, state: SequenceState, *events: Event | Exception) -> None:
+        """Add events of a sequence."""
         state.n_unread += len(events)
         self._events.extend((state, event) for event in events)
         with suppress(RuntimeError):  # the event loop has ended, and the client with it
@@ -162,18 +182,18 @@ class RequestQueue:
         self.is_stopping = False  # no more requests are taken
         self.is_ending = False  # those that run end, too
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
+    def submit(self, jobs: Sequence[Job]) -> Submission:
         """Queue sequences; RequestError 429: too many wait already, 503: the server is stopping."""
         if self.is_stopping:
             raise _server_stopping()
-        n_free = max(0, self._n_slots(requests[0]) - len(self._running))
-        if len(self._waiting) + len(requests) > self._max_queue + n_free:
+        n_free = max(0, self._n_slots(jobs[0]) - len(self._running))
+        if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             self._metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
             message = "too many requests wait already; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
-        submission = Submission(requests, self, self._clock())
-        if requests[0].is_interactive:  # the last key first
+        submission = Submission(jobs, self, self._clock())
+        if jobs[0].is_interactive:  # the last key first
             self._waiting.extendleft(reversed(submission.states))
         else:
             self._waiting.extend(submission.states)
@@ -201,10 +221,11 @@ class RequestQueue:
             self._finish(state, _server_stopping())
 
     def hand_out(self, state: SequenceState) -> None:
-        """Send what a sequence has produced, unless the client has enough to read."""
+        """Send what a sequence has generated, unless its client is behind."""
         stream = state.stream
         if stream is None or state.is_over or state.is_unread:
             return
+        last: Finished | Exception | None
         try:
             last = self._send_ready(state, stream)
         except Exception as error:  # noqa: BLE001  # the client is told
@@ -212,37 +233,34 @@ class RequestQueue:
         if last is not None:
             self._finish(state, last)
 
-    def _send_ready(self, state: SequenceState, stream: AnswerStream) -> Event | None:
-        """Send what is ready; the last event, if the text has ended."""
-        parts = tuple(stream.ready())
+    def _send_ready(self, state: SequenceState, stream: AnswerStream) -> Finished | None:
+        """Send what is ready; returns the last event if the sequence has ended."""
+        deltas = stream.ready()
         self._count_rounds(state)
-        events: list[Event] = [*state.progress]
-        state.progress.clear()
-        if parts:
-            state.first_text_at = self._clock() if state.first_text_at is None else state.first_text_at
-            events.append(parts)
-        state.submission.send(state, events)
+        if state.first_text_at is None and stream.rounds:
+            state.first_text_at = self._clock()
+        state.submission.send(state, *deltas)
         if not stream.is_over and not self._is_late(state, stream):
             return None
         done = stream.completion
         return Finished(done, speedup(done.rounds), stream.n_thought)
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
-        """Whether a text has taken its time, and has a whole line."""
-        limit, first = state.request.max_seconds, state.first_text_at
+        """Whether a sequence has used its time and has a whole line."""
+        limit, first = state.job.max_seconds, state.first_text_at
         is_late = limit is not None and first is not None and self._clock() - first > limit
         return is_late and "\n" in stream.completion.text
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._n_slots(self._waiting[0].request):
+        while self._waiting and len(self._running) < self._n_slots(self._waiting[0].job):
             state = self._waiting.popleft()
             self._running.append(state)
             state.started_at = self._clock()
             self._start(state)
 
-    def _n_slots(self, request: GenerationRequest) -> int:
-        """Sequences that may run once this one does."""
-        return self._parallel + request.is_interactive
+    def _n_slots(self, job: Job) -> int:
+        """Sequences that may run at once, this one included."""
+        return self._parallel + job.is_interactive
 
     def _start(self, state: SequenceState) -> None:
         loop = asyncio.get_running_loop()
@@ -250,10 +268,11 @@ class RequestQueue:
 
         def note(n_read: int, n_to_read: int) -> None:
             n_cached = 0 if state.stream is None else state.stream.completion.n_cached
-            state.progress.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
+            progress = PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin)
+            state.submission.send(state, progress)
 
         try:
-            state.stream = open_stream(state.request, self._pair, self._policy, note)
+            state.stream = open_stream(state.job, self._pair, self._policy, note)
             state.stream.begin(lambda: loop.call_soon_threadsafe(self.hand_out, state))
         except Exception as error:  # noqa: BLE001  # the client is told
             self._finish(state, error)
@@ -264,7 +283,7 @@ class RequestQueue:
             state.n_rounds_counted += len(rounds)
             self._metrics.rounds(rounds)
 
-    def _finish(self, state: SequenceState, last: Event) -> None:
+    def _finish(self, state: SequenceState, last: Finished | Exception) -> None:
         if state.is_over:
             return
         state.last = last
@@ -273,13 +292,13 @@ class RequestQueue:
         else:
             with suppress(ValueError):
                 self._waiting.remove(state)
-        state.submission.send(state, [*state.progress, last])
+        state.submission.send(state, last)
         with suppress(Exception):  # the client is told, and others go on, whatever is wrong with this one
             self._end(state, last)
         if not self.is_stopping:
             self._admit()
 
-    def _end(self, state: SequenceState, last: Event) -> None:
+    def _end(self, state: SequenceState, last: Finished | Exception) -> None:
         """Stop generating, and count what was generated."""
         completion = None
         if state.stream is not None:
@@ -298,48 +317,44 @@ def _server_stopping() -> RequestError:
     return RequestError(503, "the server is stopping", code="server_stopping")
 
 
-def open_stream(
-    request: GenerationRequest, pair: Pair, policy: LengthPolicy, on_prefill: Progress
-) -> AnswerStream:
-    """The stream of a request, with its reasoning cut where the budget ends."""
-    wanted, drafting, vocabulary = request.parameters, request.drafting, pair.target.vocabulary
+def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
+    """The stream of a job."""
+    wanted, drafting, vocabulary = job.parameters, job.drafting, pair.target.vocabulary
     rule = drafting.rule or DEFAULT_RULE
     constraints = iter((wanted.constraint, wanted.constraint_after_cut))
 
     def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
-        """None: the pair's own."""
+        """The drafter of the job; None: the pair's own."""
         if drafting.enabled is not False and drafting.max_draft != 0:
             if drafting.ngram is not False or pair.copying is Copying.OFF:
                 return None
             if pair.draft is not None:
                 row = None if constraint is None else constraint.start_sequence()
-                streams = SeededStreams(request.seed)
-                return pair.model_drafter(request.sampling, rule, streams, n_prompt, row)
+                streams = SeededStreams(job.seed)
+                return pair.model_drafter(job.sampling, rule, streams, n_prompt, row)
         return NoDrafter()
 
     def open_part(prompt: TokenArray, max_tokens: int) -> TextStream:
         constraint = next(constraints)
         return pair.stream(
             prompt,
-            sampling=request.sampling,
-            seed=request.seed,
+            sampling=job.sampling,
+            seed=job.seed,
             max_tokens=max_tokens,
-            stops=request.stops,
+            stops=job.stops,
             spelled=wanted.answer_format.spelled(vocabulary.controls),
             rule=rule,
             policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
             drafter=drafter(len(prompt), constraint),
             on_prefill=on_prefill,
             constraint=constraint,
-            logprobs=request.n_logprobs,
-            prediction=request.prediction,
-            is_interactive=request.is_interactive,
+            logprobs=job.n_logprobs,
+            prediction=job.prediction,
+            is_interactive=job.is_interactive,
         )
 
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
-    return AnswerStream(
-        request.prompt, request.max_tokens, open_part, parser, vocabulary, wanted.reasoning_budget
-    )
+    return AnswerStream(job.prompt, job.max_tokens, open_part, parser, vocabulary, wanted.reasoning_budget)
 
 
 def speedup(rounds: Sequence[Round]) -> float | None:

@@ -1,4 +1,4 @@
-"""The state that all endpoints share, and how a response is sent: whole, or as server-sent events.
+"""The state that all endpoints share, and how a response is sent: whole or as a stream.
 
 A response ends when the client leaves. A slow reader pauses only its own sequences.
 """
@@ -6,16 +6,13 @@ A response ends when the client leaves. A slow reader pauses only its own sequen
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -23,78 +20,29 @@ from starlette.types import Receive, Scope, Send
 from llamaspec.errors import printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.bodies import Fields, json_depth, without_half_pairs
+from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import GenerationParameters
-from llamaspec.serve.deltas import Answer, Deltas, TextDelta, answers_of, deltas_of, work_of
-from llamaspec.serve.errors import RequestError, openai_error
+from llamaspec.serve.figures import work_of
+from llamaspec.serve.forms import Form, collected
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
-from llamaspec.serve.requests import ChatRequest, GenerationRequest, RequestBuilder
-from llamaspec.serve.scheduling import Finished, PromptProgress, RequestQueue
+from llamaspec.serve.requests import ChatRequest, RequestBuilder
+from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import WORK, Write, log_line
 from llamaspec.values import TokenArray
 
-F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 MAX_TOLD = 64  # names in a line of the log
 MAX_NAME = 200  # characters of each
-CLIENT_LEFT = 499  # seen by the log only
+CLIENT_LEFT = 499  # seen only in the log
 
 
-class Form(ABC):
-    """The objects of one API for one request, and its events."""
+class Endpoint(NamedTuple):
+    """A path, its handler, and the body that a POST has; an endpoint without a body is a GET."""
 
-    media_type = "text/event-stream"
-
-    @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response."""
-
-    @abstractmethod
-    def _add(self, index: int, delta: TextDelta) -> bytes:
-        """The events of a delta of a sequence."""
-
-    @abstractmethod
-    def _finish(self, index: int, end: Finished) -> bytes:
-        """The last events of a sequence."""
-
-    def _begin(self) -> bytes:
-        """The events before anything is generated."""
-        return b""
-
-    def _end(self) -> bytes:
-        """The events after all sequences have ended."""
-        return b""
-
-    def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        """A sign of life, which clients ignore."""
-        if progress.n_read is None:
-            return b": waiting\n\n"
-        return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()
-
-    def _error(self, exception: Exception) -> bytes:
-        """The event of an error."""
-        return event(openai_error(exception))
-
-    def refusal(self, exception: Exception) -> Response:
-        """A stream that ends before anything is generated."""
-        return Response(self._begin() + self._error(exception), media_type=self.media_type)
-
-    async def events(self, of: Deltas) -> AsyncIterator[bytes]:
-        """The response as events; an exception becomes the last one."""
-        yield self._begin() or self._keep_alive(0, PromptProgress())
-        try:
-            async for index, delta in of:
-                if isinstance(delta, PromptProgress):
-                    yield self._keep_alive(index, delta)
-                elif isinstance(delta, Finished):
-                    yield self._finish(index, delta)
-                else:
-                    yield self._add(index, delta)
-        except Exception as exception:  # noqa: BLE001  # the client is told
-            yield self._error(exception)
-            return
-        yield self._end()
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    body: type[Fields] | None = None
 
 
 @dataclass(eq=False)
@@ -109,7 +57,7 @@ class Service:
     prefixes: PrefixWatch
     write: Write  # lines of the log
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
-    _told: set[str] = field(default_factory=set)  # what was left out of requests
+    _told: set[str] = field(default_factory=set)  # names that the log has mentioned
 
     @property
     def model_name(self) -> str:
@@ -117,17 +65,17 @@ class Service:
         return self.settings.alias or self.pair.target.path.stem
 
     def tell(self, message: str) -> None:
-        """One line in the log, whatever the message contains."""
+        """Write one line to the log, whatever the message contains."""
         self.write(log_line(printable(message), self.settings.log_format))
 
     def _tell_once(self, message: str, names: Set[str]) -> None:
-        """One line for those of the names that were not told yet."""
+        """Write one line with those names that the log has not mentioned yet."""
         if new := names - self._told:
             self._told = set(new) if len(self._told) > MAX_TOLD else self._told | new
             self.tell(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])))
 
     async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
-        """As `RequestBuilder.chat`; the log is told once what cannot be obeyed, and what broke the prefix."""
+        """As `RequestBuilder.chat`; logs once what is not supported, and what broke the cached prefix."""
         left_out = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)}
         self._tell_once("left out of requests: {}; only functions can be called", left_out)
         prompt, parameters = await self.builder.chat(request)
@@ -138,19 +86,25 @@ class Service:
         return prompt, parameters
 
     async def respond(
-        self, http: Request, requests: Sequence[GenerationRequest], form: Form, stream: bool | None
+        self,
+        http: Request,
+        body: GenerationBody,
+        prompts: Sequence[TokenArray],
+        parameters: GenerationParameters,
+        form: Form,
     ) -> Response:
-        """Generate, and answer in the form of an API; nothing if the client has left meanwhile."""
+        """Generate and answer in the form of an API; an empty response if the client has left meanwhile."""
+        jobs = await self.builder.jobs(prompts, body, parameters)
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
-        submission, timeout = self.queue.submit(requests), self.settings.request_timeout
+        submission, timeout = self.queue.submit(jobs), self.settings.request_timeout
         http.scope[WORK] = partial(work_of, submission)
         deadline = None if timeout is None else time.monotonic() + timeout
-        deltas = deltas_of(submission, deadline, self.settings.keep_alive_seconds)
-        if stream:
-            return EventStream(form.events(deltas), form.media_type, submission.cancel, deadline)
+        events = submission.events(deadline, self.settings.keep_alive_seconds)
+        if body.stream:
+            return EventStream(form.stream(events), form.media_type, submission.cancel, deadline)
         try:
-            answers = await _while_connected(answers_of(deltas, len(requests)), http.receive)
+            answers = await _while_connected(collected(events, len(jobs)), http.receive)
         finally:
             submission.cancel()
         return Response(status_code=CLIENT_LEFT) if answers is None else JSONResponse(form.whole(answers))
@@ -162,36 +116,10 @@ def service_of(http: Request) -> Service:
     return service
 
 
-async def parse_body(http: Request, kind: type[F]) -> F:
-    """The checked body of a request; RequestError or ValidationError if it is wrong."""
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise RequestError(415, f"the body is compressed ({encoding}); send it as it is")
-    body, limit = await http.body(), service_of(http).settings.json_depth
-    if json_depth(body, limit) > limit:
-        raise RequestError(413, f"the body is nested deeper than {limit} levels")
-    return kind.model_validate_json(without_half_pairs(body))
-
-
-def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event; JSON has no line breaks of its own."""
-    line = f"event: {name}\n" if name is not None else ""
-    return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """Arguments of a call as an object; if the answer was cut, as much as there is, as Anthropic's client."""
-    try:
-        found = from_json(without_half_pairs((text or "{}").encode()), allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 class EventStream(StreamingResponse):
     """Sends events until they end, the client leaves, or the deadline (`time.monotonic`) has passed.
 
-    `cancel` is called at the end, whatever it is.
+    `cancel` is called at the end in every case.
     """
 
     def __init__(
@@ -217,7 +145,7 @@ class EventStream(StreamingResponse):
 
 
 async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`; None if the client leaves before."""
+    """The result of `work`; None if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

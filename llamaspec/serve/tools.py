@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from llamaspec.serve.bodies import Fields, required
+from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import bad_field
+from llamaspec.serve.messages import required
 
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]

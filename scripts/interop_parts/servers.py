@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import click
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from llamaspec import AutoLength, ModelOptions, open_pair
-from llamaspec.chat.answer_stream import AnswerPart
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.generation import Completion, StopReason
@@ -30,10 +28,8 @@ from llamaspec.engine.statistics import summarize
 from llamaspec.opening import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
-from llamaspec.serve.deltas import DeltaBuilder, Deltas, answers_of
-from llamaspec.serve.requests import GenerationRequest
-from llamaspec.serve.scheduling import Finished
-from llamaspec.serve.service import EventStream, Form, Service
+from llamaspec.serve.requests import Job
+from llamaspec.serve.scheduling import Event, Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,37 +71,34 @@ class Script:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
-async def _deltas(text: str, request: GenerationRequest) -> Deltas:
-    parser, builder = AnswerParser(request.parameters.answer_format, request.parameters.tools), DeltaBuilder()
-    for found in [*map(parser.feed, text), parser.finish()]:
-        for delta in builder.add([AnswerPart(tuple(found), None)]):
-            yield 0, delta
+def _events(text: str, job: Job) -> Iterator[Event]:
+    parser = AnswerParser(job.parameters.answer_format, job.parameters.tools)
+    for letter in text:
+        yield from parser.feed(letter)
+    yield from parser.finish()
     reason = StopReason.LIMIT if isinstance(text, Cut) else StopReason.END
     n_tokens = len(text) // LETTERS + 1
     figures = summarize([], n_tokens)
-    done = Completion(text, (1,) * n_tokens, len(request.prompt), reason, (), figures, 0.0)
-    yield 0, Finished(done, None)
+    yield Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0), None)
 
 
 @contextmanager
 def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
     """The URL of a server in a thread of this process, with a chat template that knows tools."""
     settings, is_ready = ServeSettings(port=0), threading.Event()
-    usual = Service.respond
+    usual = RequestQueue.submit
 
-    async def respond(
-        service: Service, http: Request, asked: Sequence[GenerationRequest], form: Form, stream: bool | None
-    ) -> Response:
-        text = script.next(bool(asked[0].parameters.tools))
+    def submit(queue: RequestQueue, jobs: Sequence[Job]) -> Submission:
+        text = script.next(bool(jobs[0].parameters.tools))
         if text is None:
-            return await usual(service, http, asked, form, stream)
-        if stream:
-            return EventStream(form.events(_deltas(text, asked[0])), form.media_type, lambda: None, None)
-        return JSONResponse(form.whole(await answers_of(_deltas(text, asked[0]), 1)))
+            return usual(queue, jobs)
+        submission = Submission(jobs, queue, time.monotonic())
+        submission.send(submission.states[0], *_events(text, jobs[0]))
+        return submission
 
     options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)
     with (
-        patch.object(Service, "respond", respond),
+        patch.object(RequestQueue, "submit", submit),
         open_pair(demo_target(), demo_draft(), target_options=options, draft_options=options) as pair,
         open_socket(settings) as opened,
         serving(

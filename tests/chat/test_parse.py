@@ -13,10 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaspec.chat import families
-from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
-from llamaspec.chat.incoming import MAX_HEADER
-from llamaspec.chat.parse import (
-    AnswerParser,
+from llamaspec.chat.deltas import (
     ArgumentsDelta,
     CallDelta,
     ContentDelta,
@@ -24,6 +21,9 @@ from llamaspec.chat.parse import (
     ReasoningDelta,
     message_of,
 )
+from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
+from llamaspec.chat.incoming import MAX_HEADER
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import Message, ToolCall
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}

@@ -12,9 +12,10 @@ from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
 from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat import families
-from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import Delta, message_of
 from llamaspec.chat.families import AnswerFormat, Reasoning
-from llamaspec.chat.parse import AnswerParser, message_of
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.engine.stream import TextStream
 from llamaspec.protocols import LengthPolicy
@@ -39,8 +40,8 @@ def answer(
     return AnswerStream(prompt, max_tokens, open_stream, parser, pair.target.vocabulary, budget)
 
 
-def whole(parts: list[AnswerPart]) -> Message:
-    return message_of(delta for part in parts for delta in part.deltas)
+def whole(steps: list[list[Delta]]) -> Message:
+    return message_of(delta for deltas in steps for delta in deltas)
 
 
 def test_without_a_budget_it_thinks_on(pair: Pair) -> None:
@@ -57,24 +58,23 @@ def test_thinking_is_ended(pair: Pair, budget: int) -> None:
     """What follows is what the model says to the prompt, its thoughts and the closing mark."""
     words = pair.target.vocabulary
     stream = answer(pair, budget)
-    parts = list(stream)
+    steps = list(stream)
     done = stream.completion
     cut = words.tokenize(REASONING.cut.encode(), add_special=False).tolist()
     assert done.tokens[budget : budget + len(cut)] == tuple(cut)
     assert len(done.tokens) == 30
     assert done.stop_reason is StopReason.LIMIT
-    assert sum(part.piece is not None for part in parts) == 30 - len(cut)
+    assert len(steps) == 30 - len(cut) + 2  # one for each token, the cut and the end
     prompt = words.tokenize(b"Why?<think>\n")
     assert done.n_prompt_tokens == len(prompt)
     thoughts = answer(pair, None)
-    assert done.tokens[:budget] == tuple(
-        p.piece.token for p in list(thoughts)[:budget] if p.piece is not None
-    )
+    assert list(thoughts)
+    assert done.tokens[:budget] == thoughts.completion.tokens[:budget]
     read = np.array([*prompt, *done.tokens[: budget + len(cut)]], dtype=np.int32)
     n_left = 30 - budget - len(cut)
     rest = pair.stream(read, seed=SEED, max_tokens=n_left, sampling=Sampling(temperature=1.0)).run()
     assert done.tokens[budget + len(cut) :] == rest.tokens
-    assert whole(parts).text == rest.text.lstrip("\n")
+    assert whole(steps).text == rest.text.lstrip("\n")
     assert done.summary.n_tokens == budget + n_left
 
 

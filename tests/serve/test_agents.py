@@ -11,8 +11,8 @@ from llamaspec import Pair
 from llamaspec.chat.template import ChatTemplate, Message, ToolCall
 from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
+from llamaspec.serve.forms import arguments_of
 from llamaspec.serve.openai_responses import ResponsesBody
-from llamaspec.serve.service import arguments_of
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 

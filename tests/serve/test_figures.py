@@ -9,7 +9,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
-from llamaspec.serve.deltas import figures, openai_usage
+from llamaspec.serve.figures import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished, speedup
 from llamaspec.values import Round, Source

@@ -23,15 +23,22 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from llamaspec.chat.deltas import (
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+    TokenLogprobs,
+)
 from llamaspec.chat.families import HERMES, AnswerFormat
-from llamaspec.chat.parse import AnswerParser, ArgumentsDelta, CallDelta, ReasoningDelta
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.statistics import summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
-from llamaspec.serve.deltas import Content, Delta, Deltas, TokenLogprobs, answers_of
+from llamaspec.serve.forms import collected
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
-from llamaspec.serve.scheduling import Finished, PromptProgress
+from llamaspec.serve.scheduling import Event, Events, Finished, PromptProgress
 from llamaspec.values import Logprobs
 from serving import parse_events
 
@@ -46,17 +53,17 @@ def end(reason: StopReason = USUAL) -> Finished:
     return Finished(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None, 2)
 
 
-SAID: dict[str, list[Delta]] = {
-    "text": [PromptProgress(), Content("Hel"), PromptProgress(3, 4), Content("lo"), end()],
+SAID: dict[str, list[Event]] = {
+    "text": [PromptProgress(), ContentDelta("Hel"), PromptProgress(3, 4), ContentDelta("lo"), end()],
     "nothing": [end()],
-    "cut": [Content("Hel"), end(StopReason.LIMIT)],
-    "stop": [Content("Hel"), end(StopReason.STOP)],
-    "stuck": [Content("{"), end(StopReason.CONSTRAINT)],
+    "cut": [ContentDelta("Hel"), end(StopReason.LIMIT)],
+    "stop": [ContentDelta("Hel"), end(StopReason.STOP)],
+    "stuck": [ContentDelta("{"), end(StopReason.CONSTRAINT)],
     "cut call": [CallDelta(0, "call_1", "find"), ArgumentsDelta(0, '{"a": "b'), end(StopReason.LIMIT)],
-    "reasoning": [ReasoningDelta("hm"), ReasoningDelta("m"), Content("so"), end()],
+    "reasoning": [ReasoningDelta("hm"), ReasoningDelta("m"), ContentDelta("so"), end()],
     "tools": [
         ReasoningDelta("look"),
-        Content("wait"),
+        ContentDelta("wait"),
         CallDelta(0, "call_1", "find"),
         ArgumentsDelta(0, '{"a"'),
         ArgumentsDelta(0, ": 1}"),
@@ -71,8 +78,8 @@ SAID: dict[str, list[Delta]] = {
 CUT = ("cut", "stuck", "cut call")
 
 
-def of(said: str | Sequence[Delta]) -> Deltas:
-    async def made() -> AsyncIterator[tuple[int, Delta]]:
+def of(said: str | Sequence[Event]) -> Events:
+    async def made() -> AsyncIterator[tuple[int, Event]]:
         for delta in SAID[said] if isinstance(said, str) else said:
             yield 0, delta
 
@@ -104,22 +111,22 @@ def always_answering(stream: bytes) -> Iterator[str]:
 
 
 def forms(
-    make: Callable[[], Any], said: str | Sequence[Delta]
+    make: Callable[[], Any], said: str | Sequence[Event]
 ) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
     """The object and the events."""
 
     async def events() -> str:
-        return b"".join([part async for part in make().events(of(said))]).decode()
+        return b"".join([part async for part in make().stream(of(said))]).decode()
 
     async def whole() -> dict[str, Any]:
-        return json.loads(json.dumps(make().whole(await answers_of(of(said), 1))))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(make().whole(await collected(of(said), 1))))  # type: ignore[no-any-return]
 
     return asyncio.run(whole()), parse_events(asyncio.run(events()))
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_chat(name: str) -> None:
-    whole, events = forms(lambda: ChatForm("m", 1, CHAT, NONE), name)
+    whole, events = forms(lambda: ChatForm("m", CHAT, NONE), name)
     message = ChatCompletion.model_validate(whole).choices[0].message
     *chunks, (_, done) = events
     assert done == "[DONE]"
@@ -145,7 +152,7 @@ def test_chat(name: str) -> None:
 
 def test_why_a_chat_ends() -> None:
     reasons = {
-        name: forms(lambda: ChatForm("m", 1, CHAT, NONE), name)[0]["choices"][0]["finish_reason"]
+        name: forms(lambda: ChatForm("m", CHAT, NONE), name)[0]["choices"][0]["finish_reason"]
         for name in SAID
     }
     assert {name for name, reason in reasons.items() if reason == "length"} == set(CUT)
@@ -154,7 +161,7 @@ def test_why_a_chat_ends() -> None:
 
 @pytest.mark.parametrize("name", ["text", "nothing", "cut"])
 def test_completions(name: str) -> None:
-    whole, events = forms(lambda: CompletionForm("m", 1, CompletionBody(prompt="a"), NONE), name)
+    whole, events = forms(lambda: CompletionForm("m", CompletionBody(prompt="a"), NONE), name)
     *chunks, (_, done) = events
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for _, chunk in chunks) == whole["choices"][0]["text"]
@@ -170,9 +177,13 @@ def test_offsets_of_tokens_that_are_parts_of_characters() -> None:
     pieces = {1: b"\xe2\x82", 2: b"\xac", 3: b"b"}
     vocabulary: Any = SimpleNamespace(piece=pieces.__getitem__)
     told = [TokenLogprobs(token, Logprobs(-1.0, ()), begin) for token, begin in ((1, 0), (2, 0), (3, 1))]
-    said: list[Delta] = [Content("€", (), tuple(told[:2])), Content("b", (), tuple(told[2:])), end()]
+    said: list[Event] = [
+        ContentDelta("€", (), tuple(told[:2])),
+        ContentDelta("b", (), tuple(told[2:])),
+        end(),
+    ]
     body = CompletionBody(prompt="a", logprobs=0)
-    whole, events = forms(lambda: CompletionForm("m", 1, body, vocabulary), said)
+    whole, events = forms(lambda: CompletionForm("m", body, vocabulary), said)
     assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
     offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for _, chunk in events[:-1]]
     assert offsets == [[0, 0], [1], []]
@@ -186,7 +197,7 @@ def test_messages(name: str) -> None:
         return MessagesForm("m", MESSAGES, 9, STOPPING)
 
     async def text() -> bytes:
-        return b"".join([part async for part in form().events(of(name))])
+        return b"".join([part async for part in form().stream(of(name))])
 
     stream = asyncio.run(text())
 
@@ -216,7 +227,7 @@ def test_messages(name: str) -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_responses(name: str) -> None:
     def form() -> Any:
-        return ResponsesForm("m", 1, ResponsesBody(input="a"))
+        return ResponsesForm("m", ResponsesBody(input="a"))
 
     whole, events = forms(form, name)
     OpenAIResponse.model_validate(whole)
@@ -238,7 +249,7 @@ def test_responses(name: str) -> None:
 
 
 @pytest.fixture
-def three_calls() -> list[Delta]:
+def three_calls() -> list[Event]:
     """What a model writes, fed one character at a time."""
     tools: Any = [{"name": name, "parameters": {}} for name in ("find", "nap")]
     parser = AnswerParser(AnswerFormat(HERMES), tools)
@@ -251,17 +262,17 @@ def three_calls() -> list[Delta]:
     return [*deltas, *parser.finish(), end()]
 
 
-def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Delta]) -> None:
+def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Event]) -> None:
     """Each has its index, and its id, type and name come first and once; in every choice of an answer."""
     body = ChatBody.model_validate({"messages": [], "n": 2})
 
-    async def both() -> AsyncIterator[tuple[int, Delta]]:
+    async def both() -> AsyncIterator[tuple[int, Event]]:
         for delta in three_calls:
             yield 0, delta
             yield 1, delta
 
     async def events() -> str:
-        return b"".join([part async for part in ChatForm("m", 1, body, NONE).events(both())]).decode()
+        return b"".join([part async for part in ChatForm("m", body, NONE).stream(both())]).decode()
 
     choices = [chunk["choices"][0] for _, chunk in parse_events(asyncio.run(events())) if chunk != "[DONE]"]
     for i in range(2):
@@ -283,9 +294,9 @@ def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Delta])
         assert written == ['{"a": 1}', '{"a": 1}', "{}"]
 
 
-def test_three_calls_of_one_response_are_told_apart(three_calls: list[Delta]) -> None:
+def test_three_calls_of_one_response_are_told_apart(three_calls: list[Event]) -> None:
     """Every event of an item names it: clients that put calls together by `item_id` alone lost them."""
-    whole, events = forms(lambda: ResponsesForm("m", 1, ResponsesBody(input="a")), three_calls)
+    whole, events = forms(lambda: ResponsesForm("m", ResponsesBody(input="a")), three_calls)
     of_items = [data for _, data in events if "response" not in data]
     named = [(data["item_id"], data["output_index"]) for data in of_items]
     places = [place for place, _ in itertools.groupby(named)]
@@ -309,20 +320,20 @@ def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
-    async def broken() -> AsyncIterator[tuple[int, Delta]]:
-        yield 0, Content("a")
+    async def broken() -> AsyncIterator[tuple[int, Event]]:
+        yield 0, ContentDelta("a")
         raise RuntimeError("a secret of ours")
 
     async def events(form: Any) -> str:
-        return b"".join([part async for part in form.events(broken())]).decode()
+        return b"".join([part async for part in form.stream(broken())]).decode()
 
     made = [
         asyncio.run(events(form))
         for form in (
-            ChatForm("m", 1, CHAT, NONE),
-            CompletionForm("m", 1, CompletionBody(prompt="a"), NONE),
+            ChatForm("m", CHAT, NONE),
+            CompletionForm("m", CompletionBody(prompt="a"), NONE),
             MessagesForm("m", MESSAGES, 9, STOPPING),
-            ResponsesForm("m", 1, ResponsesBody(input="a")),
+            ResponsesForm("m", ResponsesBody(input="a")),
         )
     ]
     assert all("secret" not in text for text in made)

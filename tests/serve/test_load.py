@@ -10,33 +10,38 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
-from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
-from llamaspec.chat.parse import message_of
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import ContentDelta
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import SpeculativeFields
-from llamaspec.serve.deltas import Delta, deltas_of
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.requests import GenerationRequest
-from llamaspec.serve.scheduling import MAX_UNREAD, Finished, PromptProgress, RequestQueue, Submission
+from llamaspec.serve.requests import Job
+from llamaspec.serve.scheduling import (
+    MAX_UNREAD,
+    Event,
+    Finished,
+    PromptProgress,
+    RequestQueue,
+    Submission,
+)
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, open_demo, said, served, until
 
 TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
 
-def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> GenerationRequest:
+def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> Job:
     tokens = pair.target.vocabulary.tokenize(prompt.encode())
-    return GenerationRequest(tokens, Sampling(), seed, n, **more)
+    return Job(tokens, Sampling(), seed, n, **more)
 
 
 @contextmanager
@@ -57,16 +62,11 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def read(answer: Submission) -> list[str]:
-    """The texts of all rows of an answer."""
+    """The texts of all sequences of an answer."""
     texts = [""] * len(answer.states)
-    while not answer.is_over:
-        happened = await answer.next_event(PATIENCE_SECONDS)
-        assert happened is not None
-        index, event = happened
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, tuple):
-            texts[index] += message_of(delta for part in event for delta in part.deltas).text
+    async for index, event in answer.events(None, PATIENCE_SECONDS):
+        if isinstance(event, ContentDelta):
+            texts[index] += event.text
         if isinstance(event, Finished):
             assert event.completion.text == texts[index]
     return texts
@@ -260,7 +260,7 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
 
         async def ask() -> list[str]:
             good = queue.submit([job(demo, "import os", 2, 40)])
-            empty = queue.submit([GenerationRequest(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
+            empty = queue.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
             broken = queue.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
             with pytest.raises(PromptError, match="empty"):
                 await read(empty)
@@ -410,23 +410,27 @@ def test_a_silent_stream_shows_signs_of_life(
     assert rest[-2:] == ["data: [DONE]", ""]
 
 
-def test_text_that_is_held_back_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
     """Tokens come, but a call is not complete yet."""
-    seconds = itertools.count()
-    monkeypatch.setattr("llamaspec.serve.deltas.monotonic", lambda: next(seconds))
-    submission: Any = SimpleNamespace(states=[None], is_over=False)
+    nobody: Any = None
 
-    async def held_back(timeout: float) -> tuple[int, tuple[AnswerPart, ...]]:
-        assert 0 < timeout <= 4
-        return 0, (AnswerPart((), None),)
+    async def first() -> tuple[int, Event]:
+        submission = Submission([nobody], nobody, 0.0)
 
-    async def first() -> tuple[int, Delta]:
-        async for found in deltas_of(submission, 60.0, 4.0):
-            return found
+        async def generate() -> None:
+            while True:
+                submission.send(submission.states[0])
+                await asyncio.sleep(0.001)
+
+        generating = asyncio.create_task(generate())
+        try:
+            async for found in submission.events(None, 0.05):
+                return found
+        finally:
+            generating.cancel()
         raise AssertionError("nothing came")
 
-    submission.next_event = held_back
-    assert asyncio.run(first()) == (0, PromptProgress())
+    assert run(first()) == (0, PromptProgress())
 
 
 @pytest.mark.parametrize(

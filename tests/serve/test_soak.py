@@ -16,7 +16,7 @@ from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarSequence
-from llamaspec.serve.requests import GenerationRequest
+from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import SequenceState, Submission
 from serve_load import AUTO, BASE, Arm, Case, Load, figures
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
@@ -26,7 +26,7 @@ N_CLIENTS, N_REQUESTS = 4, 25  # of each client
 OF_A_REQUEST = (
     Submission,
     SequenceState,
-    GenerationRequest,
+    Job,
     AnswerStream,
     TextStream,
     RunningSequence,

@@ -8,10 +8,11 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import message_of
 from llamaspec.chat.families import recognize
-from llamaspec.chat.parse import AnswerParser, message_of
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.serve.requests import ReasoningFields
+from llamaspec.serve.bodies import ReasoningFields
 from serve_soak import TEMPLATE
 from serving import Served
 
@@ -67,7 +68,7 @@ def expected(alone: Pair) -> tuple[str, str]:
         vocabulary,
         BUDGET,
     )
-    message = message_of(delta for part in stream for delta in part.deltas)
+    message = message_of(delta for deltas in stream for delta in deltas)
     assert message.reasoning
     assert message.text
     return message.reasoning, message.text

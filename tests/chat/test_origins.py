@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from fakes import CountingUp, FakeModel, tokens
 from llamaspec.chat import families
-from llamaspec.chat.answer_stream import AnswerPart, AnswerStream
+from llamaspec.chat.answer_stream import AnswerStream
+from llamaspec.chat.deltas import ContentDelta
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.detokenize import Span
 from llamaspec.engine.stream import TextStream
-from llamaspec.serve.deltas import Content, DeltaBuilder
 from llamaspec.values import TARGET, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
@@ -43,10 +43,10 @@ class Words(Letters):
         return self._words[token]
 
 
-def answer(
+def stream_of(
     words: Sequence[str | bytes], form: AnswerFormat = TEXT, stops: Sequence[str] = (), n: int = 99
-) -> list[Content]:
-    """The content of an answer that consists of these words, as it comes; at most `n` of them are written."""
+) -> AnswerStream:
+    """An answer that consists of these words; at most `n` of them are generated."""
     known = Words([b"", *(word.encode() if isinstance(word, str) else word for word in words)])
     size = len(words) + 2
     models: dict[str, FakeModel] = {TARGET: Alphabet(vocabulary_size=size, context_size=size + 2)}
@@ -57,10 +57,13 @@ def answer(
             vocabulary=known, stops=stops, n_logprobs=0,
         )  # fmt: skip
 
-    builder = DeltaBuilder()
-    parts = AnswerStream(tokens(0), n, open_stream, AnswerParser(form, TOOLS), NOBODY)
-    deltas = [delta for part in parts for delta in builder.add([part])]
-    return [delta for delta in deltas if isinstance(delta, Content)]
+    return AnswerStream(tokens(0), n, open_stream, AnswerParser(form, TOOLS), NOBODY)
+
+
+def answer(words: Sequence[str | bytes], *asked: Any, **more: Any) -> list[ContentDelta]:
+    """The content of the answer, as it comes."""
+    steps = stream_of(words, *asked, **more)
+    return [delta for deltas in steps for delta in deltas if isinstance(delta, ContentDelta)]
 
 
 def told(words: Sequence[str | bytes], *asked: Any, **more: Any) -> Told:
@@ -154,8 +157,13 @@ def test_spans_are_those_of_the_content() -> None:
     assert spans == [Span("So", True), Span(" it", True), Span(" is", False)]
 
 
-def test_content_in_pieces_is_joined() -> None:
-    builder, parser = DeltaBuilder(), AnswerParser(TEXT)
-    parts = [AnswerPart(tuple(parser.feed(text)), None, text) for text in ("a", "b")]
-    (said,) = builder.add(parts)
-    assert said == Content("ab", (Span("ab", False),))
+def test_content_of_several_tokens_that_are_ready_is_joined() -> None:
+    """One event for a client, however many tokens a round accepted."""
+    stream = stream_of(["a", "b", "c"])
+    while not (begun := next(stream)):
+        pass
+    (rest,) = stream.ready()
+    assert isinstance(rest, ContentDelta)
+    assert [delta.text for delta in begun if isinstance(delta, ContentDelta)] == ["a"]
+    assert (rest.text, rest.spans) == ("bc", (Span("b", True), Span("c", False)))
+    assert [token.token for token in rest.logprobs][:2] == [2, 3]
