@@ -196,7 +196,7 @@ def _measured(
     n_parallel = max(case.n_clients for case in cases)
     with ExitStack() as stack:
         arms = [
-            Arm(name, stack.enter_context(_serving(command)))
+            Arm(name, stack.enter_context(serving(command)))
             for name, command in _commands(target, draft, peer, n_maxes, threads, n_parallel)
         ]
         warm_up = Case(2, 0.0, -1, cases[0].n_requests, cases[0].max_tokens)
@@ -234,7 +234,7 @@ def _commands(
 
 
 @contextmanager
-def _serving(command: list[str]) -> Iterator[str]:
+def serving(command: list[str]) -> Iterator[str]:
     """Run a server until the block ends; gives its address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -375,7 +375,7 @@ def _completed(
     commands: Iterable[tuple[str, list[str]]], n_keys: int, n_agents: int | None
 ) -> Iterator[Completions]:
     for name, command in commands:
-        with _serving(command) as url:
+        with serving(command) as url:
             for n_chats, n_beside in ((0, 0), (1, 0), *([(0, n_agents)] if n_agents else [])):
                 first, *rest, gaps, firsts = asyncio.run(_typed(url, n_keys, n_chats, n_beside))
                 found = Completions(

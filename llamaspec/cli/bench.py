@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,18 +20,36 @@ from rich.console import Console
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, Separated, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION
-from llamaspec.cli.output import print_table, say
+from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.cli.pictures import check_plot, check_writable, save_figure
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
-from llamaspec.measure.bench import TASKS, Sample, ask_all, context_for, read_tasks, requests_of
+from llamaspec.measure.bench import (
+    TASKS,
+    Request,
+    Sample,
+    ask_all,
+    context_for,
+    quick_tasks,
+    read_tasks,
+    requests_of,
+)
 from llamaspec.measure.bench_figures import figures_of_arms
-from llamaspec.measure.bench_tables import COLUMNS, is_comparable, markdown, next_to_best_type, rows
+from llamaspec.measure.bench_tables import COLUMNS, in_short, is_comparable, markdown, next_to_best_type, rows
 from llamaspec.measure.report import Report, make_report
-from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
+from llamaspec.measure.served_arms import (
+    AUTO,
+    PEER,
+    PLAIN,
+    Answer,
+    own_arms,
+    peer_arms,
+    program_version,
+    serving,
+)
 from llamaspec.plan import DraftPlan
 
 _WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
@@ -46,6 +64,9 @@ _OPTIONS: tuple[Decorator, ...] = (
                  metavar="FILE", help="YAML file with other tasks, in the format of the built-in ones."),
     click.option("--task", "names", multiple=True, metavar="NAME",
                  help="Only this task or group of tasks; may be repeated."),
+    click.option("--quick", is_flag=True,
+                 help="One question, one program to write and one edit, with short answers: less than two "
+                 "minutes for a small model."),
     click.option("--max-tokens", "-n", type=Integer(min=1), metavar="N",
                  help="Maximum tokens per answer; default: set by the task, 1024 for edits, else 256."),
     click.option("--temperature", "-t", type=Number(min=0.0), default=0.0, show_default=True,
@@ -79,6 +100,7 @@ class BenchOptions:
 
     tasks: Path
     names: tuple[str, ...]
+    quick: bool
     max_tokens: int | None
     temperature: float
     repeats: int
@@ -102,7 +124,7 @@ class BenchOptions:
     cls=GroupedCommand,
     epilog="""\b
 Examples:
-  llamaspec bench --target big-instruct.gguf --draft small-instruct.gguf
+  llamaspec bench --target big-instruct.gguf --draft small-instruct.gguf --quick
   llamaspec bench --pair qwen3-14b --llama-server llama.cpp/build/bin/llama-server --plot bench.png
   llamaspec bench --target big.gguf --draft small.gguf --task edits --task chat -n 1000 --share edits.json
 """,
@@ -119,7 +141,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     benchmark and shows the results so far.
     """
     _check(bench)
-    tasks = read_tasks(bench.tasks, bench.names)
+    tasks = quick_tasks() if bench.quick else read_tasks(bench.tasks, bench.names)
     plan, given = _plan_and_options(models, context_for(tasks, bench.max_tokens))
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
@@ -128,11 +150,16 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
     total, fault, code = len(requests_of(tasks)) * bench.repeats, None, 0
     try:
-        with _ended_by_signals(), serving(arms) as asks:
-            for done, each in enumerate(ask_all(asks, tasks, bench.settings, bench.repeats, say), 1):
+        with _ended_by_signals(), ExitStack() as started:
+            with SlowProgress("starting the servers"):
+                asks = started.enter_context(serving(arms))
+
+            def heard(request: Request, arm: str, answer: Answer) -> None:
+                number = len(samples) // len(arms) + 1
+                click.echo(f"{number}/{total} {request.label}, {arm}: {answer.seconds:.2f} s", err=True)
+
+            for each in ask_all(asks, tasks, bench.settings, bench.repeats, say, heard):
                 samples += each
-                times = ", ".join(f"{sample.arm} {sample.answer.seconds:.2f} s" for sample in each)
-                click.echo(f"{done}/{total} {each[0].prompt}: {times}", err=True)
     except KeyboardInterrupt:
         say(f"interrupted{'; results so far:' if samples else ''}")
         code = EXIT_INTERRUPTED
@@ -162,6 +189,10 @@ def _check(bench: BenchOptions) -> None:
     check_installed()
     if bench.plot is not None:
         check_plot(bench.plot)
+    if bench.quick and (bench.names or bench.tasks != TASKS or bench.share is not None):
+        raise click.UsageError(
+            "--quick chooses the tasks and measures too little to share; drop the other option"
+        )
     if bench.share is not None:
         if bench.tasks != TASKS:
             raise click.UsageError("--share needs the built-in tasks; drop --tasks")
@@ -239,6 +270,7 @@ def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> N
             console.print(f"{arm}: text differs from {report.baseline} in {where}")
     if not options.markdown:
         _show_bars(report, console)
+        console.print(f"\n{in_short(report)}")
     if options.plot is not None:
         draw(report, options.plot)
     if options.as_json:

@@ -1,16 +1,14 @@
-"""Commands that measure a pair: `llamaspec probe`, `compare` and `audit`."""
+"""Commands that measure a pair: `llamaspec probe` and `audit`."""
 
 from __future__ import annotations
 
 import csv
 import json
-import statistics
 import sys
 from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.bar import Bar
@@ -19,20 +17,20 @@ from rich.console import Console
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli import pictures
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
+from llamaspec.cli.compare import plan_with_draft, task_of
+from llamaspec.cli.grouped import Decorator, GroupedCommand, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_plan,
     find_plan_here,
-    learning,
     model_options,
     open_models,
 )
-from llamaspec.errors import LlamaspecError, PairError, printable
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
 from llamaspec.measure.attention import compare_attention
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
-from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
+from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import (
     ACCEPTANCES,
@@ -45,22 +43,8 @@ from llamaspec.measure.reasons import (
     verdict,
 )  # fmt: skip
 from llamaspec.pair import Pair
-from llamaspec.plan import DraftPlan
 
 AUDIT_PROMPT = "def read_lines(path):\n"
-PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
-
-
-def _plan_with_draft(models: ModelChoice, command: str) -> DraftPlan:
-    plan = find_plan(models)
-    if plan.is_plain:
-        raise PairError(f"{command} needs a draft; name it with --draft, or drop --no-ngram")
-    return plan
-
-
-def _task(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) -> Task:
-    prompt = pair.target.vocabulary.tokenize(text)
-    return Task(prompt, decoding.sampling, seed, decoding.max_tokens, decoding.rule)
 
 
 # probe
@@ -206,104 +190,6 @@ def _milliseconds(timing: Spread) -> str:
     return f"{1e3 * timing.median:.2f}{varied}"
 
 
-# compare
-
-
-@click.command(
-    cls=GroupedCommand,
-    epilog="""\b
-Examples:
-  llamaspec compare
-  llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
-  llamaspec compare --target big.gguf --draft ngram -f report.txt
-  llamaspec compare --target big.gguf --draft big.gguf       sanity check: nothing is rejected
-""",
-)
-@shared.prompt_options("The prompt; default: a very predictable text.")
-@click.option("--num-runs", "-r", type=Integer(min=1), default=5, show_default=True,
-              help="Runs of each method.")  # fmt: skip
-@model_options
-@shared.decoding_options
-@shared.JSON_OPTION
-def compare(
-    source: shared.PromptSource,
-    models: ModelChoice,
-    decoding: shared.DecodingOptions,
-    num_runs: int,
-    as_json: bool,
-) -> None:
-    """Compare the target alone, the draft alone and both together on one prompt."""
-    text, plan = source.read(PREDICTABLE_PROMPT), _plan_with_draft(models, "compare")
-    with learning(plan, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
-        task = _task(pair, text, decoding, decoding.seed_or_random())
-        comparison = run_compare(pair, task, num_runs, policy, progress)
-    if as_json:
-        click.echo(json.dumps(_comparison_json(comparison, task)))
-    else:
-        _show_comparison(comparison, task)
-
-
-def _show_comparison(comparison: Comparison, task: Task) -> None:
-    rows = []
-    for arm in comparison.arms:
-        seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
-        told = f"{seconds.median:.3f} ± {seconds.half:.3f}"
-        ratio = "" if speed_up is None else f"{speed_up.median:.2f}x ± {speed_up.half:.2f}"
-        ratio = "1.00x" if arm is comparison.target else ratio
-        rows.append((arm.name, str(len(arm.runs)), told, f"{arm.tokens_per_second:.1f}", ratio))
-    out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
-    notes = out.stderr_console()
-    notes.print("median ± half the interquartile range; speed-ups are paired by run")
-    rate = comparison.speculative.acceptance_rate
-    if comparison.speculative.n_drafted == 0:
-        click.echo("nothing was drafted, so any difference is noise")
-    elif rate is None:
-        click.echo("no draft tokens were verified")
-    else:
-        click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
-    if comparison.same_file:
-        notes.print("target and draft are the same file: in this sanity check nothing should be rejected")
-    if comparison.same_text:
-        notes.print("every run produced the target's own text")
-    elif task.repeats:
-        notes.print("some runs differ from the target's own text: larger batches round differently here")
-
-
-def _comparison_json(comparison: Comparison, task: Task) -> dict[str, Any]:
-    return {
-        "seed": task.seed,
-        "rule": task.rule,
-        "same_file": comparison.same_file,
-        "same_text": comparison.same_text,
-        "acceptance_rate": comparison.speculative.acceptance_rate,
-        "drafted": comparison.speculative.n_drafted,
-        "arms": [_arm_json(comparison, arm) for arm in comparison.arms],
-    }
-
-
-def _arm_json(comparison: Comparison, arm: Arm) -> dict[str, Any]:
-    seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
-    return {
-        "method": arm.name,
-        "tokens_per_second": arm.tokens_per_second,
-        "speed_up": speed_up.median if speed_up is not None else None,
-        "speed_up_quartiles": [speed_up.low, speed_up.high] if speed_up is not None else None,
-        "median_seconds": seconds.median,
-        "seconds_quartiles": [seconds.low, seconds.high],
-        "mean_seconds": statistics.mean(arm.seconds),
-        "std_seconds": statistics.stdev(arm.seconds) if len(arm.seconds) > 1 else 0.0,
-        "runs": [
-            {
-                "tokens": run.summary.n_tokens,
-                "seconds": run.summary.decode_seconds,
-                "prefill_seconds": run.prefill_seconds,
-                "acceptance_rate": run.summary.acceptance_rate,
-            }
-            for run in arm.runs
-        ],
-    }
-
-
 # audit
 
 
@@ -326,10 +212,10 @@ def audit(
 
     Other rules than coupled draw another text; there every token is checked to be possible.
     """
-    text, plan = source.read(AUDIT_PROMPT), _plan_with_draft(models, "audit")
+    text, plan = source.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
     seed = decoding.seed or 0
     with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
-        task = _task(pair, text, decoding, seed)
+        task = task_of(pair, text, decoding, seed)
         exactness = curves.known_exactness(pair, out.say) if decoding.exact else None
         found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
         options = pair.target.options

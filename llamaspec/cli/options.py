@@ -54,6 +54,11 @@ class PromptSource:
     text: str | None
     file: str | None
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the command line names a prompt."""
+        return self.text is not None or self.file is not None
+
     def read(self, default: str | None = None) -> bytes:
         """The prompt, byte for byte; if none is named the default, else from stdin or typed at a terminal.
 
@@ -62,7 +67,7 @@ class PromptSource:
         PromptError
             It is empty, or the file cannot be read.
         """
-        text = default if self.text is None and self.file is None else self.text
+        text = self.text if self.is_named else default
         if self.file is not None and self.file != "-":
             prompt = read_input(Path(self.file), "prompt file")
         elif text is not None and text != "-":

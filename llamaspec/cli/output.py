@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from llamaspec.values import MTP
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
+LINE_SECONDS = 10.0  # between two lines of progress off a terminal
 TELLING = 16  # tokens; the speed-up of a shorter text would be noise
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
@@ -119,7 +121,7 @@ class Thoughts:
 
 
 class SlowProgress:
-    """A progress bar that appears on a terminal if work takes longer than two seconds.
+    """A progress bar that appears if work takes longer than two seconds; off a terminal, plain lines.
 
     Use as a context manager. Call it with the finished fraction, 0 to 1; at 1 the bar disappears.
     """
@@ -128,6 +130,7 @@ class SlowProgress:
         self._label = label
         self._fraction = 0.0
         self._bar: Progress | None = None
+        self._said_at: float | None = None  # seconds of the last plain line
         self._lock = threading.Lock()  # the timer shows the bar from another thread
         self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
@@ -139,6 +142,8 @@ class SlowProgress:
             self._end()
         elif self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=fraction)
+        elif self._said_at is not None and time.monotonic() - self._said_at > LINE_SECONDS:
+            self._say()
 
     def part(self, done: int, total: int) -> None:
         """Update the bar from a number of parts done and their total."""
@@ -155,12 +160,19 @@ class SlowProgress:
     def _show(self) -> None:
         console = stderr_console()
         with self._lock:
-            if self._fraction < 1 and console.is_terminal:
+            if self._fraction < 1 and not console.is_terminal:
+                self._say()
+            elif self._fraction < 1:
                 columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
                 bar = Progress(*columns, console=console, transient=True)
                 bar.update(bar.add_task(self._label, total=1.0), completed=self._fraction)
                 bar.start()
                 self._bar = bar
+
+    def _say(self) -> None:
+        done = f": {self._fraction:.0%}" if self._fraction else ""
+        self._said_at = time.monotonic()
+        say(f"{self._label}{done} ...")
 
     def _end(self) -> None:
         self._timer.cancel()

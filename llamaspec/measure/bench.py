@@ -99,6 +99,13 @@ def read_tasks(path: Path = TASKS, names: Sequence[str] = ()) -> list[BenchTask]
     return [_filled(task, found.files) for task in chosen]
 
 
+def quick_tasks() -> list[BenchTask]:
+    """Three requests with short answers: do drafts help here at all?"""
+    limits = {"explain": 96, "write code": 96, "rename": 192}  # tokens of an answer
+    tasks = read_tasks(names=[*limits])
+    return [replace(each, prompts=each.prompts[:1], max_tokens=limits[each.name]) for each in tasks]
+
+
 def _filled(task: BenchTask, files: Mapping[str, str]) -> BenchTask:
     def fill(text: str) -> str:
         for name, content in files.items():
@@ -189,6 +196,7 @@ def ask_all(
     settings: Mapping[str, Any],
     n_repeats: int,
     tell: Callable[[str], None],
+    heard: Callable[[Request, str, Answer], None] = lambda request, arm, answer: None,
 ) -> Iterator[list[Sample]]:
     """Put every request to every arm; gives the samples of one request at a time.
 
@@ -200,6 +208,8 @@ def ask_all(
         What all requests say beside their messages; a max_tokens among them counts instead of the tasks' own.
     tell : Callable[[str], None]
         Hears of a conversation that an arm refuses; it is left out from there on.
+    heard : Callable[[Request, str, Answer], None]
+        Hears of each answer at once, with the name of its arm.
     """
     order = [*asks]
     for name in order:
@@ -221,10 +231,10 @@ def ask_all(
             more = {**request.fields, **settings, "seed": n_asked}
             shift, n_asked = n_asked % len(order), n_asked + 1
             try:
-                answers = {
-                    name: asks[name]({**more, "messages": [*said[here][name]]})
-                    for name in order[shift:] + order[:shift]
-                }
+                answers: dict[str, Answer] = {}
+                for name in order[shift:] + order[:shift]:
+                    answers[name] = asks[name]({**more, "messages": [*said[here][name]]})
+                    heard(request, name, answers[name])
             except RefusedError as error:
                 tell(f"{request.label} is left out: {error}")
                 refused.add(here)

@@ -57,6 +57,14 @@ def next_to_best_type(report: Report, group: str, quote: Callable[[str], str] = 
     return f"{quote(AUTO)} next to {quote(str(report.best_type))}: {', '.join(told)}."
 
 
+def in_short(report: Report) -> str:
+    """The result in one sentence."""
+    gains = [f"{arms[AUTO].whole:.2f}× as fast for {group}" for group, arms in report.groups.items()]
+    return (
+        f"In short: with its defaults, llamaspec is {', '.join(gains)}, compared with {report.baseline_name}."
+    )
+
+
 def markdown(report: Report) -> str:
     """A section of a page: models, machine, costs, and a table for each group."""
     machine, settings = report.machine, report.settings

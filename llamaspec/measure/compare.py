@@ -1,13 +1,15 @@
-"""One text generated in several ways: by the target alone, by the draft alone, and by both together.
+"""The same completions in several ways: by the target alone, by the draft alone, and by both together.
 
 The arms take turns, so that a machine that warms up or is busy slows all of them alike. The KV caches are
-emptied before every run: no arm finds a prompt that another has left there. All figures are medians with
-quartiles; the speed-up is that of each run against the plain run beside it.
+emptied before every run: no arm finds a prompt that another has left there. Seconds are medians with
+quartiles. The speed-up compares each run with the plain run beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -61,6 +63,39 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """How many times as fast an arm is, with an interval in which the next measurement will lie."""
+
+    mean: float  # geometric, over the runs
+    low: float | None = None  # None: two runs or fewer tell nothing of the spread
+    high: float | None = None
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> SpeedUp:
+        """Fold the ratios of paired runs, at least one.
+
+        The interval holds the mean of as many more runs with a probability of 95 %, if ratios are log-normal.
+        """
+        logs, n = [math.log(ratio) for ratio in ratios], len(ratios)
+        mean = statistics.fmean(logs)
+        if n <= 2:
+            return cls(math.exp(mean))
+        half = _student_t(n - 1) * statistics.stdev(logs) * math.sqrt(2 / n)
+        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def _student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, to 3 % from two degrees of freedom.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    z = statistics.NormalDist().inv_cdf(0.975)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
     """The measured runs of one way to generate."""
 
@@ -96,10 +131,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The arms on one prompt."""
+    """The arms on the same prompts."""
 
     target: Arm
-    draft: Arm | None  # None where draft tokens are looked up in earlier text
+    draft: Arm | None  # None if there is no draft model
     speculative: Arm
     same_file: bool  # target and draft are the same model
 
@@ -114,34 +149,48 @@ class Comparison:
         pairs = zip(self.target.runs, self.speculative.runs, strict=True)
         return all(alone.tokens == together.tokens for alone, together in pairs)
 
-    def speed_up(self, arm: Arm) -> Spread | None:
+    def speed_up(self, arm: Arm) -> SpeedUp | None:
         """Tokens per second of each run relative to the target's beside it.
 
-        None for a speculative arm without draft tokens: it did what the target alone does.
+        None for a speculative arm without draft tokens, which did what the target alone does, and if no run
+        can be compared because it wrote nothing.
         """
         if arm is self.speculative and arm.n_drafted == 0:
             return None
         pairs = zip(arm.rates, self.target.rates, strict=True)
-        return Spread.of(its / plain if plain else float("nan") for its, plain in pairs)
+        ratios = [its / plain for its, plain in pairs if its and plain]
+        return SpeedUp.of(ratios) if ratios else None
 
 
 def run_compare(
-    pair: Pair, task: Task, n_runs: int, policy: LengthPolicy, report: Report = lambda fraction: None
+    pair: Pair,
+    tasks: Sequence[Task],
+    n_runs: int,
+    policy: LengthPolicy,
+    report: Report = lambda fraction: None,
 ) -> Comparison:
-    """Measure all arms, after one run of each that warms up. The KV caches of both models are emptied."""
+    """Measure all arms, after one run of each that warms up; runs take the tasks in turn.
+
+    The KV caches of both models are emptied.
+    """
     ways: dict[str, Callable[[Task], Completion]] = {
         "target alone": lambda task: task.run_plain(pair),
         "speculative": lambda task: task.run(pair, policy),
     }
+
+    def known(prompt: TokenArray) -> TokenArray:
+        """The prompt in the draft's tokens."""
+        return prompt if pair.common is None else pair.common.read(prompt)
+
     with ExitStack() as opened:
         if pair.draft is not None:
             alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # whose draft stays the pair's
-            prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
-            ways["draft alone"] = lambda task: replace(task, prompt=prompt).run_plain(alone)
+            ways["draft alone"] = lambda task: replace(task, prompt=known(task.prompt)).run_plain(alone)
         runs: dict[str, list[Completion]] = {name: [] for name in ways}
         for run in range(-1, n_runs):  # run -1 warms up
             for i, (name, start) in enumerate(ways.items()):
                 pair.forget()
+                task = tasks[run % len(tasks)]
                 completion = start(replace(task, seed=task.seed + run))
                 if run >= 0:
                     runs[name].append(completion)

@@ -16,7 +16,7 @@ from tiny_models import Recipe
 
 ARMS = ["target alone", "draft alone", "speculative"]
 ARM_KEYS = {
-    "method", "tokens_per_second", "speed_up", "speed_up_quartiles", "median_seconds", "seconds_quartiles",
+    "method", "tokens_per_second", "speed_up", "speed_up_interval", "median_seconds", "seconds_quartiles",
     "mean_seconds", "std_seconds", "runs",
 }  # fmt: skip
 
@@ -60,7 +60,8 @@ def test_the_json_line_has_the_raw_runs(models: list[Path]) -> None:
         assert arm["tokens_per_second"] == pytest.approx(sum(rates) / 2)  # the median of two
         plain = [run["tokens"] / run["seconds"] for run in found["arms"][0]["runs"]]
         ratios = [rate / alone for rate, alone in zip(rates, plain, strict=True)]
-        assert arm["speed_up"] == pytest.approx(sum(ratios) / 2)
+        assert arm["speed_up"] == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+        assert arm["speed_up_interval"] is None, "two runs tell nothing of the spread"
         assert arm["median_seconds"] == pytest.approx(sum(seconds) / 2)
         assert [run["tokens"] for run in arm["runs"]] == [24, 24]
         assert all(run["prefill_seconds"] > 0 for run in arm["runs"])
@@ -128,7 +129,7 @@ def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models:
     told: list[float] = []
     with open_pair(*models) as pair:
         task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(temperature=2.0), 5, 8, "coupled")
-        found = run_compare(pair, task, 2, FixedLength(2), told.append)
+        found = run_compare(pair, [task], 2, FixedLength(2), told.append)
         alone = [replace(task, seed=seed).run_plain(pair).tokens for seed in (5, 6)]
     assert told == pytest.approx([n / 9 for n in range(1, 10)])  # three arms, and a run that warms up
     assert [run.tokens for run in found.target.runs] == alone
@@ -150,7 +151,7 @@ def test_the_draft_stays_the_pairs_and_what_runs_it_alone_is_closed(
     monkeypatch.setattr(Pair, "close", noted)
     with open_pair(*models) as pair:
         task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(), 5, 8, "coupled")
-        run_compare(pair, task, 1, FixedLength(2))
+        run_compare(pair, [task], 1, FixedLength(2))
         assert [alone.target for alone in closed] == [pair.draft]
         assert task.run(pair, FixedLength(2)).summary.n_drafted
 

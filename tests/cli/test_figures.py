@@ -398,7 +398,7 @@ def compared(*, drafts: bool = True, same_file: bool = False) -> Comparison:
 
 
 def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path], *options: str) -> Answer:
-    monkeypatch.setattr("llamaspec.cli.measure.run_compare", lambda *_: found)
+    monkeypatch.setattr("llamaspec.cli.compare.run_compare", lambda *_: found)
     return invoke("compare", *naming(models), "-n", "4", "--seed", "3", *options)
 
 
@@ -408,8 +408,8 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
     assert [" ".join(line.split()) for line in answer.stdout.splitlines()] == [
         "method runs seconds tokens/s speed-up",
         "alone 3 2.000 ± 1.000 2.0 1.00x",
-        "draft 3 0.500 ± 0.062 8.0 4.00x ± 4.50",  # 2, 4 and 20 times
-        "both 3 0.800 ± 0.375 5.0 2.50x ± 0.12",  # 2, 2.5 and 2.5 times
+        "draft 3 0.500 ± 0.062 8.0 5.43x (0.10 to 303.36)",  # 2, 4 and 20 times
+        "both 3 0.800 ± 0.375 5.0 2.32x (1.50 to 3.60)",  # 2, 2.5 and 2.5 times
         "acceptance: 33.3% of the verified draft tokens",
     ]
     assert "sanity check" not in answer.stderr
@@ -433,8 +433,8 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
     assert both == {
         "method": "both",
         "tokens_per_second": pytest.approx(5.0),
-        "speed_up": pytest.approx(2.5),
-        "speed_up_quartiles": pytest.approx([2.25, 2.5]),
+        "speed_up": pytest.approx(2.3208, abs=1e-4),
+        "speed_up_interval": pytest.approx([1.50, 3.60], abs=0.01),
         "median_seconds": pytest.approx(0.8),
         "seconds_quartiles": pytest.approx([0.65, 1.4]),
         "mean_seconds": pytest.approx(1.1),

@@ -121,6 +121,7 @@ def test_what_the_server_says_of_its_model(client: ollama.Client, server: Served
     (model,) = client.list().models
     assert model.model == server.service.model_name
     assert model.details is not None
+    assert model.digest
     assert model.details.format == "gguf"
     about = client.show(model.model or "")
     assert "completion" in (about.capabilities or [])
