@@ -101,7 +101,7 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
     drawn = picture.read_text()
     assert all(name in drawn for name in (">llamaspec<", ">llamaspec, plain<", ">before: auto<"))
     assert drawn.count("(best type)") == (found["best_type"] != "llama-server, none")
-    assert "4/4 ask 2: plain " in done.stderr
+    assert "4/4 ask 2, plain: " in done.stderr
 
 
 @pytest.mark.usefixtures("demo_files")
@@ -125,7 +125,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     assert popen.stderr is not None
-    while "/1000 ask 1" not in popen.stderr.readline():
+    while not popen.stderr.readline().startswith("2/1000 "):  # the first request has all answers
         assert popen.poll() is None
     servers = psutil.Process(popen.pid).children()
     assert len(servers) == 3
@@ -143,6 +143,8 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--quick", "--task", "ask"), "--quick chooses the tasks"),
+        (("--quick", "--share", "x.json"), "--quick chooses the tasks"),
         (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
         (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),

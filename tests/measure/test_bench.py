@@ -20,6 +20,7 @@ from llamaspec.measure.bench import (
     Turn,
     ask_all,
     context_for,
+    quick_tasks,
     read_tasks,
     requests_of,
 )
@@ -158,6 +159,12 @@ def test_a_conversation_that_is_refused_is_left_out_from_there_on() -> None:
     samples = [*ask_all({PLAIN: recorder.arm(PLAIN, "one")}, tasks, {}, 1, told.append)]
     assert [request[0].prompt for request in samples] == ["talk, turn 1", "ask"]
     assert told == ["talk, turn 2 is left out: plain refused it: too long"]
+
+
+def test_a_quick_run_is_one_request_of_each_kind() -> None:
+    requests = requests_of(quick_tasks())
+    assert sorted(each.label for each in requests) == ["explain", "rename", "write code"]
+    assert sum(each.fields["max_tokens"] for each in requests) < 400
 
 
 def test_llama_server_gets_the_same_files_and_settings() -> None:
