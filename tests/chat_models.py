@@ -14,7 +14,7 @@ from typing import Any
 
 from demo_pair.chat_template import relabel
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.chat.session import Session, Settings
+from llamaspec.chat.session import ChatSettings, Session
 from llamaspec.chat.template import ChatTemplate
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
@@ -76,7 +76,7 @@ def session(
 ) -> Session:
     pair.target.forget()
     policy = FixedLength(n_drafted)
-    settings = Settings(Sampling(temperature=1.0), seed, max_tokens, "coupled", policy, **others)
+    settings = ChatSettings(Sampling(temperature=1.0), seed, max_tokens, "coupled", policy, **others)
     template = template or ChatTemplate.of(pair.target)
     tell = Remarks() if tell is None else tell
     return Session(pair, template, settings, system=system, tell=tell, on_reasoning=on_reasoning)

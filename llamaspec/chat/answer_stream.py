@@ -25,7 +25,7 @@ from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import Round, TokenArray
 
-OpenStream = Callable[[TokenArray, int], TextStream]  # of a prompt, with at most so many tokens
+OpenStream = Callable[[TokenArray, int], TextStream]  # (prompt, maximum number of tokens)
 
 
 class AnswerStream:
@@ -119,7 +119,7 @@ class AnswerStream:
             rounds=rounds,
             summary=summarize(rounds, n_tokens),
             prefill_seconds=before.prefill_seconds + last.prefill_seconds,
-            # Thinking that was ended before it began has evaluated nothing.
+            # Reasoning with a budget of 0 has evaluated nothing.
             n_cached=before.n_cached if before.rounds else min(last.n_cached, before.n_prompt_tokens),
             draft_fault=before.draft_fault or last.draft_fault,
         )
@@ -149,7 +149,7 @@ class AnswerStream:
         return self._origins.added(self._parser.feed(reasoning.cut))
 
     def _end_thinking(self, cut: str) -> bool:
-        """Continue behind the closing mark; False if there is no room."""
+        """Continue behind the closing mark; return False if there is no room."""
         tokens = tokenize_inside(self._vocabulary, cut, parse_special=True)
         thought = self._stream.completion
         n_left = self._max_tokens - len(thought.tokens) - len(tokens)

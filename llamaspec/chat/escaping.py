@@ -1,10 +1,9 @@
-"""Escaping of special tokens: only what a chat template writes becomes one, never what a message says.
+"""Escaping of control tokens: only a chat template can write one, never a message.
 
-Before a template is rendered, whatever in the words of users, tools and clients is spelled like a control
-token, or could complete one, is replaced letter by letter with private-use characters, which survive
-trimming, slicing and splitting. Control tokens in the rendered text are then the template's own, and the
-letters are put back. A template that itself joins parts of a message is trusted.
-tests/chat/test_escaping.py attacks it.
+Before a template is rendered, any text from users, tools and clients that spells a control token, or could
+complete one, is replaced letter by letter with private-use characters, which survive trimming, slicing and
+splitting. All control tokens in the rendered text are then the template's own, and the letters are put back.
+A template that joins parts of a message itself is trusted. tests/chat/test_escaping.py attacks it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode assigns to nobody
-_NAMES = ("type", "required")  # keywords of JSON schemas that templates compare with keys and words
+_PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode leaves unassigned
+_NAMES = ("type", "required")  # JSON schema keywords whose values templates compare
 
-Json = Any  # what json.loads makes
+Json = Any  # a result of json.loads
 Span = tuple[int, int]  # [start, end) in bytes
 
 
 class SpecialTokens:
-    """How a vocabulary spells its control tokens; empty spellings are left out."""
+    """The spellings of a vocabulary's control tokens; empty ones are left out."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted({text for text in spellings if text}, key=len, reverse=True)
@@ -33,11 +32,11 @@ class SpecialTokens:
         self._ends = {text[n:] for text in self._spellings for n in range(1, len(text))}
 
     def spans(self, text: bytes) -> list[Span]:
-        """Where control tokens are spelled in a text."""
+        """Return where a text spells control tokens."""
         return [found.span() for found in self._in_bytes.finditer(text)]
 
     def is_inside(self, text: str) -> bool:
-        """Whether a text is a part of some spelling."""
+        """Whether a text is part of a spelling."""
         return any(text in spelling for spelling in self._spellings)
 
     def may_begin_at_the_end_of(self, text: str) -> bool:
@@ -50,7 +49,7 @@ class SpecialTokens:
 
 
 class Escaper:
-    """Replaces characters while a template is rendered, one for one, by none that occur in `texts`."""
+    """Replaces characters while a template is rendered, each by one that does not occur in `texts`."""
 
     def __init__(self, special: SpecialTokens, texts: Iterable[str]) -> None:
         self._special = special
@@ -59,7 +58,7 @@ class Escaper:
         self._replacements: dict[str, str] = {}
 
     def escape(self, text: str) -> str:
-        """A text in which nothing can become special; spaces at its ends stay for the template to trim."""
+        """Return a text that cannot become a control token; the template can still trim its spaces."""
         text = self._escape_tokens(text)
         core = text.strip()
         if not core:
@@ -75,7 +74,7 @@ class Escaper:
         return text
 
     def escape_json(self, value: Json, *, is_name: bool = False) -> Json:
-        """Any JSON with all its texts escaped; keys and names only where they contain a whole token."""
+        """Return JSON with all strings escaped; keys and names only if they contain a whole token."""
         if isinstance(value, str):
             return self._escape_tokens(value) if is_name else self.escape(value)
         if isinstance(value, Mapping):
@@ -88,7 +87,7 @@ class Escaper:
         return value
 
     def unescape(self, text: str) -> str:
-        """A rendered text with the characters that were replaced."""
+        """Return a rendered text with the original characters."""
         return text.translate({ord(new): old for old, new in self._replacements.items()})
 
     def _escape_tokens(self, text: str) -> str:
@@ -102,7 +101,7 @@ class Escaper:
 
 
 def texts_in(value: Json) -> Iterator[str]:
-    """All texts and keys in a value."""
+    """Yield all strings and keys in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -114,14 +113,14 @@ def texts_in(value: Json) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as a text, and where in it the template wrote control tokens."""
+    """A rendered conversation, with the places where the template wrote control tokens."""
 
     text: bytes  # UTF-8
     specials: tuple[Span, ...]  # ascending
 
     @classmethod
     def of(cls, escaped: str, special: SpecialTokens, escaper: Escaper) -> Rendered:
-        """What a template made of escaped messages."""
+        """Return the rendered text of escaped messages."""
         text, specials, start = bytearray(), [], 0
         for found in special.pattern.finditer(escaped):
             text += escaper.unescape(escaped[start : found.start()]).encode()
@@ -132,19 +131,19 @@ class Rendered:
         return cls(bytes(text), tuple(specials))
 
     def followed_by(self, text: str, special: SpecialTokens | None = None) -> Rendered:
-        """With more behind it, in which only the control tokens of `special` are such."""
+        """Return it with more text, in which only the tokens in `special` are control tokens."""
         more = text.encode()
         spans = () if special is None else special.spans(more)
         n = len(self.text)
         return Rendered(self.text + more, (*self.specials, *((a + n, b + n) for a, b in spans)))
 
     def after(self, start: int) -> Rendered:
-        """The text from a place on that is in no control token."""
+        """Return the text from a place that is not inside a control token."""
         specials = tuple((a - start, b - start) for a, b in self.specials if a >= start)
         return Rendered(self.text[start:], specials)
 
     def segments(self, special: SpecialTokens) -> Iterator[tuple[bytes, bool]]:
-        """The text in few long parts, each with whether control tokens are to be recognised in it."""
+        """Yield the text in few long parts, each with whether control tokens are recognised in it."""
         forged = set(special.spans(self.text)).difference(self.specials)
         begin = end = 0
         for start, stop in (*self.specials, (len(self.text), len(self.text))):

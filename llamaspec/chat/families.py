@@ -1,7 +1,7 @@
-"""How each family of models writes reasoning and tool calls; the family is recognised by its chat template.
+"""How each family of models writes reasoning and tool calls.
 
-A template renders earlier calls just as the model was trained to write them, so its text tells the format.
-`chat/parse.py` reads answers by these tables, `chat/tool_grammar.py` writes grammars from them.
+A chat template renders earlier calls as the model was trained to write them, so its text shows the family.
+`chat/parse.py` reads answers with these tables, `chat/tool_grammar.py` writes grammars from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The marks between which a model thinks."""
+    """The marks around a model's reasoning."""
 
     opening: str
     closing: str
@@ -22,7 +22,7 @@ class Reasoning:
 
     @property
     def cut(self) -> str:
-        """What ends thinking that goes on too long."""
+        """The text that ends reasoning which exceeds its budget."""
         return f"\n{self.closing}{self.empty_line}"
 
 
@@ -30,25 +30,25 @@ class Reasoning:
 class CallFormat:
     """How a family of models writes tool calls.
 
-    As a grammar, a call is `before_call`, its arguments, `after_call`, where NAME stands for the tool's name
-    and QUOTED_NAME for that as JSON. Readers are less strict about spaces: a call is one of `starts`,
+    In a grammar, a call is `before_call`, its arguments and `after_call`; NAME stands for the tool's name,
+    QUOTED_NAME for the name as JSON. The parser is less strict about spaces: a call is one of `starts`,
     `header`, the arguments, and any of `behind`.
     """
 
-    template_marks: tuple[str, ...]  # regular expressions; a chat template of the family has all of them
-    marks: tuple[str, ...]  # that are control tokens where the vocabulary has them
+    template_marks: tuple[str, ...]  # regular expressions that all match a chat template of the family
+    marks: tuple[str, ...]  # control tokens, if the vocabulary has them
     before_call: tuple[str, ...]
     after_call: str = ""
-    opening: tuple[str, ...] = ()  # before calls; none: a call is the whole answer
-    closing: tuple[str, ...] = ()  # behind them
-    between: str | None = None  # two calls in one pair of marks, as Lark; None: there is only one
-    again: str | None = None  # two pairs of marks, as Lark; None: there is only one
+    opening: tuple[str, ...] = ()  # before calls; empty: a call is the whole answer
+    closing: tuple[str, ...] = ()  # behind calls
+    between: str | None = None  # between two calls in one pair of marks, as Lark; None: only one call
+    again: str | None = None  # between two pairs of marks, as Lark; None: only one pair
     arguments: Literal["json", "xml", "gemma", "channels"] = "json"
     starts: tuple[str, ...] = ()  # default: the first of `opening`
     header: str = ""  # regular expression with the group `name`
     behind: tuple[str, ...] = ()
-    separator: str = ""  # the one of `behind` that another header follows
-    known_only: bool = False  # other names are no calls
+    separator: str = ""  # member of `behind` that another header follows
+    known_only: bool = False  # a call of an unknown tool is content
     may_lack_marks: bool = False  # some models write the JSON alone, or in a fence
 
 
@@ -62,13 +62,13 @@ _JSON_HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What an answer consists of besides text; `None` is what the family does not have."""
+    """The parts of an answer besides text; None if the family has none."""
 
     calls: CallFormat | None = None
     reasoning: Reasoning | None = None
 
     def spelled(self, controls: Mapping[str, int]) -> dict[int, bytes]:
-        """Those of a vocabulary's control tokens whose text an answer needs: `Pair.stream(spelled=…)`."""
+        """Return the control tokens whose text the parser needs: `Pair.stream(spelled=…)`."""
         marks = self.calls.marks if self.calls is not None else ()
         if self.reasoning is not None:
             marks = (*marks, self.reasoning.opening.strip(), self.reasoning.closing)
@@ -77,15 +77,15 @@ class AnswerFormat:
         return {controls[text]: text.encode() for text in known}
 
     def begun(self, text: str, reasoning: str, prompt: bytes) -> list[tuple[str, bool]]:
-        """What follows a prompt where an answer is begun: parts, each with whether it is a mark."""
+        """Return what follows a prompt if an answer is continued: parts, each with whether it is a mark."""
         marks, is_thinking = self.reasoning, self.begins_thinking(prompt)
-        if marks is None or prompt.rstrip().endswith(marks.closing.encode()):  # no thoughts here
+        if marks is None or prompt.rstrip().endswith(marks.closing.encode()):  # reasoning is over
             return [(text, False)]
         parts: list[tuple[str, bool]] = []
         if self.calls is HARMONY:
             thought = [(marks.opening, True), (reasoning, False), (marks.cut, True)]
             parts = thought if reasoning else [(_FINAL, True)]
-            parts = parts if text else []  # thoughts alone are not gone on with
+            parts = parts if text else []  # reasoning alone is not continued
         elif reasoning or is_thinking:
             parts = [("" if is_thinking else marks.opening, True), (reasoning, False)]
             parts += [(marks.cut if text else "", True)]
@@ -130,7 +130,7 @@ QWEN_XML = CallFormat(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
     closing=("</tool_call>",),
     again='"\\n"',
     arguments="xml",
-    starts=("<tool_call>", "<function="),  # Qwen3-Coder at times leaves <tool_call> out
+    starts=("<tool_call>", "<function="),  # Qwen3-Coder sometimes leaves <tool_call> out
     header=r"(?:\s*<function=)?(?P<name>[^<>\s]{1,256})>",
     behind=("</tool_call>",),
     known_only=True,
@@ -178,7 +178,7 @@ LLAMA3 = CallFormat(  # Llama 3.1 to 3.3
     separator=";",
     known_only=True,
 )
-JSON_CALL = CallFormat(  # for a forced call where the family's own format is not known
+JSON_CALL = CallFormat(  # for a forced call if the family's own format is unknown
     (),
     (),
     ('{"name": ', QUOTED_NAME, ', "arguments": '),
@@ -187,11 +187,11 @@ JSON_CALL = CallFormat(  # for a forced call where the family's own format is no
     behind=("}",),
     known_only=True,
 )
-FORMATS = (HARMONY, GEMMA4, QWEN_XML, HERMES, MISTRAL_ARGS, MISTRAL, LLAMA3)  # the first that fits
+FORMATS = (HARMONY, GEMMA4, QWEN_XML, HERMES, MISTRAL_ARGS, MISTRAL, LLAMA3)  # the first match counts
 
 
 def recognize(template: str) -> AnswerFormat:
-    """The format of a chat template's family."""
+    """Return the format of a chat template's family."""
     calls = next((f for f in FORMATS if all(re.search(mark, template) for mark in f.template_marks)), None)
     if calls is HARMONY:
         return AnswerFormat(HARMONY, CHANNELS)

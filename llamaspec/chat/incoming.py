@@ -1,6 +1,6 @@
-"""The text of an answer that has come and is not read yet, and what readers ask of it.
+"""The part of an answer that has arrived and is not parsed yet, with the readers' basic operations.
 
-Readers are generators: they yield where they need more text to decide. Knows no format of answers.
+Readers are generators: they yield when they need more text to decide. This module knows no format of answers.
 tests/chat/test_parse.py splits answers everywhere.
 """
 
@@ -11,31 +11,31 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 MAX_HEADER = 512  # characters before the arguments of a call
-MAX_SPACE = 64  # characters at the end of a text that may be dropped before what follows
-_LONGEST_CHANCE = 2  # characters that begin a mark by chance
+MAX_SPACE = 64  # characters at the end of a text that may be dropped
+_LONGEST_CHANCE = 2  # characters that may begin a mark by chance
 
 Result = TypeVar("Result")
-Reading = Generator[None, None, Result]  # yields where it needs more text
+Reading = Generator[None, None, Result]  # yields when it needs more text
 Sink = Callable[[str], object]
 
 
 class Incoming:
-    """The part of an answer that has come and is not read yet."""
+    """The part of an answer that has arrived and is not parsed yet."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.n_fed = 0  # characters of the answer up to now
+        self.n_fed = 0  # characters of the answer so far
         self.is_complete = False  # nothing follows
-        self.is_cut = False  # nothing follows, but something should
+        self.is_cut = False  # nothing follows, but the answer is incomplete
 
     def take(self, n: int, sink: Sink | None = None) -> None:
-        """Pass the next characters on; without a sink drop them."""
+        """Pass on the next characters; without a sink, drop them."""
         taken, self.text = self.text[:n], self.text[n:]
         if taken and sink is not None:
             sink(taken)
 
     def until(self, marks: Sequence[str], sink: Sink | None) -> Reading[str | None]:
-        """Pass the text before the first mark on and take the mark; None where the answer ends without one.
+        """Pass on the text before the first mark and take the mark; None if the answer ends without one.
 
         Among marks one may end with another, but not otherwise contain it.
         """
@@ -56,7 +56,7 @@ class Incoming:
             yield
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """What a pattern matches here, which stays; the pattern's last character must be decisive."""
+        """Return the match of a pattern here, without taking it; its last character must be decisive."""
         while True:
             found = pattern.match(self.text, 0, MAX_HEADER)
             if found is not None or self.is_complete or len(self.text) >= MAX_HEADER:
@@ -64,7 +64,7 @@ class Incoming:
             yield
 
     def begins(self, mark: str) -> Reading[bool]:
-        """Whether a mark comes next, perhaps after a little whitespace; both stay."""
+        """Whether a mark comes next, perhaps after a little whitespace; takes neither."""
         while True:
             rest = self.text.lstrip()
             if len(self.text) - len(rest) > MAX_SPACE:
@@ -74,7 +74,7 @@ class Incoming:
             yield
 
     def begins_spaced(self, *texts: str) -> Reading[bool]:
-        """Whether one of these comes next, with any whitespace in it; all stays."""
+        """Whether one of these comes next, with any whitespace in it; takes nothing."""
         while True:
             rest = "".join(self.text[:MAX_HEADER].split())
             is_open = not self.is_complete and len(self.text) < MAX_HEADER
@@ -83,7 +83,7 @@ class Incoming:
             yield
 
     def drop(self, marks: Sequence[str]) -> Reading[str]:
-        """Drop whitespace and these marks; the last mark among them, or ""."""
+        """Drop whitespace and these marks; return the last mark, or ""."""
         last = ""
         while True:
             self.text = self.text.lstrip()
@@ -100,7 +100,7 @@ class Incoming:
                 return last
 
     def json_object(self, sink: Sink) -> Reading[None]:
-        """Pass an object of JSON on, up to its end or the answer's. Looks only at brackets and quotes."""
+        """Pass on a JSON object, up to its end or the answer's. Looks only at brackets and quotes."""
         depth, in_string = 0, False
         while True:
             for found in re.finditer(r'\\.|["{}\[\]]', self.text, re.DOTALL):
@@ -115,10 +115,10 @@ class Incoming:
                 self.take(len(self.text), sink)
                 return
             n_backslashes = len(self.text) - len(self.text.rstrip("\\"))
-            self.take(len(self.text) - n_backslashes % 2, sink)  # the last one escapes what comes next
+            self.take(len(self.text) - n_backslashes % 2, sink)  # the last one escapes the next character
             yield
 
     def _possible_beginning(self, marks: Sequence[str]) -> int:
-        """Length of the longest end of the text that begins a mark."""
+        """Return the length of the longest end of the text that begins a mark."""
         lengths = range(min(max(map(len, marks), default=0), len(self.text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(self.text[-n:]) for mark in marks)), 0)

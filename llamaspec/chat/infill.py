@@ -1,8 +1,8 @@
-"""The prompt that asks a model to fill in the middle of a file: the text around the cursor, and other files.
+"""The prompt for filling in the middle of a file: the text around the cursor, and other files.
 
 Each text is tokenized by itself between the model's own marks, so none of it becomes a control token. A
-beginning that is too long is cut in large steps: then the prompt of the next key begins like the last one,
-and finds it in the KV cache. tests/chat/test_infill.py.
+prefix that is too long is cut in large steps. So the prompts of successive keystrokes begin alike, and most
+of each is found in the KV cache. tests/chat/test_infill.py.
 
 References: Qwen2.5-Coder (arXiv 2409.12186), for the order of one file and of several.
 """
@@ -19,23 +19,23 @@ from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import FimTokens, LlamaVocabulary
 from llamaspec.values import TokenArray
 
-AROUND = 2048  # tokens around the cursor, at most
+AROUND = 2048  # maximum number of tokens around the cursor
 REPOSITORY, THIS_FILE = "project", "file"  # clients name neither
-N_MARKS = 16  # tokens of the marks and of these names
-LONGEST = 64  # characters of a token, or hardly ever more
+N_MARKS = 16  # maximum number of tokens of the marks and of these names
+LONGEST = 64  # characters of a token; longer ones are very rare
 
 Text = TypeVar("Text", str, TokenArray)
 
 
 class File(NamedTuple):
-    """Another file that the text may refer to."""
+    """Another file that the code may refer to."""
 
     name: str
     text: str
 
 
 def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> TokenArray:
-    """Tokens of a prompt for the text between two others: int32 [n].
+    """Return the prompt for the text between two others: int32 [n].
 
     Raises
     ------
@@ -49,15 +49,15 @@ def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> Toke
 def fitting_infill_prompt(
     vocabulary: LlamaVocabulary, prefix: str, suffix: str, files: Sequence[File], room: int
 ) -> TokenArray:
-    """The same with other files, the most important last, and at most `room` tokens.
+    """Return the prompt with other files, the most important last, in at most `room` tokens.
 
-    Half of them, at most AROUND, are for the text around the cursor: a quarter of that for the suffix. The
-    last files that fit the rest as a whole are kept.
+    Half of the room, at most AROUND, is for the text around the cursor, a quarter of that for the suffix. The
+    rest holds as many of the last files as fit completely.
     """
     marks = _marks(vocabulary)
     around = max(0, min(AROUND, (room - N_MARKS) // 2))
     n_after = around // 4
-    # What cannot fit is not tokenized.
+    # Text that cannot fit is not tokenized.
     prefix, suffix = _end(prefix, 2 * LONGEST * AROUND), suffix[: LONGEST * AROUND]
     before = _end(tokenize_inside(vocabulary, prefix), around - n_after)
     after = tokenize_inside(vocabulary, suffix)[:n_after]
@@ -95,7 +95,7 @@ def _joined(
     before: TokenArray,
     after: TokenArray,
 ) -> TokenArray:
-    """The parts in the model's order."""
+    """Return the parts in the model's order."""
     parts = list(files)
     if files and marks.repository is not None:
         parts.insert(0, _marked(vocabulary, f"{REPOSITORY}\n", marks.repository))
@@ -106,6 +106,6 @@ def _joined(
 
 
 def _end(text: Text, room: int) -> Text:
-    """The end of a text, which begins at the same place for many keys."""
+    """Return the end of a text, which begins at the same place for many keystrokes."""
     step = max(room // 4, 1)
     return text[-(-max(len(text) - room, 0) // step) * step :]

@@ -1,9 +1,9 @@
 """Parses a streamed answer: text, reasoning, tool calls.
 
-Pieces of text go in, deltas come out. Readers are generators over the text that has come
-(`chat/incoming.py`), so how it was split makes no difference. Where an answer does not follow the format of
-its family (`chat/families.py`) it is content, and only a possible beginning of a mark or a call is held back.
-tests/chat/test_parse.py has recorded answers of each family, split everywhere.
+Pieces of text go in, deltas come out. Readers are generators over the text that has arrived
+(`chat/incoming.py`), so it makes no difference how the text is split. An answer that does not follow the
+format of its family (`chat/families.py`) is content. Only a possible beginning of a mark or a call is held
+back. tests/chat/test_parse.py has recorded answers of each family, split everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
 class AnswerParser:
     """Parses one answer.
 
-    `tools` may be called, in OpenAI's form; without any, calls are text like other text. `thinking`: the
+    `tools`, in OpenAI's form, may be called; without tools, calls are ordinary text. `thinking`: the
     prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
 
     Examples
@@ -48,24 +48,24 @@ class AnswerParser:
             str(function["name"]): function.get("parameters") or {} for function in functions
         }
         self.answer_format = answer_format
-        self.is_thinking = thinking  # what comes now is reasoning
+        self.is_thinking = thinking  # the next text is reasoning
         self._incoming = Incoming()
-        self._n_calls = 0  # that have begun
+        self._n_calls = 0  # calls that have begun
         self._deltas: list[Delta] = []
         self._space, self._space_end = "", 0  # at the end of the text so far
-        self._is_at_start = False  # of a text whose empty lines are not part of it
+        self._is_at_start = False  # of a text whose leading empty lines are dropped
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Delta]:
-        """What a piece of text makes certain."""
+        """Return the deltas that a piece of text makes certain."""
         self._incoming.text += text
         self._incoming.n_fed += len(text)
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """What was held back, when no text follows.
+        """Return the rest, when no text follows.
 
-        `is_cut`: the model would have gone on; a call whose arguments did not begin is left out then.
+        `is_cut`: the model would have continued; a call whose arguments have not begun is left out then.
         """
         self._incoming.is_complete, self._incoming.is_cut = True, is_cut
         deltas = self._advance()
@@ -79,7 +79,7 @@ class AnswerParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # What readers pass on.
+    # Readers pass on text and calls through these methods.
 
     def _content(self, text: str) -> None:
         self._text(text, ContentDelta)
@@ -109,13 +109,13 @@ class AnswerParser:
             self._deltas.append(kind(text, end=text_end))
 
     def _begin_text(self) -> None:
-        """What came before is complete; empty lines around it are part of no text."""
+        """Begin another text; empty lines between the two belong to neither."""
         self._space, self._is_at_start = "", True
 
     def _begin_call(self, name: str) -> None:
         self._begin_text()
         call_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        self._deltas.append(CallDelta(self._n_calls, call_id, name))  # Mistral's templates want such an id
+        self._deltas.append(CallDelta(self._n_calls, call_id, name))  # Mistral's templates need such an id
         self._n_calls += 1
 
     def _arguments(self, text: str) -> None:
@@ -138,7 +138,7 @@ class AnswerParser:
         yield from self._incoming.until((), self._content)
 
     def _read_reasoning(self, marks: Reasoning) -> Reading[None]:
-        """Reasoning, where the answer begins with it."""
+        """Read the reasoning, if the answer begins with it."""
         if not self.is_thinking:
             if not (yield from self._incoming.begins(marks.opening)):
                 return
@@ -146,7 +146,7 @@ class AnswerParser:
         yield from self._read_thoughts((marks.closing,))
 
     def _read_thoughts(self, ends: Sequence[str]) -> Reading[str | None]:
-        """Reasoning up to one of these ends, and the end."""
+        """Read reasoning up to one of these ends; return the end."""
         self.is_thinking = True
         self._begin_text()
         end = yield from self._incoming.until(ends, self._reasoning)
@@ -155,7 +155,7 @@ class AnswerParser:
         return end
 
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
-        """Content, and calls behind the marks at which they start."""
+        """Read content, and calls behind the marks at which they start."""
         starts = calls.starts or calls.opening[:1]
         if calls.may_lack_marks:
             starts = (*starts, _FENCE)
@@ -173,7 +173,7 @@ class AnswerParser:
                 mark = yield from self._incoming.until(starts, self._content)
 
     def _read_unmarked(self, fence: str) -> Reading[None]:
-        """Calls as plain JSON, perhaps in a fence; each is told once it is whole. All else is content."""
+        """Read calls as plain JSON, perhaps in a fence, each once it is complete. The rest is content."""
         before, begin = fence, '{"name":"'
         while (yield from self._incoming.begins_spaced(begin, *(["json" + begin] if fence else []))):
             n = self._incoming.text.index("{")
@@ -192,7 +192,7 @@ class AnswerParser:
         self._content(before)
 
     def _call_in(self, text: str) -> ToolCall | None:
-        """The call of a known tool that a text is; None if it is anything else."""
+        """Return the call of a known tool that a text spells; None if it is anything else."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -207,7 +207,7 @@ class AnswerParser:
         return ToolCall("", name, json.dumps(found["arguments"], ensure_ascii=False))
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
-        """A call behind a mark, or else the mark as content; the separator, if another call may follow."""
+        """Read a call behind a mark, else the mark as content; return the separator before another call."""
         header = yield from self._incoming.match(re.compile(calls.header))
         if header is None and self._incoming.is_cut and mark and len(self._incoming.text) < MAX_HEADER:
             self._incoming.text = ""
@@ -227,12 +227,12 @@ class AnswerParser:
         return calls.separator if last == calls.separator else ""
 
     def _read_xml(self, properties: Json) -> Reading[None]:
-        """<parameter=key>value</parameter></function>; texts are passed on as they come."""
+        """Read <parameter=key>value</parameter></function>; strings are passed on as they arrive."""
         opening = "{"
         marks, ends = ("<parameter=", "</function>", "</tool_call>"), ("\n</parameter>", "</parameter>")
         while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
             key, _ = yield from self._word((">",))
-            yield from self._incoming.match(re.compile(r"(?s:.)"))  # until there is a character
+            yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for a character
             self._incoming.take(int(self._incoming.text.startswith("\n")))
             self._arguments(f"{opening}{quoted(key)}: ")
             opening = ", "
@@ -246,7 +246,7 @@ class AnswerParser:
             self._arguments("{}" if opening == "{" else "}")
 
     def _read_gemma(self) -> Reading[None]:
-        """Behind the first brace of {key:<|"|>text<|"|>,other:1}."""
+        """Read {key:<|"|>text<|"|>,other:1} from behind its first brace."""
         self._arguments("{")
         depth = 1
         while depth:
@@ -263,20 +263,20 @@ class AnswerParser:
                 depth += {"{": 1, "[": 1, ",": 0}.get(mark, -1)
 
     def _word(self, ends: Sequence[str]) -> Reading[tuple[str, str | None]]:
-        """A text up to one of these ends, and the end."""
+        """Return a text up to one of these ends, and the end."""
         word: list[str] = []
         end = yield from self._incoming.until(ends, word.append)
         return "".join(word), end
 
     def _read_string(self, ends: Sequence[str]) -> Reading[None]:
-        """A text up to its end, as a string of JSON."""
+        """Read a text up to its end, as a JSON string."""
         self._arguments('"')
         end = yield from self._incoming.until(ends, lambda text: self._arguments(quoted(text)[1:-1]))
         if end is not None:
             self._arguments('"')
 
     def _read_channels(self) -> Reading[None]:
-        """Messages, each with a channel and a recipient. The prompt ends with <|start|>assistant.
+        """Read messages, each with a channel and a recipient. The prompt ends with <|start|>assistant.
 
             <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
             <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>
@@ -302,12 +302,12 @@ class AnswerParser:
 
 
 def quoted(text: str) -> str:
-    """A string of JSON, which is one of Lark, too."""
+    """Return a JSON string, which is also one in Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _as_json(text: str, types: Iterable[str] = ()) -> str:
-    """A value as JSON if it is that, else as a string; where strings are allowed numbers are strings."""
+    """Return a value if it is JSON, else a string; numbers stay strings if strings are allowed."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -318,7 +318,7 @@ def _as_json(text: str, types: Iterable[str] = ()) -> str:
 
 
 def _types(properties: Json, key: str) -> set[str]:
-    """The types that a schema allows a parameter."""
+    """Return the types that a schema allows for a parameter."""
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     types = schema.get("type") if isinstance(schema, Mapping) else None
     return set(map(str, types if isinstance(types, list) else [types]))

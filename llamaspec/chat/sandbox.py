@@ -1,9 +1,9 @@
 """The process that renders chat templates, which are programs in model files by strangers.
 
-Jinja's sandbox keeps a template from reaching anything; the operating system bounds the time and memory of
-the process. So whatever a template tries costs that process at most. This file is both sides: imported, it
+Jinja's sandbox keeps a template from reaching anything; the operating system limits the time and memory of
+the process. So the worst that a template can do is to end that process. This file is both sides: imported, it
 starts the process when first needed and talks to it in lines of JSON; run as a script, it is the process, and
-imports nothing of llamaspec. The environment of a template is that of Hugging Face's transformers.
+imports nothing from llamaspec. The environment of a template is that of Hugging Face's transformers.
 tests/chat/test_hostile_templates.py attacks it.
 """
 
@@ -48,11 +48,11 @@ class TemplateProcess:
         self._pid = os.getpid()
 
     def check(self, source: str) -> None:
-        """Compile a template; RenderError where it is not valid."""
+        """Compile a template; RenderError if it is not valid."""
         self._ask({"source": source})
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Render a template; RenderError where it refuses, fails, or takes too much time or memory."""
+        """Render a template; RenderError if it refuses, fails, or takes too much time or memory."""
         return self._ask({"source": source, "variables": variables})
 
     def close(self) -> None:
@@ -73,9 +73,9 @@ class TemplateProcess:
                 process.wait()
                 self._end()
                 raise RenderTimeError(
-                    f"it computes for more than {self._cpu_seconds:g} seconds"
+                    f"it runs for more than {self._cpu_seconds:g} seconds"
                     if process.returncode == -signal.SIGPROF
-                    else "it crashes what renders it"
+                    else "it crashes the renderer"
                 )
             found: dict[str, str] = json.loads(answer)
             if "fatal" in found:
@@ -86,7 +86,7 @@ class TemplateProcess:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-        """The answer to a request; empty where the process died."""
+        """Return the answer to a request; empty if the process died."""
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):
@@ -134,7 +134,7 @@ def _folder_of(module: str) -> str:
 PROCESS = TemplateProcess()
 atexit.register(PROCESS.close)
 
-# The other side: what runs in the process.
+# The other side, which runs in the process.
 
 
 def main(cpu_seconds: str, *paths: str) -> None:
@@ -157,7 +157,7 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
     """Compile a template, {"source"}, or render it, {"source", "variables"}: {"text"} or {"failure"}."""
     import jinja2
 
-    # What a template can raise: its own refusals, Jinja's errors, and those of Python in its expressions.
+    # A template can raise its own refusals, Jinja's errors, and Python's in its expressions.
     failures = (
         jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
         SyntaxError, RecursionError, AssertionError, StopIteration, OSError,
@@ -166,7 +166,7 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
         template = _compile(request["source"])
         if "variables" not in request:
             return {"text": ""}
-        # In pieces, so that an endless text stops at this limit and not at that of memory.
+        # In pieces, so that an endless text stops at this limit before it exhausts the memory.
         pieces: list[str] = []
         n_characters = 0
         helpers = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -193,7 +193,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks the assistant's words for training; here it has no effect."""
+        """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
 
@@ -221,7 +221,7 @@ def _refuse(reason: str) -> NoReturn:
 
 def _line(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it calls itself without end"
+        return "it recurses without end"
     reason = " ".join(str(error)[: 4 * _LONGEST_REASON].split())[:_LONGEST_REASON]
     return reason.rstrip(".") or type(error).__name__
 

@@ -1,8 +1,8 @@
-"""A conversation with a model: its messages, the answer to the next one, and its file.
+"""A conversation with a model: its messages and the answer to the next one.
 
-The whole conversation is the prompt each time; what the KV cache holds of it costs nothing, and what was read
-or written before keeps its tokens (`chat/transcript.py`). Knows no terminal: text comes out of iterators,
-remarks go to a function.
+The whole conversation is the prompt each time. The part in the KV cache costs nothing, and text that was read
+or generated before keeps its tokens (`chat/transcript.py`). This module knows no terminal: iterators return
+text, and a function receives remarks.
 """
 
 from __future__ import annotations
@@ -33,66 +33,66 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
-REGENERATION = 1_000_000  # added to the seed for each new attempt: no conversation has so many turns
+REGENERATION = 1_000_000  # added to the seed for each new attempt; no conversation has so many turns
 _MAX_BYTES = 64 << 20  # of a file
 _LAST = "last_chat.json"  # the conversation held last, in the cache folder
 
-Tell = Callable[[str], None]  # receives a remark for the person
+Tell = Callable[[str], None]  # receives a remark for the user
 Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ChatSettings:
     """How every answer of a conversation is generated."""
 
     sampling: Sampling
     seed: int  # turn n, counted from 0, is drawn with seed + n
     max_tokens: int  # of each answer
     rule: str
-    policy: LengthPolicy  # one for the whole conversation, which goes on learning
-    reasoning_budget: int | None = None  # tokens of each answer's reasoning
+    policy: LengthPolicy  # one for the whole conversation, so that it keeps learning
+    reasoning_budget: int | None = None  # maximum number of tokens of each answer's reasoning
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What an answer consists of up to a point."""
+class AnswerSoFar:
+    """An answer up to a point."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""  # with reasoning and marks
-    said: str = ""  # what a person reads of it
+    said: str = ""  # without reasoning and marks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """An answer and how it came about."""
+    """An answer and how it was generated."""
 
     completion: Completion
     seed: int
-    before: Answer | None = None  # the answer that this one continues
+    before: AnswerSoFar | None = None  # the answer that this one continues, if any
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over all answers of a session, dropped and regenerated ones included."""
+    """Sums over all answers of a session, including dropped and regenerated ones."""
 
     n_answers: int = 0
-    n_prompt_tokens: int = 0  # of the conversation before each answer, counted for each
-    n_cached: int = 0  # those among them that were found in the KV cache
+    n_prompt_tokens: int = 0  # of the conversation before each answer
+    n_cached: int = 0  # prompt tokens that were found in the KV cache
 
 
 class Session:
-    """A conversation that goes on, with an open pair and its target's template.
+    """A growing conversation, with an open pair and its target's template.
 
-    `settings` may be replaced between two answers. `tell` receives remarks, such as that old turns were left
-    out; `on_reasoning` what the model thinks, piece by piece, which is not part of the conversation.
+    `settings` may be replaced between two answers. `tell` receives remarks, for instance that old turns were
+    left out. `on_reasoning` receives the reasoning piece by piece; it is not part of the conversation.
     """
 
     def __init__(
         self,
         pair: Pair,
         template: ChatTemplate,
-        settings: Settings,
+        settings: ChatSettings,
         *,
         system: str | None = None,
         tell: Tell,
@@ -111,53 +111,53 @@ class Session:
 
     def _begin(self) -> None:
         self._prompted: Turns = ()  # the messages of the last prompt
-        self._n_dropped = 0  # messages at the beginning of the turns that prompts leave out
+        self._n_dropped = 0  # oldest messages that prompts leave out
         self._attempt = 0  # how often the last answer was regenerated
-        self._answered: Answer | None = None  # the last answer, where it was written here
+        self._answered: AnswerSoFar | None = None  # the last answer, if it was generated here
 
     @property
     def messages(self) -> Turns:
-        """The whole conversation, also what the context has no room for, with the system prompt."""
+        """The whole conversation with the system prompt, including turns that prompts leave out."""
         return (*self._system_messages(), *self._turns)
 
     def replace(self, messages: Sequence[Message]) -> None:
-        """Go on from another conversation, with its system prompt if it has one; PromptError if two."""
+        """Continue another conversation, with its system prompt if it has one; PromptError if it has two."""
         begins = bool(messages) and messages[0].role == "system"
         turns = tuple(messages[1:] if begins else messages)
         if any(message.role == "system" for message in turns):
-            raise PromptError("a conversation has one system prompt, at its beginning; mend the file")
+            raise PromptError("a conversation has one system prompt, at its beginning; correct the file")
         self._system = messages[0].text if begins else self._system
         self._turns, self.last = turns, None
         self._begin()
 
     def reset(self) -> None:
-        """Begin anew; the system prompt stays."""
+        """Start over; the system prompt stays."""
         self.replace(())
 
     def ask(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
-        """The answer to a message, piece by piece. Stopping early keeps what has come.
+        """Answer a message, piece by piece. Stopping early keeps the text so far.
 
-        `on_prefill` is told how many tokens of the conversation are prefilled, of how many. Where the message
-        does not fit (ContextFullError) or the template refuses it (PromptError), nothing changes.
+        `on_prefill` receives the number of processed prompt tokens, and of all. If the message does not fit
+        (ContextFullError) or the template refuses it (PromptError), nothing changes.
         """
         return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
 
     @property
     def last_message(self) -> str:
-        """What the user said last; PromptError where that is nothing yet."""
+        """The user's last message; PromptError if there is none yet."""
         return self._turns[self._last_asked()].text
 
     def ask_instead(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
-        """The answer to another message in place of the last one; else as `ask`."""
+        """Answer another message in place of the last one; otherwise as `ask`."""
         return self._answer((*self._turns[: self._last_asked()], Message("user", text)), 0, on_prefill)
 
     def go_on(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
-        """More of the last answer: what a larger limit would have let it write at once; errors as `ask`."""
-        self._require_answer("go on with")
+        """Continue the last answer, as a larger limit would have done; errors as `ask`."""
+        self._require_answer("continue")
         return self._answer(self._turns[:-1], self._attempt, on_prefill, more=True)
 
     def regenerate(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
-        """Another answer to the last message, with another seed; errors as `ask`."""
+        """Answer the last message again, with another seed; errors as `ask`."""
         self._require_answer("regenerate")
         if self.settings.sampling.temperature == 0:
             self._tell("at temperature 0 the answer is always the same")
@@ -176,7 +176,7 @@ class Session:
     def _answer(
         self, turns: Turns, attempt: int, on_prefill: Progress | None, *, more: bool = False
     ) -> Generator[str, None, None]:
-        before = Answer()
+        before = AnswerSoFar()
         if more:
             before = self._answered or self._answer_of_file(self._turns[-1].text, turns)
         prompt, is_thinking = self._prompt(turns, before)
@@ -220,13 +220,13 @@ class Session:
             prompt, settings.max_tokens, open_stream, parser, self._vocabulary, settings.reasoning_budget
         )
 
-    def _keep(self, turns: Turns, reply: Reply, before: Answer, said: str, attempt: int) -> None:
-        """Let the conversation go on with an answer, or as before where nothing was said."""
+    def _keep(self, turns: Turns, reply: Reply, before: AnswerSoFar, said: str, attempt: int) -> None:
+        """Add an answer to the conversation, unless it was interrupted before its first text."""
         completion, totals = reply.completion, self.totals
         if completion.stop_reason is StopReason.INTERRUPT and not said:
             return
         self._transcript.wrote(completion.tokens)
-        self._answered = Answer(
+        self._answered = AnswerSoFar(
             (*before.tokens, *completion.tokens), before.text + completion.text, before.said + said
         )
         self._turns = (*turns, self._as_message(self._answered.said))
@@ -241,11 +241,11 @@ class Session:
     def _system_messages(self) -> Turns:
         return (Message("system", self._system),) if self._system else ()
 
-    def _prompt(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
-        """Tokens of the conversation and of an answer that is continued, and whether reasoning comes next.
+    def _prompt(self, turns: Turns, answered: AnswerSoFar) -> tuple[TokenArray, bool]:
+        """Return the prompt, with the answer that is continued, and whether reasoning comes next.
 
-        Once there is no room for an answer, the oldest turns are dropped until half of the context is free:
-        after every drop what is left must be prefilled anew, so it should be rare.
+        Once there is no room for an answer, the oldest turns are dropped until half of the context is free.
+        After a drop the rest must be processed again, so drops should be rare.
         """
         size = self._pair.target.context_size
         room = size - min(self.settings.max_tokens, size // 4)
@@ -264,8 +264,8 @@ class Session:
             n_turns = sum(message.role == "user" for message in turns[self._n_dropped : n_dropped])
             self._tell(
                 f"the conversation has outgrown the context of {size} tokens; from now on the model "
-                f"is asked without the {n_turns} oldest turns it saw"
-                + (", but with the system prompt" if self._system else "")
+                f"does not see the {n_turns} oldest turns"
+                + (", but still the system prompt" if self._system else "")
             )
             self._n_dropped = n_dropped
         return tokens, is_thinking
@@ -273,7 +273,7 @@ class Session:
     def _render(self, messages: Turns) -> Rendered:
         return self._template.render(messages, template_kwargs=self.settings.template_kwargs)
 
-    def _tokens(self, turns: Turns, answered: Answer) -> tuple[TokenArray, bool]:
+    def _tokens(self, turns: Turns, answered: AnswerSoFar) -> tuple[TokenArray, bool]:
         self._prompted = (*self._system_messages(), *turns)
         rendered = self._render(self._prompted)
         tokens = self._transcript.read(rendered)
@@ -282,27 +282,27 @@ class Session:
         return tokens, self._format.begins_thinking(rendered.text)
 
     def _as_message(self, said: str) -> Message:
-        """An answer as it goes on in the conversation: without the spaces that the template itself writes."""
+        """Return an answer as a message, without the spaces that the template writes itself."""
         for variant in (said, said.strip()):
             message = Message("assistant", variant)
-            with suppress(PromptError):  # a template may want the user to speak last
+            with suppress(PromptError):  # a template may require a user message at the end
                 rendered = self._render((*self._prompted, message))
                 if rendered.text.startswith(self._transcript.text):
                     return message
         return Message("assistant", said)
 
-    def _answer_of_file(self, said: str, turns: Turns) -> Answer:
-        """An answer that was not written here: only what was said is known, and not what was thought."""
+    def _answer_of_file(self, said: str, turns: Turns) -> AnswerSoFar:
+        """Return an answer that was not generated here; its reasoning is unknown."""
         rendered = self._render((*self._system_messages(), *turns))
         reasoning = self._format.reasoning
         cut = reasoning.cut if reasoning is not None and self._format.begins_thinking(rendered.text) else ""
         tokens = tokenize_inside(self._vocabulary, cut, parse_special=True).tolist()
         tokens += tokenize_inside(self._vocabulary, said).tolist()
-        return Answer(tuple(tokens), cut + said, said)
+        return AnswerSoFar(tuple(tokens), cut + said, said)
 
 
 def _next_turn(turns: Turns, start: int) -> int | None:
-    """Where the turn after the one at `start` begins; None if that is the last."""
+    """Return where the turn after the one at `start` begins; None if there is none."""
     return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
 
 

@@ -1,7 +1,7 @@
-"""Messages, and chat templates, which make a conversation the text that a model was trained to read.
+"""Messages, and chat templates, which turn a conversation into the text that a model was trained to read.
 
-A template is a Jinja program in a model's file. It runs in a sandboxed process (`chat/sandbox.py`), with the
-words of users, tools and clients escaped (`chat/escaping.py`); whatever goes wrong in it becomes one line.
+A template is a Jinja program in a model's file. It runs in a sandboxed process (`chat/sandbox.py`), with text
+from users, tools and clients escaped (`chat/escaping.py`). Any error in it becomes one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
 
 KEY = "tokenizer.chat_template"
-RESERVED = frozenset(  # what a template's own variables may not replace
+RESERVED = frozenset(  # variables that `template_kwargs` may not replace
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception",
      "strftime_now"}
 )  # fmt: skip
@@ -30,11 +30,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class NoTemplateError(ModelFileError):
-    """A model's file holds no chat template."""
+    """A model's file has no chat template."""
 
 
 class TemplateError(PromptError):
-    """A chat template is not valid, or refuses a conversation."""
+    """A chat template is invalid, or refuses a conversation."""
 
 
 class SystemPromptError(TemplateError):
@@ -51,20 +51,20 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: str  # JSON, as the model wrote it: it may be wrong
+    arguments: str  # JSON as the model wrote it; may be invalid
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One contribution to a conversation; ValueError where the role is unknown."""
+    """A message of a conversation; ValueError if the role is unknown."""
 
     role: str  # system, user, assistant or tool
     text: str
     name: str | None = None  # of the speaker, or of the tool whose result this is
-    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
+    tool_calls: tuple[ToolCall, ...] = ()  # only of the assistant
     tool_call_id: str | None = None  # the call whose result this is
-    reasoning: str | None = None  # what the assistant thought before its answer
-    place: str = field(default="", compare=False)  # where a client sent it, such as messages.3, for errors
+    reasoning: str | None = None  # before the assistant's answer
+    place: str = field(default="", compare=False)  # in the request, such as messages.3, for errors
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -72,10 +72,10 @@ class Message:
 
 
 class ChatTemplate:
-    """Renders conversations for one model; TemplateError where the source is not valid Jinja.
+    """Renders conversations for one model; TemplateError if the source is not valid Jinja.
 
-    `bos` and `eos` are how the model spells the beginning and the end of a text, "" where it has no such
-    token; `special` all its control tokens, by default these two.
+    `bos` and `eos` are the spellings of the model's tokens for the beginning and the end of a text, "" if it
+    has none; `special` are all its control tokens, by default these two.
     """
 
     def __init__(self, source: str, bos: str, eos: str, special: SpecialTokens | None = None) -> None:
@@ -89,12 +89,12 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, model: LlamaModel, source: str | None = None) -> ChatTemplate:
-        """The template in a model's file, or another for it; NoTemplateError where there is none."""
+        """Return the template in a model's file, or `source` instead; NoTemplateError if there is none."""
         if source is None:
             source = model.metadata(KEY)
         if source is None:
             raise NoTemplateError(
-                f"{model.path} has no chat template: it was made to continue text, not to converse; choose "
+                f"{model.path} has no chat template: it was trained to continue text, not to chat; choose "
                 f"an instruction-tuned model, or give a template"
             )
         words = model.vocabulary
@@ -103,12 +103,12 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template tells the model about tools; if not, it would not know of any."""
+        """Whether the template shows the model the tools."""
         return re.search(r"\btools\b", self.source) is not None
 
     @cached_property
     def takes_later_system(self) -> bool:
-        """Whether a system message may follow others, and its text is rendered."""
+        """Whether a system message may follow others and is rendered."""
         roles = ("system", "user", "assistant", "system", "user")
         messages = [Message(role, f"text {i}") for i, role in enumerate(roles)]
         try:
@@ -117,9 +117,9 @@ class ChatTemplate:
             return False
 
     def with_one_system(self, messages: Sequence[Message]) -> list[Message]:
-        """A conversation in which one system message comes first, as most templates want it.
+        """Return a conversation with one system message at its beginning, as most templates require.
 
-        Later ones stay where they are if the template takes them there; else they join the first.
+        Later ones stay where they are if the template accepts that; otherwise they join the first.
         """
         n = next((i for i, each in enumerate(messages) if each.role != "system"), len(messages))
         first, rest = list(messages[:n]), list(messages[n:])
@@ -138,14 +138,14 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Json] | None = None,
         parse_special: bool = False,
     ) -> Rendered:
-        """The conversation, up to where the assistant's next words begin.
+        """Render the conversation, up to where the assistant's answer begins.
 
-        Nothing in it becomes a control token but what the template itself writes, and with `parse_special`
-        what messages do. Tools are in OpenAI's form, {"type": "function", "function": {…}}.
-        `template_kwargs` are more variables for the template, such as {"enable_thinking": False}.
+        Only the template can write control tokens, and with `parse_special` messages, too. Tools are in
+        OpenAI's form, {"type": "function", "function": {…}}. `template_kwargs` are more variables for the
+        template, such as {"enable_thinking": False}.
 
-        PromptError where these would replace what the template gets in any case; TemplateError where the
-        template refuses, as many do if user and assistant do not take turns, or takes too long.
+        PromptError if these replace a reserved variable; TemplateError if the template takes too long or
+        refuses, as many do if user and assistant do not alternate.
         """
         kwargs = template_kwargs or {}
         if taken := RESERVED.intersection(kwargs):
@@ -155,7 +155,7 @@ class ChatTemplate:
         try:
             return self._rendered(said, tools, kwargs, special)
         except TemplateError as error:
-            in_text = conversation(messages, arguments_in_text=True)  # as some templates want them
+            in_text = conversation(messages, arguments_in_text=True)  # as some templates expect them
             if in_text != said and not isinstance(error, TemplateTimeError):
                 with suppress(TemplateError):
                     return self._rendered(in_text, tools, kwargs, special)
@@ -171,7 +171,7 @@ class ChatTemplate:
         """As `render`."""
         try:
             escaper = Escaper(special, texts_in([self.source, messages, tools, kwargs]))
-            # Plain dictionaries and lists are what templates are written for.
+            # Templates are written for plain dictionaries and lists.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
                 "messages": [
@@ -195,9 +195,9 @@ class ChatTemplate:
         return rendered
 
     def refused_place(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> str:
-        """The place of the message at which `render` fails with an error; "": it is none of them, or unknown.
+        """Return the place of the message at which `render` fails; "" if it is none of them, or unknown.
 
-        `more` is what `render` was called with besides the messages.
+        `more` are the other arguments of `render`.
         """
         if isinstance(error, TemplateTimeError) or self._refuses((), error, **more):
             return ""
@@ -220,7 +220,7 @@ class ChatTemplate:
 
 
 def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """A conversation for a template that takes no tools: the first message tells of them, calls are text."""
+    """Return a conversation for a template without tools: its first message lists them, calls are text."""
     found: list[Message] = []
     before = ""  # role
     for message in messages:
@@ -242,7 +242,7 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -
 
 
 def conversation(messages: Sequence[Message], *, arguments_in_text: bool = False) -> list[dict[str, Json]]:
-    """Messages as most templates know them: as in OpenAI's API, but with arguments of calls as objects."""
+    """Return messages as in OpenAI's API, but with the arguments of calls as objects, for templates."""
     return [_as_dict(message, arguments_in_text) for message in messages]
 
 
@@ -254,7 +254,7 @@ def _as_dict(message: Message, arguments_in_text: bool) -> dict[str, Json]:
         found["tool_call_id"] = message.tool_call_id
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
-        if not (message.text and message.tool_calls):  # gpt-oss wants only one of both beside a call
+        if not (message.text and message.tool_calls):  # gpt-oss accepts only one of both beside a call
             found["thinking"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [_call_as_dict(call, arguments_in_text) for call in message.tool_calls]
@@ -267,10 +267,10 @@ def _call_as_dict(call: ToolCall, arguments_in_text: bool = False) -> dict[str, 
 
 
 def _as_object(arguments: str) -> Mapping[str, Json]:
-    """Arguments of a call as an object, for templates iterate over them.
+    """Return the arguments of a call as an object, because templates iterate over them.
 
-    Those that were cut off are closed, so that what was written before stays in the KV cache. What is no
-    object becomes the text in one.
+    Arguments that were cut off are closed, so that their beginning is found in the KV cache. Anything but an
+    object becomes a string in one.
     """
     try:
         found = from_json(arguments.strip() or "{}")

@@ -1,8 +1,8 @@
 """Grammars that hold a model to the schemas of its tools, in its family's own format of calls.
 
-The text is Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for token 7. Where no call
-is forced, the model may write text, and is constrained once a call begins.
-tests/chat/test_tool_grammar.py asks llguidance.
+The grammars are Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for token 7. Unless a call is
+forced, the model may write text, and is constrained once a call begins.
+tests/chat/test_tool_grammar.py runs them in llguidance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def tool_grammar(
     is_parallel: bool = True,
     thinking: bool = False,
 ) -> str | None:
-    """The grammar of an answer whose calls fit the tools; None where the format of calls is not known.
+    """Return the grammar of an answer whose calls fit the tools; None if the format of calls is unknown.
 
-    The tools are in OpenAI's form, at least one. Marks are tokens where `controls`, the vocabulary's control
-    tokens, have them, else text. `is_forced`: the answer must be a call; `is_parallel`: several are allowed,
-    where the family writes several; `thinking`: the prompt ends with the mark that opens reasoning.
-    Arguments of Gemma 4 are well-formed only: its notation is not JSON, so that schemas do not apply.
+    The tools are in OpenAI's form, at least one. Marks are tokens if they are in `controls`, the vocabulary's
+    control tokens, else text. `is_forced`: the answer must be a call; `is_parallel`: several are allowed,
+    if the family writes several; `thinking`: the prompt ends with the mark that opens reasoning.
+    Arguments of Gemma 4 are only well-formed: its notation is not JSON, so schemas do not apply.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
     if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
@@ -43,7 +43,7 @@ def tool_grammar(
 def answer_grammar(
     answer_format: AnswerFormat, schema: Mapping[str, Json], controls: Mapping[str, int], *, thinking: bool
 ) -> str:
-    """The grammar of reasoning and an answer that is JSON of a schema; parameters as of `tool_grammar`."""
+    """Return the grammar of reasoning and an answer in JSON; parameters as in `tool_grammar`."""
     return _Grammar(answer_format, controls, thinking).of_answer(schema)
 
 
@@ -76,7 +76,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self._rules, f"answer: %json {json.dumps(schema)}"])
 
     def _mark(self, *texts: str) -> str:
-        """Texts in a rule, with the control tokens in them as tokens: "a" <[7]> "b"."""
+        """Return texts for a rule, with control tokens as tokens: "a" <[7]> "b"."""
         spellings = sorted(filter(None, self._controls), key=len, reverse=True)
         pattern = "|".join(map(re.escape, spellings)) or r"(?!)"
         parts = [part for text in texts for part in re.split(f"({pattern})", text) if part]
@@ -85,7 +85,7 @@ class _Grammar:
         )
 
     def _around_calls(self, is_forced: bool, is_parallel: bool) -> str:
-        """What an answer consists of, in all families but harmony."""
+        """Return the start rule of all families but harmony."""
         calls = self._format.calls
         assert calls is not None
         many = f" ({calls.between} call)*" if is_parallel and calls.between is not None else ""
@@ -95,7 +95,7 @@ class _Grammar:
         if is_forced:
             one = f"{self._mark(*calls.opening)} {body}".strip()
             return f"{think}{one} ({calls.again} {one})*" if is_parallel else f"{think}{one}"
-        if not calls.opening:  # JSON as the whole answer
+        if not calls.opening:  # a call is the whole answer
             self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
             return f"{think}(TEXT | {body})?"
         mark, *others = calls.opening
@@ -105,7 +105,7 @@ class _Grammar:
         return f"{think}({one})* TAIL" if is_parallel else f"{think}(TAIL | {one})"
 
     def _channels(self, is_forced: bool) -> str:
-        """The messages of harmony, of which the prompt has begun the first."""
+        """Return the start rule of harmony; the prompt has begun the first message."""
         channel, message = self._mark("<|channel|>"), self._mark("<|message|>")
         self._rules += [
             f"TEXT: {_ANYTHING}",
@@ -117,7 +117,7 @@ class _Grammar:
         return "analysis? preamble? call" if is_forced else "analysis? (final | preamble? call)"
 
     def _reasoning(self) -> str:
-        """Reasoning before the answer."""
+        """Return the rule part for reasoning before the answer."""
         reasoning = self._format.reasoning
         if reasoning is None:
             return ""
@@ -127,9 +127,9 @@ class _Grammar:
         return f"{thought} " if self._is_thinking else f"({opening} {thought})? "
 
     def _up_to(self, mark: str, name: str) -> str:
-        """Any text up to a mark, and the mark."""
+        """Return a rule part for any text up to a mark, and the mark."""
         if mark in self._controls:
-            # A parser takes the mark spelled by other tokens for the end of reasoning, too.
+            # The parser ends reasoning also at a mark that is spelled with other tokens.
             without = f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" if name == "thought" else ""
             self._rules.append(f"{name.upper()}: {_ANYTHING}{without}")
             return f"{name.upper()} {self._mark(mark)}"
@@ -137,7 +137,7 @@ class _Grammar:
         return name
 
     def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
-        """The rule `call_i`, and those that it needs. A name never becomes a control token."""
+        """Add the rule `call_i` and the rules that it needs. A name never becomes a control token."""
         calls = self._format.calls
         assert calls is not None
         names = {NAME: quoted(name), QUOTED_NAME: quoted(quoted(name))}
@@ -152,7 +152,7 @@ class _Grammar:
             self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
 
     def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
-        """`arguments_i`: Qwen's parameters between tags, in the order of the schema; any if it names none."""
+        """Add `arguments_i`: Qwen's parameters in tags, in the schema's order; any if it names none."""
         if "properties" not in schema:
             self._rules += [
                 f"arguments_{i}: any_{i}*",
@@ -177,7 +177,7 @@ class _Grammar:
         self._rules.append(f"arguments_{i}: {' '.join(parts) or quoted('')}")
 
     def _gemma_values(self) -> None:
-        """`object`: any in Gemma 4's notation, {key:<|"|>text<|"|>,other:[1,true]}."""
+        """Add `object`: any object in Gemma 4's notation, {key:<|"|>text<|"|>,other:[1,true]}."""
         mark = '<|"|>'
         self._rules += [
             'object: "{" (entry ("," entry)*)? "}"',
@@ -189,5 +189,5 @@ class _Grammar:
 
 
 def _escaped(text: str) -> str:
-    """A text in a regular expression."""
+    """Escape a text for a regular expression."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")

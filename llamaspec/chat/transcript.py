@@ -1,8 +1,8 @@
-"""The tokens with which a conversation was read and written, so that the next turn continues the KV cache.
+"""The tokens of a conversation as it was read and generated, so that the next turn reuses the KV cache.
 
-A tokenizer need not find again the tokens that a model chose to write a text with, and behind the first that
-differs nothing in the cache can be used. So what is known is not tokenized again. Knows nothing of turns or
-templates. tests/chat/test_cached_turns.py measures what is saved.
+A tokenizer may split a generated text differently than the model wrote it, and nothing behind the first token
+that differs can be reused. So known text is not tokenized again. This module knows nothing of turns or
+templates. tests/chat/test_cached_turns.py measures the effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamaspec.values import NO_TOKENS, TokenArray
 
 
 def tokenize(rendered: Rendered, vocabulary: LlamaVocabulary, special: SpecialTokens) -> TokenArray:
-    """Token ids of a rendered conversation or a part of one, without a token that begins it: int32 [n]."""
+    """Tokenize a rendered conversation or a part of one, without the beginning-of-text token: int32 [n]."""
     parts = [
         vocabulary.tokenize(text, add_special=False, parse_special=is_trusted)
         for text, is_trusted in rendered.segments(special)
@@ -28,7 +28,7 @@ def tokenize(rendered: Rendered, vocabulary: LlamaVocabulary, special: SpecialTo
 
 
 def tokenize_inside(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool = False) -> TokenArray:
-    """Tokens of a text that follows another, without the space that SentencePiece begins with: int32 [n]."""
+    """Tokenize a text that follows another, without SentencePiece's leading space: int32 [n]."""
     tokens = vocabulary.tokenize(text.encode(), add_special=False, parse_special=parse_special)
     has_space = len(tokens) > 0 and vocabulary.piece(int(tokens[0])) == b" " and not text.startswith(" ")
     return tokens[1:] if has_space else tokens
@@ -36,11 +36,11 @@ def tokenize_inside(vocabulary: LlamaVocabulary, text: str, *, parse_special: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """Text and its tokens; it is known as a whole or not at all."""
+    """Text and its tokens; reused as a whole or not at all."""
 
     text: bytes
     tokens: TokenArray  # [n]
-    specials: tuple[Span, ...] = ()  # where the text spells control tokens that were read as such
+    specials: tuple[Span, ...] = ()  # control tokens in the text
 
 
 class Transcript:
@@ -51,17 +51,17 @@ class Transcript:
         self._special = SpecialTokens(vocabulary.controls)
         self._controls = {token: text.encode() for text, token in vocabulary.controls.items()}
         self._segments: list[_Segment] = []
-        # SentencePiece vocabularies write a space before every text, also in the middle of one.
+        # SentencePiece vocabularies put a space before every text, even in the middle of one.
         first = vocabulary.tokenize(b"a", add_special=False)[:1].tolist()
         self._adds_space = any(vocabulary.piece(token).startswith(b" ") for token in first)
 
     @property
     def text(self) -> bytes:
-        """All that was read and written."""
+        """Everything that was read and generated."""
         return b"".join(segment.text for segment in self._segments)
 
     def read(self, rendered: Rendered) -> TokenArray:
-        """Tokens of a text, beginning with those known for as long as it is the known text: int32 [n]."""
+        """Tokenize a text, with the known tokens for as long as the text is known: int32 [n]."""
         known = self._known(rendered)
         n_known = sum(len(segment.text) for segment in known)
         new = self._continuation(rendered.after(n_known)) if known else None
@@ -72,16 +72,16 @@ class Transcript:
         return np.concatenate([segment.tokens for segment in self._segments])
 
     def wrote(self, tokens: Sequence[int]) -> None:
-        """Note what the model wrote behind the text last read."""
+        """Add tokens that the model generated behind the text last read."""
         for token in tokens:
             text = self._vocabulary.piece(token)
             specials: tuple[Span, ...] = ()
-            if not text and (text := self._controls.get(token, b"")):  # a template writes it just so
+            if not text and (text := self._controls.get(token, b"")):  # templates spell it like this
                 specials = ((0, len(text)),)
             self._segments.append(_Segment(text, np.array([token], dtype=np.int32), specials))
 
     def _known(self, rendered: Rendered) -> list[_Segment]:
-        """The segments with which a text begins."""
+        """Return the known segments with which a text begins."""
         known: list[_Segment] = []
         end = n_specials = 0
         for segment in self._segments:
@@ -101,7 +101,7 @@ class Transcript:
         return known
 
     def _continuation(self, rendered: Rendered) -> _Segment | None:
-        """A text that follows a known one; None where the tokenizer cannot begin there."""
+        """Tokenize a text that follows a known one; None if the tokenizer cannot begin there."""
         tokens = tokenize(rendered, self._vocabulary, self._special)
         first = self._vocabulary.piece(int(tokens[0])) if len(tokens) else b""
         if self._adds_space and first.startswith(b" "):

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from llamaspec.chat.session import ConversationFiles, Reply, Session, Settings, keep_last, load_last
+from llamaspec.chat.session import ChatSettings, ConversationFiles, Reply, Session, keep_last, load_last
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (
@@ -114,7 +114,7 @@ def chat(
     seed = decoding.seed_or_random()
     with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
-        settings = Settings(*how, reasoning_budget)
+        settings = ChatSettings(*how, reasoning_budget)
         if reasoning == "off":  # a model that thinks all the same has no tokens for it
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
         thoughts = Thoughts(is_shown=reasoning == "show")

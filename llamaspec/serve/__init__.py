@@ -9,7 +9,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-MAX_PARALLEL = 16  # sequences that a draft model evaluates at once
+MAX_PARALLEL = 16  # maximum number of sequences that a draft model evaluates at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8080  # 0 = any free port
-    parallel: int = 4  # sequences that run at once
-    max_queue: int = 64  # requests that may wait
+    parallel: int = 4  # maximum number of sequences that run at once
+    max_queue: int = 64  # maximum number of waiting sequences
     keys: tuple[str, ...] = field(default=(), repr=False)
     no_auth: bool = False
     cors_origins: tuple[str, ...] = ()
-    alias: str | None = None  # the model's name in answers
+    alias: str | None = None  # the model's name in responses
     request_timeout: float | None = 600.0  # seconds
-    grace_seconds: float = 30.0  # for running requests when the server stops
+    grace_seconds: float = 30.0  # for running requests, when the server stops
     keep_alive_seconds: float = 4.0  # between comments in a silent stream
     log_format: LogFormat = "text"
-    body_bytes: int = 8 << 20  # that a request may have, as the next two
-    body_seconds: float = 30.0  # until the whole body has arrived
-    json_depth: int = 64
+    body_bytes: int = 8 << 20  # maximum size of a body
+    body_seconds: float = 30.0  # maximum time for a body to arrive
+    json_depth: int = 64  # maximum nesting of a body
 
     def __post_init__(self) -> None:
         fine = all(key.isascii() and key.isprintable() and key.strip() for key in self.keys)
@@ -53,7 +53,7 @@ class ServeSettings:
                 raise ValueError(message)
         if not self.is_local and not self.keys and not self.no_auth:
             raise ValueError(
-                f"--host {self.host} lets other machines in; give --api-key, or --no-auth if that is meant"
+                f"--host {self.host} lets other machines in; give --api-key, or --no-auth if you want that"
             )
 
     @property
@@ -67,5 +67,5 @@ class ServeSettings:
             return False
 
     def knows_key(self, given: str) -> bool:
-        """Whether a key is valid; the time taken does not depend on how much of it is right."""
+        """Whether a key is valid; takes the same time however much of it is right."""
         return sum(secrets.compare_digest(given.encode(), key.encode()) for key in self.keys) > 0

@@ -43,7 +43,7 @@ Data = dict[str, Any]
 
 
 class ThinkingFields(Fields):
-    """Whether and how long the model reasons before it answers."""
+    """Whether and how much the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -135,12 +135,12 @@ class MessagesForm(Form):
         if self._is_begun:
             return _event("ping")
         n_read, n_cached = progress.n_read, progress.n_cached
-        if n_read is not None and (n_cached < n_read or n_read == progress.n_to_read):  # no more is cached
+        if n_read is not None and (n_cached < n_read or n_read == progress.n_to_read):  # rest not cached
             return self._start(n_cached)
         return super()._keep_alive(index, progress)
 
     def _start(self, n_cached: int) -> bytes:
-        """The first event. It says how much of the prompt was cached, so it waits until that is known."""
+        """Return the first event. It waits until it is known how much of the prompt was cached."""
         if self._is_begun:
             return b""
         self._is_begun = True
@@ -152,7 +152,7 @@ class MessagesForm(Form):
         return sse(anthropic_error(exception), "error")
 
     def _add(self, index: int, delta: Delta) -> bytes:
-        begun = self._start(0)  # a prompt is read before there is text, so this is for safety
+        begun = self._start(0)  # usually begun by the progress of the prompt
         if isinstance(delta, CallDelta):
             self._has_calls = True
             return begun + self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})

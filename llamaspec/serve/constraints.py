@@ -1,4 +1,4 @@
-"""What an answer must match: response formats, and calls that fit the schemas of their tools.
+"""Constraints on answers: response formats, and calls that fit the schemas of their tools.
 
 tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 """
@@ -25,8 +25,8 @@ from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import bad_field, not_supported
 from llamaspec.serve.tools import ToolUse, subschemas, without_prose
 
-MAX_COMPILED = 64  # constraints that are kept
-# Arguments as templates write them in the next turn (Jinja's tojson), so that they come out of the KV cache.
+MAX_COMPILED = 64  # constraints in the cache
+# Write arguments as templates do in the next turn (Jinja's tojson), so that the KV cache holds them.
 _AS_RENDERED: Mapping[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -37,7 +37,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What a text must match."""
+    """A schema or grammar that an answer must match."""
 
     kind: Literal["json_schema", "grammar"]
     text: str
@@ -46,12 +46,12 @@ class ResponseFormat:
 
     @classmethod
     def of_schema(cls, schema: Schema, field: str, place: str) -> ResponseFormat:
-        """JSON of a schema."""
+        """Return the format of a JSON schema."""
         return cls("json_schema", json.dumps(without_prose(schema)), field, place)
 
 
 class FormatFields(Fields):
-    """What the answer must match: in itself, or for some APIs in `format`."""
+    """The response format, given directly or, in some APIs, in `format`."""
 
     type: str | None = None
     json_schema: FormatFields | None = None
@@ -59,7 +59,7 @@ class FormatFields(Fields):
     format: FormatFields | None = None
 
     def wanted(self, field: str) -> ResponseFormat | None:
-        """None for text; RequestError if the type is unknown or the schema is missing."""
+        """Return the format, None for text; RequestError if the type is unknown or the schema is missing."""
         if self.type == "text":
             return None
         if self.type not in ("json_object", "json_schema"):
@@ -72,25 +72,25 @@ class FormatFields(Fields):
 
 
 def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | None:
-    """What `format` in a field says."""
+    """Return the format given in `format` of a field."""
     return None if fields is None or fields.format is None else fields.format.wanted(f"{field}.format")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationParameters:
-    """What a text consists of and must match. Default: any text."""
+    """The parts of an answer and its constraints. Default: any text."""
 
     answer_format: AnswerFormat = default(default_factory=AnswerFormat)
-    tools: Sequence[Mapping[str, Any]] = ()  # that may be called
+    tools: Sequence[Mapping[str, Any]] = ()  # tools that may be called
     starts_in_reasoning: bool = False
     reasoning_budget: int | None = None  # tokens
     constraint: Constraint | None = None
-    constraint_after_cut: Constraint | None = None  # replaces it once the budget has ended the reasoning
+    constraint_after_cut: Constraint | None = None  # replaces it once the reasoning is ended by its budget
     not_held: Sequence[str] = ()  # tools whose schemas cannot be enforced, for the log
 
 
 class Constraints:
-    """Compiles what the answers of one pair must match, and keeps the last ones.
+    """Compiles the constraints of one pair, with a cache of the most recent ones.
 
     `marks` are the tokens that the vocabulary has for the marks of calls and reasoning.
     """
@@ -103,7 +103,7 @@ class Constraints:
         self._of_calls = lru_cache(MAX_COMPILED)(self._compile_calls)
 
     async def compile(self, wanted: ResponseFormat) -> Constraint:
-        """The constraint of a response format, compiled in a thread; RequestError naming what is wrong."""
+        """Compile a response format in a thread; RequestError names the faulty part of a schema."""
         try:
             return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
         except ConstraintError as error:
@@ -116,7 +116,7 @@ class Constraints:
     async def with_format(
         self, parameters: GenerationParameters, wanted: ResponseFormat
     ) -> GenerationParameters:
-        """Constrains the text that follows the reasoning."""
+        """Constrain the text that follows the reasoning."""
         answer_format = parameters.answer_format
         has_channels = answer_format.calls is HARMONY
         alone = await self.compile(wanted)
@@ -136,7 +136,7 @@ class Constraints:
         return replace(parameters, constraint=constraint, constraint_after_cut=alone)
 
     async def with_tools(self, parameters: GenerationParameters, use: ToolUse) -> GenerationParameters:
-        """Holds calls to their schemas, where the grammar of the model's calls is known."""
+        """Constrain calls to their schemas, if the grammar of the model's calls is known."""
         answer_format = parameters.answer_format
         if answer_format.calls is HARMONY:
             # Cutting the reasoning would lead to the final channel, past the call.
@@ -151,13 +151,13 @@ class Constraints:
     async def _calls(
         self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
     ) -> tuple[Constraint | None, Sequence[str]]:
-        """The constraint of an answer with calls, and the tools that it cannot hold to their schemas."""
+        """Return the constraint of an answer with calls, and the tools whose schemas it cannot enforce."""
         named = [tool["function"] for tool in use.tools]
         named = [each for each in named if not use.is_named or each["name"] == use.choice]
         tools: list[str] = []
         for each in named:
             schema = without_prose(each["parameters"])
-            # Unless it is strict, llguidance ignores what it does not know of the schema.
+            # Unless it is strict, llguidance ignores keywords that it does not know.
             spaces = {**_spaces(answer_format), "lenient": each["name"] not in use.strict}
             schema.setdefault("x-guidance", spaces)
             tools.append(json.dumps({"name": each["name"], "parameters": schema}))
@@ -177,7 +177,7 @@ class Constraints:
         tools: tuple[str, ...],
         strict: Set[str],
     ) -> tuple[Constraint | None, Sequence[str]]:
-        """As `_calls`; each tool as JSON. What cannot be compiled becomes any object, unless it is strict."""
+        """As `_calls`; each tool as JSON. Parameters that do not compile become any object, unless strict."""
         several = [json.loads(tool) for tool in tools]
 
         def compiled(several: Sequence[Schema]) -> Constraint | None:
@@ -193,7 +193,7 @@ class Constraints:
 
         names = [tool["name"] for tool in several]
         any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
-        free: dict[int, str] = {}  # why, as the log says it
+        free: dict[int, str] = {}  # tools without a schema, with the reason for the log
         while True:
             each = [
                 {**tool, "parameters": any_object} if i in free else tool for i, tool in enumerate(several)
@@ -203,7 +203,7 @@ class Constraints:
             except ConstraintError as error:
                 reasons = {} if free else {i: self._wrong(tool, compiled) for i, tool in enumerate(several)}
                 wrong = {i: why for i, why in reasons.items() if why is not None}
-                if not wrong:  # all together they are too much
+                if not wrong:  # each compiles, but all together are too large
                     held = [i for i in range(len(tools)) if i not in free and names[i] not in strict]
                     held.sort(key=lambda i: -len(tools[i]))
                     wrong = dict.fromkeys(held[: max(1, len(held) // 8)], str(error))
@@ -213,7 +213,7 @@ class Constraints:
                 free |= wrong
 
     def _wrong(self, tool: Schema, compiled: Callable[[Sequence[Schema]], object]) -> str | None:
-        """Why a tool cannot be compiled alone; None: it can."""
+        """Return why a tool cannot be compiled on its own; None if it can."""
         try:
             compiled([tool])
         except ConstraintError as error:
@@ -221,7 +221,7 @@ class Constraints:
         return None
 
     def _fault(self, schema: Schema) -> str:
-        """The path of the innermost part of a schema that cannot be compiled; "": only the whole cannot."""
+        """Return the path of the innermost part of a schema that does not compile; "" for the whole."""
         shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
 
         def error_of(schema: Schema) -> str | None:
@@ -234,7 +234,7 @@ class Constraints:
         wrong = error_of(schema)
 
         def fails(parts: Sequence[Schema]) -> bool:
-            """Whether one of the parts is what is wrong; others may refer to what is not there."""
+            """Whether one of the parts causes the error; others may refer to missing definitions."""
             properties = {str(i): part for i, part in enumerate(parts)}
             return error_of({**shared, "type": "object", "properties": properties}) == wrong
 
@@ -256,7 +256,7 @@ def _path(*parts: str) -> str:
 
 
 def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
-    """Where a model may write spaces in the arguments of its calls."""
-    if answer_format.calls is HARMONY:  # it was trained to write JSON without them
+    """Return where a model may write spaces in the arguments of its calls."""
+    if answer_format.calls is HARMONY:  # trained to write JSON without spaces
         return {"whitespace_pattern": WHITESPACE}
     return _AS_RENDERED

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be answered, in the words of its API.
+"""Errors of requests, in the form of each API.
 
 Messages never repeat what the client sent. tests/serve/test_bad_requests.py, tests/serve/test_overflow.py.
 """
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from llamaspec.chat.template import NoTemplateError
 from llamaspec.errors import LlamaspecError, PromptError
 
-_TYPES = {  # of errors, by HTTP status; others are an invalid_request_error
+_TYPES = {  # of errors, by HTTP status; any other is an invalid_request_error
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -27,9 +27,9 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "o
 
 
 class RequestError(Exception):
-    """A request cannot be answered; the message begins with the field that is wrong, if there is one.
+    """A request cannot be answered; the message begins with the name of the wrong field, if there is one.
 
-    `status` is HTTP's, `code` OpenAI's, `retry_after` in seconds.
+    `status` is HTTP's, `code` OpenAI's, `retry_after` is in seconds.
     """
 
     details: Mapping[str, int] = {}  # more fields of OpenAI's error object
@@ -54,9 +54,9 @@ class RequestError(Exception):
 
 
 class ContextOverflowError(RequestError):
-    """A prompt leaves no room in the context; agents shorten their history if they know the words.
+    """A prompt leaves no room in the context; agents shorten their history if they recognise the error.
 
-    The message has those of OpenAI and llama-server. `is_estimate`: the prompt is too long to be tokenized.
+    The message has the phrases of OpenAI and llama-server. `is_estimate`: the prompt is too long to tokenize.
     """
 
     def __init__(self, n_tokens: int, context_size: int, field: str, *, is_estimate: bool = False) -> None:
@@ -73,23 +73,23 @@ class ContextOverflowError(RequestError):
 
     @property
     def anthropic_message(self) -> str:
-        """A prompt leaves room for one token of the answer; some clients compare the beginning."""
+        """Anthropic's phrase, which clients compare; the maximum leaves room for one generated token."""
         n, context_size = self.details.values()
         return f"prompt is too long: {n} tokens > {context_size - 1} maximum"
 
 
 def bad_field(field: str, message: str) -> RequestError:
-    """The error for a field with a wrong value."""
+    """Return the error for a field with a wrong value."""
     return RequestError(400, message, field=field)
 
 
 def not_supported(field: str, message: str = "not supported yet") -> RequestError:
-    """The error for a known field that this server cannot obey."""
+    """Return the error for a known field that this server does not support."""
     return RequestError(400, message, field=field, code="unsupported_parameter")
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Any exception as an error for the client; of an internal error only its type is shown."""
+    """Return any exception as an error for the client; an internal error shows only its type."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ValidationError):
@@ -140,7 +140,7 @@ def _invalid(error: ValidationError) -> RequestError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    # Of the alternatives of a union, the one that matched furthest is what the client meant.
+    # Among the alternatives of a union, the client meant the one that matched furthest.
     paths = [
         ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each["msg"])
         for each in errors

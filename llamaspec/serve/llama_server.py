@@ -71,7 +71,7 @@ class NativeCompletionBody(NativeBody):
 
 
 class InfillBody(NativeBody):
-    """A text around a cursor, and other files."""
+    """The text around a cursor, and other files."""
 
     input_prefix: str
     input_suffix: str

@@ -1,6 +1,6 @@
-"""Prometheus metrics of the server, with vLLM's names where it has the same figure.
+"""Prometheus metrics of the server, with vLLM's names for figures that vLLM has, too.
 
-Seconds of an evaluation that several sequences share are divided among them, so that sums are wall-clock
+The seconds of an evaluation shared by several sequences are divided among them, so that sums are wall-clock
 time. tests/serve/test_figures.py.
 """
 
@@ -77,12 +77,12 @@ class Metrics:
     def ended(
         self, reason: str, completion: Completion | None, queue_seconds: float, first_text: float | None
     ) -> None:
-        """Count a sequence that has ended; `completion` is what it generated, None if it never began."""
+        """Count a sequence that has ended; `completion` is None if it never began."""
         self._add("request_success_total", 1, reason)
         self._add("request_queue_seconds_total", queue_seconds)
         if first_text is not None:
             self._add("request_first_token_seconds_total", first_text)
-        if completion is not None and completion.rounds:  # else its prompt may not have been evaluated
+        if completion is not None and completion.rounds:  # otherwise its prompt may not have been evaluated
             self._add("prompt_tokens_total", completion.n_prompt_tokens)
             self._add("prompt_tokens_cached_total", completion.n_cached)
             self._add("generation_tokens_total", completion.summary.n_tokens)

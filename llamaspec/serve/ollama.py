@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from time import monotonic_ns
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -26,10 +26,9 @@ from llamaspec.serve.errors import bad_field, ollama_error
 from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
-    CallFields,
     MessageFields,
-    Role,
     conversation,
+    placed,
     system_message,
 )
 from llamaspec.serve.requests import ChatRequest
@@ -64,7 +63,7 @@ class OllamaBody(Fields):
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def wanted_format(self) -> ResponseFormat | None:
-        """The JSON schema that the answer must match."""
+        """Return the JSON schema that the answer must match."""
         if not self.format:
             return None
         schema = {"type": "object"} if self.format == "json" else self.format
@@ -78,47 +77,36 @@ class OllamaBody(Fields):
         return fields.reasoning_options(effort)
 
 
-class OllamaMessage(Fields):
-    """A message of a conversation."""
+class OllamaMessage(MessageFields):
+    """A message of a conversation, with Ollama's names for the tool and the reasoning."""
 
-    role: Role
-    content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
 
-    def in_openai_form(self, place: str) -> MessageFields:
-        """The same message; RequestError if it has images."""
-        _check_images(self.images, f"{place}.images")
-        return MessageFields(
-            role=self.role,
-            content=self.content,
-            name=self.tool_name,
-            tool_calls=self.tool_calls,
-            tool_call_id=self.tool_call_id,
-            reasoning_content=self.thinking,
-        )
+    @model_validator(mode="after")
+    def _rename(self) -> OllamaMessage:
+        self.name, self.reasoning_content = self.tool_name, self.thinking
+        return self
 
 
-class ChatBody(OllamaBody):
-    """A conversation to answer; without messages the client only wants the model to be loaded."""
+class OllamaChatBody(OllamaBody):
+    """A conversation to answer; without messages the client only wants the model loaded."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        places = [f"messages.{i}" for i in range(len(self.messages or ()))]
-        fields = [each.in_openai_form(place) for each, place in zip(self.messages or (), places, strict=True)]
-        messages = conversation(list(zip(places, fields, strict=True)))
+        messages = placed(self.messages or ())
+        for place, message in messages:
+            _check_images(getattr(message, "images", None), f"{place}.images")
         use = tool_use(self.tools, None, None, nested=True)
-        return ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
+        return ChatRequest(conversation(messages), "messages", use, self.reasoning, self.wanted_format())
 
 
-class GenerateBody(OllamaBody):
-    """A prompt: a message of the user, or with `raw` or `suffix` a text to continue."""
+class OllamaGenerateBody(OllamaBody):
+    """A prompt: a user message or, with `raw` or `suffix`, text to continue."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -144,8 +132,8 @@ class ShowBody(Fields):
 
 async def _chat(http: Request) -> Response:
     """Answer a conversation."""
-    service, body = service_of(http), await parse_body(http, ChatBody)
-    form = ChatForm(service.model_name)
+    service, body = service_of(http), await parse_body(http, OllamaChatBody)
+    form = OllamaChatForm(service.model_name)
     if not body.messages:
         return JSONResponse(form.loaded())
     prompt, parameters = await service.chat(body.chat_request())
@@ -154,8 +142,8 @@ async def _chat(http: Request) -> Response:
 
 async def _generate(http: Request) -> Response:
     """Answer a prompt, or continue a text."""
-    service, body = service_of(http), await parse_body(http, GenerateBody)
-    builder, form = service.builder, GenerateForm(service.model_name)
+    service, body = service_of(http), await parse_body(http, OllamaGenerateBody)
+    builder, form = service.builder, OllamaGenerateForm(service.model_name)
     _check_images(body.images, "images")
     if not body.prompt:
         return JSONResponse(form.loaded())
@@ -258,9 +246,6 @@ class OllamaForm(Form):
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         return self._line(**self._said(""), done=False)
 
-    def _begin(self) -> bytes:
-        return b""
-
     def _add(self, index: int, delta: Delta) -> bytes:
         if isinstance(delta, ArgumentsDelta):
             self._arguments += delta.text
@@ -297,7 +282,7 @@ class OllamaForm(Form):
         return {
             "done": True,
             "done_reason": "length" if end.is_truncated else "stop",
-            "total_duration": monotonic_ns() - self._begin_ns,  # nanoseconds, as the next ones
+            "total_duration": monotonic_ns() - self._begin_ns,  # nanoseconds, like the next ones
             "load_duration": 0,
             "prompt_eval_count": n_read,
             "prompt_eval_duration": round(1e9 * done.prefill_seconds),
@@ -306,7 +291,7 @@ class OllamaForm(Form):
         }
 
 
-class ChatForm(OllamaForm):
+class OllamaChatForm(OllamaForm):
     """The objects of `/api/chat`."""
 
     def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
@@ -315,7 +300,7 @@ class ChatForm(OllamaForm):
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
-class GenerateForm(OllamaForm):
+class OllamaGenerateForm(OllamaForm):
     """The objects of `/api/generate`."""
 
     def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
@@ -331,8 +316,8 @@ def _line(data: Data) -> bytes:
 
 
 ENDPOINTS = (
-    Endpoint("/api/chat", _chat, ChatBody),
-    Endpoint("/api/generate", _generate, GenerateBody),
+    Endpoint("/api/chat", _chat, OllamaChatBody),
+    Endpoint("/api/generate", _generate, OllamaGenerateBody),
     Endpoint("/api/show", _show, ShowBody),
     Endpoint("/api/tags", _tags),
     Endpoint("/api/ps", _ps),

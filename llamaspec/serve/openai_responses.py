@@ -39,7 +39,7 @@ from llamaspec.serve.tools import ToolChoiceFields, ToolFields, Tools, called, t
 Data = dict[str, Any]
 
 
-# Items that become calls of tools and their results. Items of other types, such as web searches of another
+# Items that become tool calls and their results. Items of other types, such as web searches by another
 # server, are left out.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
@@ -48,7 +48,7 @@ _ITEMS = (*_MESSAGES, "additional_tools")
 
 
 class InputItem(Fields):
-    """A message, or another item of a conversation; of an item that is left out only the type counts."""
+    """A message, or another item of a conversation; only the type of an unsupported item is read."""
 
     type: str | None = None
     id: str | None = None
@@ -117,7 +117,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
-        """As `without_namespaces`: the tools of the request, and those that items bring."""
+        """As `without_namespaces`: the tools of the request and of its items."""
         items = [] if isinstance(self.input, str) else self.input
         return without_namespaces(
             [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
@@ -125,7 +125,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
-    """Items as messages: reasoning, text and calls of one answer become one message."""
+    """Return items as messages: reasoning, text and calls of one answer become one message."""
     found: list[tuple[str, MessageFields]] = []
     for i, item in enumerate(items):
         message = _message(item, f"input.{i}") if item.type in (None, *_MESSAGES) else None
@@ -146,7 +146,7 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
 
 
 def _message(item: InputItem, place: str) -> MessageFields | None:
-    """None: reasoning that is encrypted, or empty."""
+    """Return an item as a message; None for reasoning that is encrypted or empty."""
     kind = item.type or "message"
     if kind == "message":
         if item.role is None:

@@ -1,8 +1,8 @@
-"""Tells what broke the prefix of a conversation that goes on.
+"""Finds out why a prompt could not reuse the KV cache of the conversation that it continues.
 
-Behind the first token that differs nothing comes out of the KV cache: a time stamp or an identifier at the
-beginning of a prompt costs reading all of it in each turn. Only prompts are compared, so what is told holds
-whether or not the cache still had them. tests/serve/test_prefixes.py.
+Nothing behind the first token that differs is found in the KV cache: with a time stamp or an identifier at
+its beginning, a prompt is processed as a whole in each turn. Only prompts are compared, so the result does
+not depend on what the cache still holds. tests/serve/test_prefixes.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import TokenArray, n_common
 
-N_PROMPTS = 16  # that are remembered
-N_LOST = 128  # tokens that must be read again to be worth a line
+N_PROMPTS = 16  # that are kept
+N_LOST = 128  # tokens processed again, below which nothing is logged
 N_SHOWN = 24  # characters of each excerpt
-RUN = 16  # tokens that an old and a new prompt have in common by no accident
-N_RUNS = 8  # that are looked for
+RUN = 16  # tokens that two prompts do not share by chance
+N_RUNS = 8  # runs to look for
 
 
 class PrefixWatch:
@@ -29,7 +29,7 @@ class PrefixWatch:
         self._prompts: deque[TokenArray] = deque(maxlen=N_PROMPTS)
 
     def compare(self, prompt: TokenArray) -> str | None:
-        """Remember a prompt; where it goes on from an earlier one but begins otherwise, say what differs."""
+        """Keep a prompt; if it continues an earlier one but begins differently, return the difference."""
         n_shared = [n_common(each, prompt) for each in self._prompts]
         n = max(n_shared, default=len(prompt))
         before = self._prompts[n_shared.index(n)] if n_shared else prompt

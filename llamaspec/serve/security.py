@@ -1,7 +1,7 @@
 """ASGI middleware: Host and Origin checks, API keys, limits on the body, and the log line of each request.
 
-A server on a loopback address answers only requests that name this machine in `Host`: else a web page whose
-name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
+A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
+whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORK = "llamaspec.work"  # in the scope of a request: a function that returns wh
 
 
 class Guard:
-    """Refuses requests from other hosts and origins, without a key, or with a body that is too large."""
+    """Refuses requests from other hosts or origins, without a key, or with a body that is too large."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
@@ -51,10 +51,10 @@ class Guard:
         headers, settings = Headers(scope=scope), self._settings
         host = headers.get("host", "")
         if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
-            raise RequestError(403, "this server answers for this machine only; use http://127.0.0.1")
+            raise RequestError(403, "this server only answers this machine; use http://127.0.0.1")
         origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
         if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
-            raise RequestError(403, "pages of other origins may not ask; see --cors-origin")
+            raise RequestError(403, "pages from other origins are not allowed; see --cors-origin")
         if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
             key = _key(headers)
             if key is None or not settings.knows_key(key):
@@ -65,7 +65,7 @@ class Guard:
 
 
 def _bounded(receive: Receive, settings: ServeSettings) -> Receive:
-    """The same body; raises RequestError 413 or 408 while it is read if it is too large or too slow."""
+    """Return `receive` with limits: RequestError 413 or 408 if the body is too large or too slow."""
     deadline = monotonic() + settings.body_seconds
     n_read, is_complete = 0, False
 
@@ -77,7 +77,7 @@ def _bounded(receive: Receive, settings: ServeSettings) -> Receive:
             message = await asyncio.wait_for(receive(), max(0.0, deadline - monotonic()))
         except asyncio.TimeoutError:
             seconds = settings.body_seconds
-            raise RequestError(408, f"the body was not there after {seconds:g} seconds") from None
+            raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
         n_read += len(message.get("body", b""))
         is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         if n_read > settings.body_bytes:
@@ -92,7 +92,7 @@ def _too_large(settings: ServeSettings) -> RequestError:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port."""
+    """Return the name in a Host header, without the port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.rpartition(":")[0] if ":" in host else host
@@ -104,7 +104,7 @@ def _key(headers: Headers) -> str | None:
 
 
 class RequestLog:
-    """Writes one line for each response: no keys, no query, no text of clients."""
+    """Writes one line for each response: no keys, no query, no text from clients."""
 
     def __init__(self, app: ASGIApp, write: Write, log_format: LogFormat) -> None:
         self._app, self._write, self._log_format = app, write, log_format
@@ -148,7 +148,7 @@ def _in_words(work: Mapping[str, Any]) -> str:
 
 
 def log_line(text: str, log_format: LogFormat, fields: Mapping[str, Any] | None = None) -> str:
-    """A line of the log: the text, or the time and some fields as JSON; default: the text as `message`."""
+    """Return a line of the log: the text, or JSON with the time and `fields` (default: the text)."""
     if log_format == "text":
         return text
     time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""The tools of a request: their fields in every API, how they may be used, and what of them a grammar needs.
+"""The tools of a request: their fields in every API, how they may be used, and their schemas.
 
 tests/serve/test_tools.py, tests/serve/test_schemas.py.
 """
@@ -18,7 +18,7 @@ from llamaspec.serve.messages import required
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-# Keywords that say nothing about what is valid, and those whose value is an object with names for keys.
+# Keywords that do not affect validity, and keywords whose value is an object with names as keys.
 _PROSE = frozenset(
     ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
      "$comment", "markdownDescription", "enumDescriptions")
@@ -34,8 +34,8 @@ class ToolUse:
     choice: str = "auto"  # auto, none, required, or with `is_named` the name of a tool
     is_named: bool = False
     is_parallel: bool = True
-    strict: Set[str] = frozenset()  # names of tools; a schema of theirs that cannot be enforced is an error
-    left_out: Sequence[str] = ()  # tools that are no functions, each with its type
+    strict: Set[str] = frozenset()  # names of tools whose schemas must be enforced
+    left_out: Sequence[str] = ()  # tools that are not functions, each with its type
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -49,7 +49,7 @@ class ToolUse:
 
 
 class ToolFields(Fields):
-    """A tool in the form of any API; OpenAI's chat API has all but the type in `function`."""
+    """A tool in the form of any API; OpenAI's chat API has everything but the type in `function`."""
 
     type: str | None = None
     name: ToolName | None = None
@@ -65,12 +65,12 @@ Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 
 
 class ToolChoiceFields(Fields):
-    """Which tool must be called, or which may be; OpenAI's chat API has its name in `function`."""
+    """Which tools must or may be called; OpenAI's chat API has the name in `function`."""
 
     type: str | None = None
     name: str | None = None
     function: ToolChoiceFields | None = None
-    mode: str | None = None  # of allowed_tools, as the next; the chat API has both in an object of that name
+    mode: str | None = None  # of allowed_tools, like the next; the chat API nests both in it
     tools: Tools | None = None
     allowed_tools: ToolChoiceFields | None = None
     disable_parallel_tool_use: bool | None = None  # Anthropic's
@@ -84,10 +84,10 @@ def tool_use(
     nested: bool = False,
     kind: str = "function",
 ) -> ToolUse:
-    """The functions among the tools of a request; RequestError if one is wrong.
+    """Return the functions among the tools of a request; RequestError if one is wrong.
 
-    `nested`: they are in `function`; `kind`: their type. Tools of other types are left out: the API's own
-    server would run them, or their input is no JSON.
+    `nested`: each is in `function`; `kind`: its type. Tools of other types are left out: the API's own server
+    would run them, or their input is not JSON.
     """
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -125,20 +125,20 @@ def tool_use(
     choice = "required" if choice == "any" else choice or "auto"
     if named is None and choice not in ("auto", "none", "required"):
         raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
-    if is_parallel is None:  # small models that are made to call go on calling
+    if is_parallel is None:  # small models that are forced to call never stop calling
         is_parallel = named is None and choice != "required"
     return ToolUse(found, named or choice, named is not None, is_parallel, strict, left_out)
 
 
 def called(name: str, namespace: str | None) -> str:
-    """The name by which the model calls a tool of a namespace."""
+    """Return the name by which the model calls a tool of a namespace."""
     return name if namespace in (None, "", "functions") else f"{namespace.rstrip('_')}__{name}"
 
 
 def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
-    """The tools with those in namespaces beside the others, and the namespace and the name of each of these.
+    """Return all tools in one list, and the namespace and original name of those that were in namespaces.
 
-    Codex sends the tools of an MCP server so, and wants both names in a call.
+    Codex sends the tools of an MCP server as a namespace, and expects both names in a call.
     """
     found: list[ToolFields] = []
     names: dict[str, tuple[str, str]] = {}
@@ -155,7 +155,7 @@ def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], d
 
 
 def without_prose(schema: Any, *, is_names: bool = False) -> Any:
-    """A schema without descriptions and the like: a grammar has a size limit, and theirs may be long."""
+    """Return a schema without descriptions and the like, which would count towards a grammar's size."""
     if isinstance(schema, list):
         return [without_prose(part) for part in schema]
     if not isinstance(schema, dict):
@@ -170,7 +170,7 @@ def without_prose(schema: Any, *, is_names: bool = False) -> Any:
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
+    """Yield the schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
     for key, value in schema.items():
         inner: Iterable[tuple[str, Any]] = ()
         if isinstance(value, dict) and key in _NAMES:

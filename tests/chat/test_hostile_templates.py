@@ -71,10 +71,10 @@ def test_hostile_templates(process: TemplateProcess, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("loops", "computes for more than 0.5 seconds"),
-        ("branching", "computes for more than 0.5 seconds"),
+        ("loops", "runs for more than 0.5 seconds"),
+        ("branching", "runs for more than 0.5 seconds"),
         ("product", "needs too much memory"),
-        ("self", "calls itself without end"),
+        ("self", "recurses without end"),
     ],
 )
 def test_what_is_said(process: TemplateProcess, name: str, says: str) -> None:
@@ -155,7 +155,7 @@ def test_several_threads() -> None:
          {"text": "13"}),
         ("{{ strftime_now('%%') }}", {"text": "%"}),
         ("{{ raise_exception('No\nsystem  role.') }}", {"failure": "No system role"}),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"failure": "it calls itself without end"}),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"failure": "it recurses without end"}),
         ("{{ 1 / 0 }}", {"failure": "division by zero"}),
         ("{{ x.__class__.__mro__ }}",
          {"failure": "access to attribute '__class__' of 'dict' object is unsafe"}),

@@ -62,7 +62,7 @@ def test_going_on_is_the_longer_answer(pair: Pair) -> None:
     whole = session(pair, max_tokens=60)
     say(whole, "one")
     chat = session(pair)
-    with pytest.raises(PromptError, match="no answer to go on with"):
+    with pytest.raises(PromptError, match="no answer to continue"):
         chat.go_on()
     parts = say(chat, "one") + "".join(chat.go_on()) + "".join(chat.go_on())
     assert parts == whole.messages[-1].text
@@ -141,7 +141,7 @@ def test_old_turns_are_left_out_when_the_context_is_full(talker: list[Path]) -> 
     # Room is made in large steps: only the turns after a drop prefill what was cached before.
     assert n_drops == len(remarks) == 2
     assert "outgrown the context of 256 tokens" in remarks[0]
-    assert "but with the system prompt" in remarks[0]
+    assert "but still the system prompt" in remarks[0]
 
 
 def test_a_message_that_does_not_fit(talker: list[Path]) -> None:

@@ -162,7 +162,7 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         ([], b"/reset all\n", "/reset stands alone"),
         ([], b"/stats all\n", "use /stats or /stats full"),
         ([], b"/regenerate\n", "no answer to regenerate"),
-        ([], b"/continue\n", "no answer to go on with"),
+        ([], b"/continue\n", "no answer to continue"),
         ([], b"/edit\n", "needs a terminal"),
         ([], b"/set colour red\n", "there is no setting colour; choose one of temperature"),
         ([], b"/set temperature hot\n", "temperature cannot be hot"),
