@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,10 +18,10 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (
     ModelChoice,
-    chat_model_options,
     fetched_model,
     find_plan,
     learning,
+    model_or_plain_options,
 )
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
@@ -33,26 +32,12 @@ from llamaspec.hub import AUTO, has_draft
 from llamaspec.opening import demo_target
 from llamaspec.plan import drafts_itself
 
-_LAST = "last"
-
-
-class _LastOrSize(click.ParamType):  # type: ignore[type-arg]
-    """The word for the last conversation, or a number of tokens."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == _LAST else click.INT.convert(value, param, ctx)
-
-
 _FILES: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Save the conversation to a new file after every answer."),
     click.option("--load", metavar="FILE",
                  help="Resume a saved conversation; may be the same file as --save."),
     click.option("--resume", is_flag=True,
                  help="Resume the last conversation held at a terminal."),
-    click.option("-c", "last_or_size", type=_LastOrSize(), is_flag=False, flag_value=_LAST, multiple=True,
-                 metavar="[N]", help="Without a number: --resume. With one: --n-ctx."),
     click.option("--keep/--no-keep", default=True, show_default=True,
                  help="Store the conversation for --resume, in the cache folder, readable by you alone."),
     *shared.statistics_options(None, "Statistics after every answer"),
@@ -79,7 +64,7 @@ Examples:
 @shared.chat_options
 @section("Reasoning", _REASONING)
 @section("Files", _FILES)
-@chat_model_options
+@model_or_plain_options
 @shared.answer_decoding_options
 def chat(
     conversation: shared.ChatOptions,
@@ -90,22 +75,15 @@ def chat(
     save: str | None,
     load: str | None,
     resume: bool,
-    last_or_size: tuple[str | int, ...],
     keep: bool,
     stats: Detail | None,
     no_stats: bool,
 ) -> None:
     """Chat with a model. Each line is a message; /help lists the commands."""
-    resume = resume or _LAST in last_or_size
     with refusing_values():
         detail = shared.chosen_detail(stats, no_stats, None)
         if resume and load is not None:
             raise ValueError("--resume and --load both name a conversation; drop one")
-        for size in last_or_size:
-            if isinstance(size, int):
-                if models.n_ctx not in (None, size):
-                    raise ValueError("-c and --n-ctx both name the size of the context; drop one")
-                models = models.with_context(size)
     files = ConversationFiles()
     messages = files.load(load) if load is not None else None
     if resume:
@@ -267,7 +245,7 @@ class _Loop:
         before = self.session.last
         try:
             with (
-                SlowProgress("prefilling the conversation") as progress,
+                SlowProgress("processing the conversation") as progress,
                 closing(answer(progress.part)) as pieces,
             ):
                 for text in pieces:

@@ -100,7 +100,7 @@ def generate(
     seed = decoding.seed_or_random()
     with learning(find_plan(models), models, decoding) as (pair, policy):
         constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
-        with out.SlowProgress("prefilling the prompt") as progress:
+        with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
                 _prompt(pair, text, conversation, output),
                 sampling=decoding.sampling,

@@ -129,34 +129,33 @@ def refusing_values() -> Iterator[None]:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
-class Integer(click.IntRange):
-    """An integer in a range, with an error message that says which."""
+class _Explained:
+    """A range of numbers whose error message says which are accepted; goes before a type of click."""
 
-    name = "integer"
+    noun: str
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert an argument."""
         try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter:
-            return self.fail(f"must be {self.wanted()}", param, ctx)
+            return super().convert(value, param, ctx)  # type: ignore[misc]
+        except click.BadParameter as error:
+            raise click.BadParameter(f"must be {self.wanted()}", ctx, param) from error
 
-    def wanted(self) -> str:
+    def wanted(self: Any) -> str:
         """Describe the values that are accepted."""
-        return f"an integer{in_range(self.min, self.max)}"
+        return f"{self.noun}{in_range(self.min, self.max)}"
 
 
-class Number(click.FloatRange):
-    """A number in a range, with an error message that says which."""
+class Integer(_Explained, click.IntRange):
+    """An integer in a range."""
 
-    name = "number"
+    name, noun = "integer", "an integer"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert an argument."""
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter:
-            return self.fail(f"must be a number{in_range(self.min, self.max)}", param, ctx)
+
+class Number(_Explained, click.FloatRange):
+    """A number in a range."""
+
+    name, noun = "number", "a number"
 
 
 def in_range(least: float | None, most: float | None) -> str:

@@ -54,13 +54,9 @@ _NAMES: tuple[Decorator, ...] = (
                  help="Copy draft tokens from earlier text when the text repeats itself; off by default when "
                       "the draft length is fixed."),
 )  # fmt: skip
-_SIZE: dict[str, Any] = {
-    "type": int,
-    "help": "Context size in tokens; default: the model's training context, limited by memory.",
-}
-_CONTEXT = click.option("--n-ctx", "--ctx-size", "-c", **_SIZE)
-_CONTEXT_OF_CHAT = click.option("--n-ctx", "--ctx-size", **_SIZE)  # `chat` reads -c itself
 _COMPUTING: tuple[Decorator, ...] = (
+    click.option("--n-ctx", "--ctx-size", "-c", type=int,
+                 help="Context size in tokens; default: the model's training context, limited by memory."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
@@ -163,9 +159,8 @@ def _choice(
 
 
 # The command gets a ModelChoice as `models`.
-model_options = option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING))
-model_or_plain_options = option_group("models", _choice, (*_NAMES, _CONTEXT, *_COMPUTING, _NO_DRAFT))
-chat_model_options = option_group("models", _choice, (*_NAMES, _CONTEXT_OF_CHAT, *_COMPUTING, _NO_DRAFT))
+model_options = option_group("models", _choice, (*_NAMES, *_COMPUTING))
+model_or_plain_options = option_group("models", _choice, (*_NAMES, *_COMPUTING, _NO_DRAFT))
 
 
 def fetched_model(name: str | Path) -> Path:

@@ -213,21 +213,16 @@ def test_going_on_in_a_pipe(talker: list[Path], own_cache: None) -> None:
     assert (both.code, "drop one" in both.stderr) == (2, True)
 
 
-def test_c_resumes_or_names_the_context(talker: list[Path], own_cache: None) -> None:
-    """llama.cpp's `-c N` beside `-c` for the last conversation: they are told apart by the number."""
+def test_c_is_the_context_as_everywhere(talker: list[Path], own_cache: None) -> None:
     keep_last([HELLO, Message("assistant", "yes")])
     chat = ["chat", *naming(talker), "--seed", "5", "-n", "2"]
     sized = invoke(*chat, "-c", "600", stdin=b"one\n/stats\n").stderr
     assert "of 600 tokens" in sized
     assert "the last conversation" not in sized
-    assert "the last conversation: 2 messages" in invoke(*chat, "--n-ctx", "600", "-c", stdin=b"").stderr
-    both = invoke(*chat, "-c", "-c", "600", stdin=b"one\n/stats\n").stderr
-    assert "of 600 tokens" in both
-    assert "the last conversation: 2 messages" in both
     for wrong, says in (
         (["-c", "x"], "not a valid integer"),
         (["-c", "0"], "n-ctx must be from 2"),
-        (["-c", "600", "--n-ctx", "700"], "drop one"),
+        (["-c"], "requires an argument"),
     ):
         answer = invoke(*chat, *wrong, stdin=b"")
         assert (answer.code, len(answer.complaints), says in answer.stderr) == (2, 1, True)
@@ -331,7 +326,7 @@ def test_the_last_conversation_is_resumed(spawn: Callable[..., pexpect.spawn], t
     assert kept.stat().st_mode & 0o777 == 0o600
     before = load_conversation(kept)
     child.kill(9)
-    child = spawn("-c")
+    child = spawn("--resume")
     send(child, "two")
     after = load_conversation(kept)
     assert [message.text for message in after if message.role == "user"] == ["one", "two"]

@@ -221,7 +221,7 @@ def test_the_line_of_json_after_a_text() -> None:
     )
     assert told.pop("statistics") == {
         "rounds": 3,
-        "rounds_without_guesses": 1,
+        "rounds_without_draft": 1,
         "drafted": 4,
         "verified": 4,
         "accepted": 2,
@@ -230,15 +230,15 @@ def test_the_line_of_json_after_a_text() -> None:
         "mean_tokens_per_round": 5 / 3,
         "tokens_per_second": 5 / 6,
         "seconds": {
-            "load": 0.75, "prefill": 0.125, "draft": 0.5, "verify": 4.0, "rest": 1.5, "decode": 6.0,
-            "mask": 0.0,
+            "load": 0.75, "prompt": 0.125, "draft": 0.5, "verify": 4.0, "overhead": 1.5, "decode": 6.0,
+            "constraint": 0.0,
         },
         "unused_draft": None,
         "draft_fault": None,
     }  # fmt: skip
     assert told == {
-        "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "stop_reason": "limit", "seed": 7,
-        "rule": "x", "target": "big.gguf", "draft": None, "draft_models": [],
+        "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "cached_tokens": 0,
+        "stop_reason": "limit", "seed": 7, "rule": "x", "target": "big.gguf", "draft": None, "draft_models": [],
     }  # fmt: skip
 
 

@@ -13,15 +13,15 @@ from tiny_models import Recipe
 from tiny_vocabulary import BYTES
 
 KEYS = {
-    "text", "tokens", "prompt_tokens", "stop_reason", "seed", "rule", "target", "draft", "draft_models",
-    "statistics",
+    "text", "tokens", "prompt_tokens", "cached_tokens", "stop_reason", "seed", "rule", "target", "draft",
+    "draft_models", "statistics",
 }  # fmt: skip
 STATISTICS = {
-    "rounds", "rounds_without_guesses", "drafted", "verified", "accepted", "acceptance_rate",
+    "rounds", "rounds_without_draft", "drafted", "verified", "accepted", "acceptance_rate",
     "accepted_histogram", "mean_tokens_per_round", "tokens_per_second", "seconds",
     "unused_draft", "draft_fault",
 }  # fmt: skip
-SECONDS = {"load", "prefill", "draft", "verify", "rest", "decode", "mask"}
+SECONDS = {"load", "prompt", "draft", "verify", "overhead", "decode", "constraint"}
 LONG = Recipe(dtype="q8_0", n_context=1 << 15)
 
 
@@ -89,11 +89,11 @@ def test_the_json_line(models: list[Path], lengths: list[str]) -> None:
     assert statistics["mean_tokens_per_round"] == pytest.approx(30 / statistics["rounds"])
     seconds = statistics["seconds"]
     assert all(value >= 0 for value in seconds.values())
-    assert seconds["decode"] == pytest.approx(seconds["draft"] + seconds["verify"] + seconds["rest"])
+    assert seconds["decode"] == pytest.approx(seconds["draft"] + seconds["verify"] + seconds["overhead"])
     assert statistics["tokens_per_second"] == pytest.approx(30 / seconds["decode"])
     if lengths in (["--no-draft"], ["-k", "0"]):
         assert statistics["acceptance_rate"] is None
-        assert statistics["rounds_without_guesses"] == statistics["rounds"] == 30
+        assert statistics["rounds_without_draft"] == statistics["rounds"] == 30
     if lengths == ["-k", "3"]:
         assert statistics["acceptance_rate"] == statistics["accepted"] / statistics["verified"]
         assert 0.3 < statistics["acceptance_rate"] < 1
