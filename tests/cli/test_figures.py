@@ -238,7 +238,8 @@ def test_the_line_of_json_after_a_text() -> None:
     }  # fmt: skip
     assert told == {
         "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "cached_tokens": 0,
-        "stop_reason": "limit", "seed": 7, "rule": "x", "target": "big.gguf", "draft": None, "draft_models": [],
+        "stop_reason": "limit", "seed": 7, "rule": "x", "target": "big.gguf", "draft": None,
+        "draft_models": [],
     }  # fmt: skip
 
 
