@@ -7,12 +7,9 @@ text, and a function receives remarks.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +23,13 @@ from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript, tokenize_inside
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.errors import ContextFullError, LlamaspecError, PromptError, printable
-from llamaspec.files import cache_folder, parse_json, read_file, write_file
+from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt; no conversation has so many turns
-_MAX_BYTES = 64 << 20  # of a file
-_LAST = "last_chat.json"  # the conversation held last, in the cache folder
 
 Tell = Callable[[str], None]  # receives a remark for the user
 Turns = tuple[Message, ...]
@@ -304,91 +298,3 @@ class Session:
 def _next_turn(turns: Turns, start: int) -> int | None:
     """Return where the turn after the one at `start` begins; None if there is none."""
     return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A message as chat programs exchange it, in a JSON list; what else they say of it is left out."""
-
-    role: str
-    content: str
-
-
-def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
-    """Write a conversation; a file that is there is replaced in one step, or not at all (LlamaspecError)."""
-    content = [{"role": message.role, "content": message.text} for message in messages]
-    try:
-        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
-    except OSError as error:
-        raise LlamaspecError(
-            f"cannot save the conversation to {printable(str(path))}: {error.strerror or error}; "
-            "name a writable file"
-        ) from error
-
-
-def load_conversation(path: Path) -> Turns:
-    """Read a conversation; PromptError where it cannot be read or the file holds something else."""
-    shown = printable(str(path))
-    try:
-        saved = parse_json(list[_Saved], read_file(path, _MAX_BYTES), unknown="ignore")
-        return tuple(Message(message.role, message.content) for message in saved)
-    except OSError as error:
-        raise PromptError(
-            f"cannot read the conversation {shown}: {error.strerror or error}; name a readable file"
-        ) from error
-    except ValueError as error:  # not UTF-8, not JSON, not messages
-        raise PromptError(
-            f'{shown} is no conversation: it should hold a list of {{"role", "content"}}, as /save writes'
-        ) from error
-
-
-class ConversationFiles:
-    """The files of one chat; a file that it has neither read nor written is never overwritten."""
-
-    def __init__(self) -> None:
-        self._own: set[str] = set()
-
-    def load(self, name: str) -> Turns:
-        """As `load_conversation`."""
-        messages = load_conversation(Path(name))
-        self._own.add(os.path.realpath(name))
-        return messages
-
-    def writable(self, name: str) -> Path:
-        """The path of a file that may be written; PromptError where it is another, or has no folder."""
-        path, shown = Path(name), printable(name)
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            if not path.parent.is_dir():
-                folder = printable(str(path.parent))
-                raise PromptError(f"there is no folder {folder} for it; make the folder first") from None
-        except (OSError, ValueError) as error:  # too long, through a file, with a null character
-            raise PromptError(f"no file can be called {shown}; name another") from error
-        else:
-            if os.path.realpath(path) not in self._own:
-                raise PromptError(
-                    f"{shown} exists and is not this conversation; remove it or name another file"
-                )
-        return path
-
-    def save(self, path: Path, messages: Sequence[Message]) -> None:
-        """As `save_conversation`."""
-        save_conversation(path, messages)
-        self._own.add(os.path.realpath(path))
-
-
-def keep_last(messages: Sequence[Message]) -> None:
-    """Keep a conversation as the last one, for nobody else to read; LlamaspecError where that fails."""
-    path = cache_folder() / _LAST
-    with suppress(OSError):  # writing says why
-        path.parent.mkdir(parents=True, exist_ok=True)
-    save_conversation(path, messages, private=True)
-
-
-def load_last() -> Turns:
-    """The conversation held last; PromptError where there is none, or its file is damaged."""
-    path = cache_folder() / _LAST
-    if not path.exists():
-        raise PromptError("no conversation was kept yet; begin one, or name a file that holds one")
-    return load_conversation(path)

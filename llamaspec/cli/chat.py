@@ -13,7 +13,8 @@ from pathlib import Path
 
 import click
 
-from llamaspec.chat.session import ChatSettings, ConversationFiles, Reply, Session, keep_last, load_last
+from llamaspec.chat.conversation_files import ConversationFiles, keep_last, load_last
+from llamaspec.chat.session import ChatSettings, Reply, Session
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (

@@ -96,8 +96,7 @@ class InfillBody(NativeBody):
 async def _complete(http: Request) -> Response:
     """Continue a text."""
     service, body = service_of(http), await parse_body(http, NativeCompletionBody)
-    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return await _respond(http, body, await run_in_threadpool(service.builder.mixed_prompt, parts))
+    return await _respond(http, body, await run_in_threadpool(service.builder.prompt, body.prompt))
 
 
 async def _infill(http: Request) -> Response:

@@ -154,7 +154,7 @@ async def _generate(http: Request) -> Response:
     if body.suffix:
         prompt = builder.infill_prompt(body.prompt, body.suffix)
     else:
-        prompt = builder.text_prompt(body.prompt)
+        prompt = builder.prompt(body.prompt)
     return await _respond(http, body, prompt, parameters, form)
 
 

@@ -172,9 +172,7 @@ def _prompts(builder: RequestBuilder, prompt: str | list[Any], suffix: str | Non
         if len(texts) < len(several):
             raise bad_field("suffix", "needs a prompt that is text")
         return [builder.infill_prompt(text, suffix) for text in texts]
-    return [
-        builder.text_prompt(each) if isinstance(each, str) else builder.token_prompt(each) for each in several
-    ]
+    return [builder.prompt(each) for each in several]
 
 
 class ChatForm(Form):

@@ -109,28 +109,17 @@ class RequestBuilder:
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # longer text cannot fit
 
-    def text_prompt(self, text: str) -> TokenArray:
-        """Return the tokens of a text to continue."""
-        if not text:
-            raise bad_field("prompt", "must not be empty")
-        self.check_size(text, "prompt")
-        return self._checked(self.vocabulary.tokenize(text.encode()), "prompt")
-
-    def token_prompt(self, tokens: Sequence[int]) -> TokenArray:
-        """Return a prompt that the client has tokenized."""
-        self.check_token_ids(tokens, "prompt")
-        return self._checked(np.array(tokens, dtype=np.int32), "prompt")
-
-    def mixed_prompt(self, parts: Sequence[int | str]) -> TokenArray:
-        """Return the prompt of token ids and texts between them."""
+    def prompt(self, given: str | Sequence[int | str]) -> TokenArray:
+        """Return the tokens of a text to continue, or of token ids with texts between them."""
         tokens: list[int] = []
-        for part in parts:
+        for part in [given] if isinstance(given, str) else given:
             if isinstance(part, int):
                 tokens.append(part)
-                continue
-            self.check_size(part, "prompt")
-            tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
-        return self.token_prompt(tokens)
+            elif part:
+                self.check_size(part, "prompt")
+                tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
+        self.check_token_ids(tokens, "prompt")
+        return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
     def infill_prompt(self, prefix: str, suffix: str) -> TokenArray:
         """Return the prompt for the text between two others."""

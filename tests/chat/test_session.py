@@ -12,8 +12,9 @@ import pytest
 from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate, invoke, naming
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
+from llamaspec.chat.conversation_files import ConversationFiles, load_conversation
 from llamaspec.chat.escaping import Rendered
-from llamaspec.chat.session import REGENERATION, ConversationFiles, load_conversation
+from llamaspec.chat.session import REGENERATION
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.errors import ContextFullError, LlamaspecError
 

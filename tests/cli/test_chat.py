@@ -15,7 +15,7 @@ import pytest
 from chat_models import PLAIN, last, say, session
 from command import ENTRY, environment, generate, invoke, naming
 from llamaspec import Pair, PromptError
-from llamaspec.chat.session import (
+from llamaspec.chat.conversation_files import (
     ConversationFiles,
     keep_last,
     load_conversation,
@@ -203,9 +203,9 @@ def test_an_answer_is_as_long_as_the_context_allows(talker: list[Path]) -> None:
 
 def test_going_on_in_a_pipe(talker: list[Path], own_cache: None) -> None:
     """A pipe disturbs no conversation that was held at a terminal, unless it goes on with it."""
-    assert "no conversation was kept" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
+    assert "there is no last conversation" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
     invoke(*options(talker), stdin=b"x\n")
-    assert "no conversation was kept" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
+    assert "there is no last conversation" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
     keep_last([HELLO, Message("assistant", "yes")])
     answer = invoke(*options(talker), "--resume", "-n", "9", stdin=b"/continue\n")
     assert load_last() == (HELLO, Message("assistant", "yes" + answer.stdout.removesuffix("\n")))

@@ -135,7 +135,7 @@ def test_rounds_and_timings_are_told(server: Served) -> None:
     answer = server.post("/v1/chat/completions", body).json()
     row = next(row for row in table("### `speculative`") if row[0] == "`rounds`")
     assert set(re.findall(r'"(\w+)"', row[1])) == answer["rounds"][0].keys()
-    listed = PAGE.split("`timings` comes")[1].split("Streams are")[0]
+    listed = PAGE.split("`timings` is in")[1].split("Streams are")[0]
     rates = {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second"}
     assert answer["timings"].keys() - rates <= set(re.findall(r"`(\w+)`", listed))
     assert answer["timings"]["predicted_n"] == 8  # of one choice
