@@ -25,12 +25,13 @@ PYTHON_READY := $(VENV)/.python-ready
 LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 
-.PHONY: help run test coverage check bench demo docs format clean rebuild
+.PHONY: help run test test-fresh coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     write text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
 	@echo "make test    run the tests                      (ARGS='-k name')"
+	@echo "make test-fresh  the same with a new seed        (SEED=7 repeats one)"
 	@echo "make coverage   the tests, and which lines and branches they miss"
 	@echo "make check   style, types, layers, docs in step with the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
@@ -44,6 +45,11 @@ run: $(PROJECT_READY)
 
 test: $(PROJECT_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Another order and other examples than last time; the first line says which, to repeat it. Part of a release.
+test-fresh: $(PROJECT_READY)
+	seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbits(31))')}; echo "SEED=$$seed"; \
+	$(BIN)/python -m pytest -n 2 --randomly-seed=$$seed --hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
 
 # Slower than `make test`, and not part of what must pass.
 coverage: $(PROJECT_READY)

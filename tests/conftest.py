@@ -22,7 +22,7 @@ from patience import PATIENCE
 from tiny_models import Recipe
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Nothing of the person's surroundings, and nothing about time, decides whether tests pass."""
     for name in [name for name in os.environ if name.startswith(("HF_", "LLAMASPEC_"))]:
         del os.environ[name]
@@ -33,10 +33,10 @@ def pytest_configure() -> None:
         os.environ[name] = str(int(PATIENCE))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile(
-        "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("repeatable")
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=slow)
+    settings.register_profile("fresh", database=None, deadline=None, suppress_health_check=slow)
+    settings.load_profile(config.getoption("--hypothesis-profile") or "repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

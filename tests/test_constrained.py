@@ -38,7 +38,7 @@ HOT = Sampling(temperature=1.5)
 PROMPT = "def settings():\n    return "
 MAX_TOKENS = 160
 NAMES = ("name", "self", "n", "é")
-SOME = settings(max_examples=12, deadline=None, derandomize=True)
+SOME = settings(max_examples=12)
 
 LEAVES = st.one_of(
     st.just({"type": "boolean"}),
