@@ -27,6 +27,7 @@ MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 6
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # tokens that these count for; that an average remembers
 GAIN, COPY_GAIN = 0.25, 0.4  # how fast a completion's level moves, for drafts and for copies
+SETTLED = 3  # runs of a pair after which its costs are trusted: one of them may have been on a busy machine
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations, at least and at most
 FLATTEST = 0.1  # slope of a probability over its log-odds, at least
 
@@ -123,12 +124,13 @@ class LearnedPrior:
     log_odds: tuple[float, ...] = ()  # acceptance of the draft
     distance: int = NEAREST  # rounds between two explorations
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies from the text itself
+    n_runs: int = SETTLED  # in which costs were measured, or as good as so many
 
     def __post_init__(self) -> None:
         for log_odds, usual in (
             (self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True))
         ):  # fmt: skip
-            if len(log_odds) not in (0, len(usual.log_odds)) or self.distance < 1:
+            if len(log_odds) not in (0, len(usual.log_odds)) or self.distance < 1 or self.n_runs < 0:
                 raise ValueError("a prior of another kind")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")

@@ -87,6 +87,9 @@ class Costs:
         The only widths that may be evaluated.
     pads : bool
         Evaluations may be padded.
+    is_settled : bool
+        The prior was measured more than once, so that no busy moment has spoilt it. Else each width is timed
+        again, and a draft step that turns out cheaper is believed.
     """
 
     def __init__(
@@ -95,9 +98,10 @@ class Costs:
         allowed: Collection[int] | None = None,
         *,
         pads: bool = True,
+        is_settled: bool = True,
     ) -> None:
         prior = prior or CostCurve((1,), (PLAIN_SECONDS,), 0.0)
-        n, step = PROBED * (len(prior.widths) > 1), prior.draft_step_seconds
+        n, step = (PROBED if is_settled else 1) * (len(prior.widths) > 1), prior.draft_step_seconds
         self.averages = {
             _knot(width): Average(log(seconds * _knot(width) / width), n)
             for width, seconds in zip(prior.widths, prior.verify_seconds, strict=True)
@@ -222,7 +226,9 @@ class Costs:
         for wide, of_part in parts.items():
             self.observe_prompt(wide, of_part)
         if self._first_step is not None:
-            self._step, self._first_step = Average(log(self._first_step) - self._scale, LASTING), None
+            first, self._first_step = log(self._first_step) - self._scale, None
+            if not self.knows_step or first < self._step.log:  # one believed too dear would never be used
+                self._step = Average(first, LASTING)
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn the cost of a wide evaluation from a prompt chunk of the target.

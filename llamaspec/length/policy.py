@@ -17,6 +17,7 @@ import numpy as np
 from llamaspec.length.acceptance import (
     FARTHEST,
     NEAREST,
+    SETTLED,
     Acceptance,
     Exploration,
     LearnedPrior,
@@ -92,8 +93,9 @@ class AutoLength:
         if widths is not None and 1 not in widths:
             raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
-            prior = LearnedPrior(prior)
-        self.costs = Costs(prior.curve, widths, pads=pads)
+            prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
+        self.n_runs = prior.n_runs
+        self.costs = Costs(prior.curve, widths, pads=pads, is_settled=self.is_settled)
         self.longest, self.sources = longest, frozenset(sources)
         self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
@@ -106,6 +108,11 @@ class AutoLength:
         self.n_tokens = 0
         self.usual_length = USUAL  # tokens of a text
         self.latest = -1  # evaluation
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether costs were measured often enough to be trusted."""
+        return self.n_runs >= SETTLED
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """Start a completion."""
@@ -129,7 +136,8 @@ class AutoLength:
         log_odds, copies = (
             tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
         )
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies)
+        n_runs = min(self.n_runs + 1, SETTLED)
+        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs)
 
     def running(self) -> list[AutoSequence]:
         """The completions that are expected in the next evaluation."""

@@ -116,7 +116,7 @@ def auto_length(
 ) -> AutoLength:
     """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
 
-    The pair's drafts that have drafts get one, too. Where nothing is kept of a draft model, a step is timed.
+    The pair's drafts that have drafts get one, too. In the first runs of a pair a draft step is timed.
     """
 
     def begun(level: Pair | CascadeLevel, widths: frozenset[int] | None, trees: bool) -> AutoLength:
@@ -129,7 +129,7 @@ def auto_length(
     for level in pair.cascade:
         level.length = begun(level, None, trees=False)
     policy = begun(pair, widths, trees)
-    if Source.MODEL in pair.sources and not policy.costs.knows_step:
+    if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails says so when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
     return policy

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from command import generate, invoke, naming
-from llamaspec import LlamaModel, ModelOptions, Pair
-from llamaspec.length.acceptance import LearnedPrior
+from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec.length.acceptance import SETTLED, LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
@@ -96,3 +96,25 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
         store_prior(pair, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
         costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])
+
+
+def test_a_draft_step_is_timed_in_the_first_runs_of_a_pair(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[Pair] = []
+
+    def noted(pair: Pair) -> float:
+        timed.append(pair)
+        return 0.001
+
+    monkeypatch.setattr("llamaspec.measure.store.time_draft_step", noted)
+    with open_pair(*models) as pair:
+        for _ in range(SETTLED + 2):
+            store_prior(pair, auto_length(pair).experience())
+    assert len(timed) == SETTLED + 2, "no run has learnt a step"
+    timed.clear()
+    with open_pair(*models) as pair:
+        for n in range(SETTLED + 2):
+            store_prior(pair, LearnedPrior(CostCurve((1, 2), (0.02, 0.03), 0.01), n_runs=n))
+            auto_length(pair)
+    assert len(timed) == SETTLED

@@ -121,6 +121,22 @@ def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> N
     assert costs.step_seconds < 0.0022
 
 
+def test_costs_of_a_busy_first_run_are_mended() -> None:
+    """A draft step of 1.1 s was kept, so the draft was never asked, and nothing timed it again."""
+    spoilt = CostCurve((1, 2, 4, 8, 16), (0.1, 0.4, 0.5, 0.6, 0.7), 1.1)
+    costs = Costs(spoilt, is_settled=False)
+    costs.observe_first_step(0.02)
+    costs.observe_verify(1, 0.1)
+    assert costs.step_seconds == pytest.approx(0.02)
+    while (wanted := costs.calibration()) is not None:
+        costs.observe_verify(wanted[0], 0.12)
+    assert costs.seconds(2) < 0.3
+    costs.observe_first_step(0.5)
+    costs.observe_verify(1, 0.1)
+    assert costs.step_seconds < 0.03, "one that is timed slower was held up"
+    assert Costs(spoilt).calibration() is None
+
+
 def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None:
     costs = Costs()
     costs.observe_first_step(0.002)
