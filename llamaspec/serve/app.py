@@ -105,7 +105,7 @@ def _answering(handler: Handler) -> Handler:
             return await handler(http)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the client gets the error; the process goes on
+        except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
             return error_response(http.url.path, error)
 
     return answer

@@ -180,7 +180,7 @@ class RequestQueue:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
         self.is_stopping = False  # no more requests are taken
-        self.is_ending = False  # those that run end, too
+        self.is_ending = False  # running ones end, too
 
     def submit(self, jobs: Sequence[Job]) -> Submission:
         """Queue sequences; RequestError 429: too many wait already, 503: the server is stopping."""
@@ -201,22 +201,22 @@ class RequestQueue:
         return submission
 
     def stop(self) -> None:
-        """Take no more requests and refuse those that wait; those that run go on."""
+        """Take no more requests and refuse waiting ones; running ones continue."""
         self.is_stopping = True
         self.drop(tuple(self._waiting))
 
     def end(self) -> None:
-        """End what runs, too; before the pair is closed."""
+        """End running sequences, too, before the pair is closed."""
         self.is_ending = True
         self.stop()
         self.drop(tuple(self._running))
 
     def sequences(self) -> tuple[list[SequenceState], int]:
-        """The sequences that run, and how many wait."""
+        """Return the running sequences, and the number of waiting ones."""
         return list(self._running), len(self._waiting)
 
     def drop(self, states: Sequence[SequenceState]) -> None:
-        """End sequences whose client has left, or that must end."""
+        """End sequences, because their client has left or the server stops."""
         for state in states:
             self._finish(state, _server_stopping())
 
@@ -228,7 +228,7 @@ class RequestQueue:
         last: Finished | Exception | None
         try:
             last = self._send_ready(state, stream)
-        except Exception as error:  # noqa: BLE001  # the client is told
+        except Exception as error:  # noqa: BLE001  # the client gets the error
             last = error
         if last is not None:
             self._finish(state, last)
@@ -274,7 +274,7 @@ class RequestQueue:
         try:
             state.stream = open_stream(state.job, self._pair, self._policy, note)
             state.stream.begin(lambda: loop.call_soon_threadsafe(self.hand_out, state))
-        except Exception as error:  # noqa: BLE001  # the client is told
+        except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
 
     def _count_rounds(self, state: SequenceState) -> None:
@@ -293,7 +293,7 @@ class RequestQueue:
             with suppress(ValueError):
                 self._waiting.remove(state)
         state.submission.send(state, last)
-        with suppress(Exception):  # the client is told, and others go on, whatever is wrong with this one
+        with suppress(Exception):  # the client has its error, and other sequences must continue
             self._end(state, last)
         if not self.is_stopping:
             self._admit()
