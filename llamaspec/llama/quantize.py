@@ -1,9 +1,9 @@
 """Smaller copies of a model by llama.cpp's quantiser (fewer layers, fewer bits); which layers matter least.
 
-The quantiser cannot be interrupted, and it ends the process on what it does not expect. So it runs in a
-process of its own (`main`), which Ctrl-C ends; what it writes has its name only once it is complete. How much
-a layer changes is seen in the graph of one evaluation, whose tensors llama.cpp shows to a callback; that
-works for every architecture that names the outputs of its layers as llama.cpp's own do.
+The quantiser cannot be interrupted, and it aborts on unexpected input. So it runs in a child process
+(`main`), which Ctrl-C ends. The copy gets its name only when it is complete. A callback sees the output of
+each layer in one evaluation, which shows how much the layer changes its input; it works for every
+architecture that names those outputs as llama.cpp's own do.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import ctypes
 import json
 import os
 import re
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +25,7 @@ from llama_cpp._ggml import libggml
 
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError, printable
 from llamaspec.llama import runtime
+from llamaspec.llama.child import end_with_answer, end_with_parent, run_child
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.weights import Weights
@@ -48,12 +46,8 @@ FILE_TYPES = {
     "Q2_K": lib.LLAMA_FTYPE_MOSTLY_Q2_K,
 }
 MOST_CHARACTERS = 127  # of an entry that is added
-_POLL_SECONDS = 0.1
-_CHILD = (
-    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); from llamaspec.llama.quantize import main; main()"
-)
 
-OnWrite = Callable[[int], None]  # told how many bytes are written
+OnWrite = Callable[[int], None]  # called with the number of bytes written so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,62 +89,44 @@ def write_copy(
     threads : int
         0 = all cores.
     on_write : callable, optional
-        Called every now and then; what it raises ends the copying.
+        Called again and again; an exception in it ends the copying.
 
     Raises
     ------
     ModelFileError
-        llama.cpp cannot make this copy; says why.
+        llama.cpp cannot make this copy; the message gives the reason.
     """
     unfinished = destination.with_name(destination.name + ".part")
     task = {**asdict(copy), "source": str(source.absolute()), "destination": str(unfinished.absolute())}
-    command = [sys.executable, "-I", "-c", _CHILD, json.dumps({**task, "threads": threads})]
+
+    def wait() -> None:
+        if on_write is not None:
+            on_write(unfinished.stat().st_size if unfinished.exists() else 0)
+
     try:
-        child = subprocess.Popen(
-            [*command, "\n".join(sys.path)],
-            stdin=subprocess.PIPE,  # it ends when this process does
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        )
-    except OSError as error:
-        raise LlamaspecError(f"cannot start a process: {error.strerror}; close programs") from error
-    try:
-        with child:
-            try:
-                said = _wait(child, unfinished, on_write)
-            except BaseException:
-                child.kill()
-                raise
-        if child.returncode or said:
-            reason = printable(said) or f"it ended with code {child.returncode}; is the disk full?"
+        try:
+            outcome = run_child(__name__, [json.dumps({**task, "threads": threads})], wait)
+        except OSError as error:
+            raise LlamaspecError(f"cannot start a process: {error.strerror}; close programs") from error
+        assert outcome is not None  # no time limit
+        reason = printable(outcome.answer.decode("utf-8", errors="replace"))
+        if outcome.code or reason:
+            reason = reason or f"it ended with code {outcome.code}; is the disk full?"
             raise ModelFileError(f"llama.cpp cannot make this copy of {source}: {reason}")
         unfinished.replace(destination)
     finally:
         unfinished.unlink(missing_ok=True)
-        unfinished.with_suffix(".renewed").unlink(missing_ok=True)  # of a child that was ended
-
-
-def _wait(child: subprocess.Popen[bytes], unfinished: Path, on_write: OnWrite | None) -> str:
-    """What the child said: nothing where all went well."""
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_SECONDS)
-            assert child.stdout is not None
-            return child.stdout.read().decode("utf-8", errors="replace")
-        if on_write is not None:
-            on_write(unfinished.stat().st_size if unfinished.exists() else 0)
+        unfinished.with_suffix(".renewed").unlink(missing_ok=True)  # left by a child that was ended
 
 
 def main() -> None:
-    """Copy, say what went wrong, and end."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(_copy(json.loads(sys.argv[1])), end="", flush=True)  # noqa: T201
-    os._exit(0)
+    """Make the copy; answer with the reason if that fails."""
+    end_with_parent()
+    end_with_answer(_copy(json.loads(sys.argv[1])))
 
 
 def _copy(task: dict[str, Any]) -> str:
-    """Why it failed; nothing where it did not."""
+    """Make a copy; return the reason if that fails, else an empty string."""
     parameters = lib.llama_model_quantize_default_params()
     parameters.nthread = task["threads"]
     parameters.allow_requantize = True
@@ -251,11 +227,6 @@ def _overrides(texts: Any, numbers: Any) -> ctypes.Array[lib.llama_model_kv_over
             entry.tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
             entry.value.val_i64 = value
     return entries
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
 
 
 MOST_POSITIONS = 128  # that are looked at together

@@ -1,10 +1,10 @@
-"""The first time that a model file is met, a process of its own opens it.
+"""A child process opens a model file that llamaspec has not opened before.
 
-llama.cpp ends the process, hangs or takes all memory on some damaged files, and no check of ours knows them
-all. So a process that may be lost tries the file first, under limits of memory and time
-(`llama/trial_child.py`); what becomes of it becomes one error here. It evaluates some tokens; of a large
-file, it reads metadata and vocabulary only, so that the weights are not read twice. Files that passed are
-remembered by their size, time and beginning, and cost nothing again. tests/llama/test_trial.py.
+Some damaged files make llama.cpp abort, hang or take all memory, and our own checks cannot know them all.
+So a child process with limited memory and time tries the file first (`llama/trial_child.py`); if the child
+fails, one error says why. The child evaluates some tokens. Of a large file it reads only metadata and
+vocabulary, so that the weights are not read twice. Files that passed are remembered by size, time and
+beginning, and are not tried again. tests/llama/test_trial.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, read_beginning, write_file
+from llamaspec.llama.child import Outcome, run_child
 from llamaspec.llama.gguf_file import check_metadata
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.runtime import available_bytes
@@ -39,35 +38,30 @@ WALL_SECONDS = 120.0  # for a small file, on a machine that does much else
 BYTES_PER_SECOND = 10e6  # a slow disk
 SPARE_BYTES = 2 << 30  # of memory, besides as much as the file has: contexts, buffers
 _N_REMEMBERED = 1000  # files
-_POLL_SECONDS = 0.1
 _REMEDY = f"download or convert it again, or set {TRUST}=1 if you are sure of it"
-_CHILD = (  # it imports what this process would, and nothing from the working directory
-    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
-    "from llamaspec.llama.trial_child import main; main()"
-)
+_CHILD = "llamaspec.llama.trial_child"
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
 
-OnWait = Callable[[float], None]  # told 0.0 again and again
+OnWait = Callable[[float], None]  # called with 0.0 again and again
 
 
 def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
-    """Try a file in a process of its own, unless it is trusted or has passed before.
+    """Try a file in a child process, unless it is trusted or has passed before.
 
     Parameters
     ----------
     path : Path
         A GGUF file whose header has been checked.
     n_ctx : int, optional
-        Tokens of the context that is wanted; the trial opens no larger one.
+        Context size that the caller wants, in tokens; the trial opens no larger one.
     on_wait : callable, optional
-        Called while the trial runs; what it raises ends the trial.
+        Called while the trial runs; an exception in it ends the trial.
 
     Raises
     ------
     ModelFileError
-        The metadata cannot be right; or the file ends llama.cpp, keeps it busy without end, needs more
-        memory than it may, or is refused.
+        The metadata is impossible; or llama.cpp crashes, hangs, needs too much memory or refuses the file.
     MemoryFullError
         The machine has no room for it.
     """
@@ -116,63 +110,37 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
     if not reads_weights:
         n_bytes = 0
     limits = (CPU_SECONDS + n_bytes // BYTES_PER_CPU_SECOND, SPARE_BYTES + n_bytes)
-    settings = [*limits, n_ctx, int(reads_weights), path.absolute(), "\n".join(sys.path)]
-    command = [sys.executable, "-I", "-c", _CHILD, *map(str, settings)]
+    settings = [*limits, n_ctx, int(reads_weights), path.absolute()]
     environment = {
-        **os.environ,
         TRUST: "1",
-        "GGML_NO_BACKTRACE": "1",  # else it starts a debugger
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        # Its buffers would count as memory, and a GPU is not needed for one token.
+        # GPU buffers would count as memory, and one token needs no GPU.
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
     }
+    wait = (lambda: None) if on_wait is None else partial(on_wait, 0.0)
+    seconds = WALL_SECONDS + n_bytes / BYTES_PER_SECOND
     try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,  # it ends when this one does, whatever becomes of us
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        outcome = run_child(_CHILD, [*map(str, settings)], wait, seconds, environment)
     except (OSError, ValueError) as error:
         raise ModelFileError(
-            f"cannot try {path} in a process of its own: {error}; set {TRUST}=1 if you are sure of it"
+            f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you are sure of it"
         ) from error
-    with child:
-        try:
-            answer = _answer(child, WALL_SECONDS + n_bytes / BYTES_PER_SECOND, on_wait)
-        except BaseException:
-            child.kill()
-            raise
-    _judge(path, child.returncode, answer)
+    _judge(path, outcome)
 
 
-def _answer(child: subprocess.Popen[bytes], seconds: float, on_wait: OnWait | None) -> bytes | None:
-    """What the child said; None if it had to be ended."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_SECONDS)
-            assert child.stdout is not None
-            return child.stdout.read()
-        if on_wait is not None:
-            on_wait(0.0)
-    child.kill()
-    return None
-
-
-def _judge(path: Path, code: int, answer: bytes | None) -> None:
-    """Raise what the child found, or what became of it."""
-    if answer is None or code == -getattr(signal, "SIGXCPU", 0):
+def _judge(path: Path, outcome: Outcome | None) -> None:
+    """Raise the error that the child reported, or one for its crash."""
+    if outcome is None or outcome.code == -getattr(signal, "SIGXCPU", 0):
         raise ModelFileError(f"{path} keeps llama.cpp busy without end; {_REMEDY}")
+    code = outcome.code
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         raise ModelFileError(f"{path} ends llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
-    kind, message = _parsed(answer)
+    kind, message = _parsed(outcome.answer)
     if code != 0 or kind is None:
         raise ModelFileError(f"the trial of {path} failed (exit code {code}); {_REMEDY}")
     if kind == "memory":

@@ -1,16 +1,14 @@
-"""Runs in the process that tries a model file: sets its limits, then opens the file as llamaspec would.
+"""Runs in the child process that tries a model file: sets limits, then opens the file as llamaspec would.
 
-It may crash, hang or be refused memory; its parent (`llama/trial.py`) reads the outcome. Its answer is a line
-of JSON on stdout: the name of an error and its message, or two empty strings.
+It may crash, hang or run out of memory; its parent (`llama/trial.py`) handles that. Its answer is JSON: the
+name of an error and its message, or two empty strings.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
+from llamaspec.llama.child import end_with_answer, end_with_parent, limit_cpu, limit_memory
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import PARTS, LlamaModel
@@ -30,8 +29,8 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 
-_LONGEST_MESSAGE = 8000  # characters: what a pipe takes in one piece, whatever the path
-SMALL_BYTES = 1 << 30  # of a file that is cheap enough for more than one token
+_LONGEST_MESSAGE = 4000  # characters, so that the JSON is not cut off
+SMALL_BYTES = 1 << 30  # of a file small enough to evaluate more than one token
 _CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
 SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 has
 
@@ -39,11 +38,12 @@ SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 ha
 def main() -> None:
     """Try a file.
 
-    Arguments: seconds, bytes of memory, tokens of the context (0 = as usual), 1 = read the weights, the file.
+    Arguments: seconds, bytes of memory, context size (0 = default), 1 = read the weights, path of the file.
     """
     seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    limit(seconds, n_bytes)
+    end_with_parent()
+    limit_memory(n_bytes)
+    limit_cpu(seconds)
     kind, message = "", ""
     try:
         use(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
@@ -53,25 +53,7 @@ def main() -> None:
         kind, message = type(error).__name__, str(error)
         if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
             kind = "memory"  # it was the limit
-    print(json.dumps([kind, message[:_LONGEST_MESSAGE]]), flush=True)  # noqa: T201
-    os._exit(0)  # without the risk of freeing what is damaged
-
-
-def limit(seconds: int, n_bytes: int) -> None:
-    """Bound memory and time where the system can; the parent watches the clock everywhere."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
-    for what, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_DATA, _data_bytes() + n_bytes),  # weights that are mapped do not count
-    ):
-        hard = resource.getrlimit(what)[1]
-        within = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        with suppress(ValueError, OSError):
-            resource.setrlimit(what, (within, hard))
+    end_with_answer(json.dumps([kind, message[:_LONGEST_MESSAGE]]))
 
 
 def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
@@ -81,18 +63,21 @@ def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
     trained = found.numbers.get(f"{architecture}.context_length", DEFAULT_CONTEXT)
     n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, trained))
     options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    if architecture in PARTS or not reads_weights:  # of a part, all that can be done without the target
+    if architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
         weights = Weights(path, options, vocabulary_only=not reads_weights)
         _use_vocabulary(weights.vocabulary)
         return
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:
         tokens = _use_vocabulary(model.vocabulary)
-        _limit_evaluation(model.facts().weights_bytes)
+        n_bytes = model.facts().weights_bytes
+        # Some damaged files never finish an evaluation: allow it a few times the time of opening.
+        opening = time.process_time()
+        limit_cpu(math.ceil(2 + 5 * opening + n_bytes / BYTES_PER_CPU_SECOND))
         _ = model.description, model.metadata("tokenizer.chat_template")
-        small = model.facts().weights_bytes < SMALL_BYTES
+        small = n_bytes < SMALL_BYTES
         tokens = tokens[: min(model.context_size, 64 if small else 1)]
-        with suppress(ScoresError):  # of a draft that is only useless; a target's are told when it is used
+        with suppress(ScoresError):  # useless as a draft, but harmless; a target reports them when it is used
             model.forward(ForwardRequest(TARGET, tokens))
             if small and model.context_size > 32:
                 model.try_memory()
@@ -100,27 +85,14 @@ def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
                 _try_heads(model, tokens)
 
 
-def _limit_evaluation(n_bytes: int) -> None:
-    """Leave it a few times what opening took on this machine: some damaged files keep it busy without end."""
-    try:
-        import resource
-    except ImportError:
-        return
-    opening = time.process_time()
-    seconds = math.ceil(opening + 2 + 4 * opening + n_bytes / BYTES_PER_CPU_SECOND)
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if seconds < soft or soft == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
-
-
 def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
-    """Read every token, and tokenize a text: at least one token."""
+    """Read every token and tokenize a sample; return at least one token."""
     for token in range(vocabulary.size):
         vocabulary.piece(token)
         vocabulary.is_end(token)
     _ = vocabulary.controls
     tokens = np.zeros(1, dtype=np.int32)
-    with suppress(PromptError):  # it concerns this text, not the file
+    with suppress(PromptError):  # the sample is at fault, not the file
         vocabulary.tokenize(SAMPLE.encode(), parse_special=True)
         tokens = np.concatenate([vocabulary.tokenize(SAMPLE.encode()), tokens])
     return tokens
@@ -134,16 +106,3 @@ def _try_heads(model: LlamaModel, tokens: TokenArray) -> None:
         (n_cached,) = heads.prepare([(-1, request, 0)])
         if isinstance(n_cached, int):
             heads.evaluate([(-1, request)])
-
-
-def _data_bytes() -> int:
-    """What counts as data already: of Python and the libraries."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)

@@ -18,6 +18,7 @@ from fuzz_gguf import Entry, Parts, put_together, take_apart
 from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
 from llamaspec.errors import MemoryFullError
 from llamaspec.llama import trial
+from llamaspec.llama.child import Outcome
 from model_store import ModelStore
 from tiny_models import Recipe, truncated
 from tiny_vocabulary import sentencepiece_vocabulary
@@ -38,21 +39,14 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """The processes that were started."""
     started: list[subprocess.Popen[bytes]] = []
 
+    popen = subprocess.Popen
+
     def counted(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(*arguments, **settings))
+        started.append(popen(*arguments, **settings))
         return started[-1]
 
-    monkeypatch.setattr(trial, "subprocess", _Module(counted))
+    monkeypatch.setattr(subprocess, "Popen", counted)
     return started
-
-
-class _Module:
-    """The module `subprocess`, whose processes are counted."""
-
-    PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
-
-    def __init__(self, popen: Callable[..., subprocess.Popen[bytes]]) -> None:
-        self.Popen = popen
 
 
 def open_and_close(path: Path) -> None:
@@ -288,12 +282,12 @@ def test_a_file_that_wants_too_much_memory(store: ModelStore, monkeypatch: pytes
         open_and_close(store.path())
 
 
-HANGS = "import time; time.sleep(600)"
-
-
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_CHILD", HANGS)
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child never answers."""
+    (tmp_path / "hangs.py").write_text("import time\n\n\ndef main():\n    time.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trial, "_CHILD", "hangs")
 
 
 @pytest.mark.usefixtures("hanging")
@@ -344,21 +338,20 @@ def test_a_trial_ends_with_who_asked_for_it() -> None:
         (b"", -60, "signal 60"),
         (b'["memory", ""]', 0, "needs more memory"),
         (b'["PairError", "of another kind"]', 0, "^of another kind$"),
-        (None, -signal.SIGKILL, "busy without end"),
         (b"", -signal.SIGXCPU, "busy without end"),
     ],
 )
-def test_whatever_the_trial_says_is_one_line(answer: bytes | None, code: int, says: str) -> None:
+def test_whatever_the_trial_says_is_one_line(answer: bytes, code: int, says: str) -> None:
     with pytest.raises(ModelFileError, match=says):
-        trial._judge(Path("x.gguf"), code, answer)
+        trial._judge(Path("x.gguf"), Outcome(code, answer))
 
 
 def test_what_is_not_the_fault_of_the_file() -> None:
     with pytest.raises(MemoryFullError, match="no room"):
-        trial._judge(Path("x.gguf"), 0, b'["MemoryFullError", "no room"]')
+        trial._judge(Path("x.gguf"), Outcome(0, b'["MemoryFullError", "no room"]'))
     with pytest.raises(KeyboardInterrupt):
-        trial._judge(Path("x.gguf"), -signal.SIGINT, b"")
-    trial._judge(Path("x.gguf"), 0, b'["", ""]')
+        trial._judge(Path("x.gguf"), Outcome(-signal.SIGINT, b""))
+    trial._judge(Path("x.gguf"), Outcome(0, b'["", ""]'))
 
 
 # Through the commands
