@@ -1,6 +1,6 @@
-"""`llamaspec chat`: a conversation at the terminal, or one message per line of a pipe.
+"""`llamaspec chat`: a conversation at the terminal, or one message per line from a pipe.
 
-`chat/session.py` keeps the conversation, `typed.py` reads what is typed. Only answers go to stdout.
+`chat/session.py` holds the conversation, `typed.py` reads the input. Only answers go to stdout.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def chat(
     with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
         settings = ChatSettings(*how, reasoning_budget)
-        if reasoning == "off":  # a model that thinks all the same has no tokens for it
+        if reasoning == "off":  # in case the model reasons nevertheless
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
         thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
@@ -167,25 +167,25 @@ LEAVE = {"/exit", "/quit"}
 
 @dataclass(slots=True)
 class _Loop:
-    """Reads what is typed, a message or a command, until the person leaves."""
+    """Reads messages and commands until the user leaves."""
 
     session: Session
     thoughts: Thoughts
     decoding: shared.DecodingOptions  # with the session's seed
     context_size: int  # tokens
-    files: ConversationFiles  # what may be overwritten
+    files: ConversationFiles  # knows which may be overwritten
     save_to: Path | None  # written after every answer
     stats: Detail | None  # shown after every answer
     interactive: bool
-    keeps: bool  # for --resume
+    keeps: bool  # store the conversation for --resume
 
     def run(self, read_line: ReadLine) -> None:
-        """Until the person leaves."""
+        """Run until the user leaves."""
         while self._turn(read_line):
             pass
 
     def _turn(self, read_line: ReadLine) -> bool:
-        """One message or command; False when the person leaves. A pipe ends with the first fault."""
+        """Handle one message or command; return False to leave. An error ends a chat from a pipe."""
         try:
             typed = read_typed(read_line)
             if typed.is_command and typed.text.strip() in LEAVE:
@@ -199,14 +199,14 @@ class _Loop:
             if not self.interactive:
                 raise
             say(message_of(error))
-        except KeyboardInterrupt:  # at the prompt: nothing is lost
+        except KeyboardInterrupt:  # at the prompt there is nothing to stop
             if not self.interactive:
                 raise
             click.echo("\n/exit or Ctrl-D leaves", err=True)
         return True
 
     def _act(self, typed: Typed) -> None:
-        """Answer a message or obey a command; an empty one is nothing."""
+        """Answer a message or run a command; ignore an empty line."""
         text = typed.text.strip()
         if not text:
             return
@@ -234,15 +234,15 @@ class _Loop:
             with_argument[name](argument)
         elif name not in alone:
             raise PromptError(
-                f"there is no command {name}; /help lists them, a space before / makes it a message"
+                f"there is no command {name}; see /help, or put a space before / to send it as a message"
             )
         elif argument:
-            raise PromptError(f"{name} stands alone")
+            raise PromptError(f"{name} takes no argument")
         else:
             alone[name]()
 
     def _show(self, answer: Callable[[Progress], Generator[str, None, None]]) -> None:
-        """Write an answer as it comes; Ctrl-C stops it and keeps what was said."""
+        """Write an answer as it arrives; Ctrl-C stops it and keeps its text."""
         before = self.session.last
         try:
             with (
@@ -265,12 +265,12 @@ class _Loop:
             self._after(before)
 
     def _after(self, before: Reply | None) -> None:
-        """End the answer's line, save, and say what there is to say about it."""
+        """End the answer's line, save the conversation, and report how the answer ended."""
         self.thoughts.end()
         click.echo()
         last = self.session.last
         if last is None or last is before:
-            say("stopped before a word was said; the conversation is as it was")
+            say("stopped before the answer began; the conversation is unchanged")
             return
         if self.save_to is not None:
             self.files.save(self.save_to, self.session.messages)
@@ -278,14 +278,14 @@ class _Loop:
             try:
                 keep_last(self.session.messages)
             except LlamaspecError as error:
-                self.keeps = False  # told once
+                self.keeps = False  # warn once
                 say(f"warning: {error}, or --no-keep")
         if last.completion.stop_reason is StopReason.CONTEXT:
             say("the context is full, so the answer ends here; raise --n-ctx for more")
         elif last.completion.stop_reason is StopReason.LIMIT:
             say(f"stopped after {len(last.completion.tokens)} tokens; /continue writes more")
         elif last.before is not None and not last.completion.tokens:
-            say("the model had finished this answer; there is nothing to continue")
+            say("the answer was complete already; there is nothing to continue")
         if self.stats is not None:
             self._show_statistics(self.stats)
 
@@ -295,7 +295,7 @@ class _Loop:
 
     def _edit(self) -> None:
         if not self.interactive:
-            raise PromptError("/edit opens an editor, which needs a terminal; type the message again")
+            raise PromptError("/edit needs a terminal for the editor; type the message again")
         try:
             edited = click.edit(self.session.last_message, extension=".md")
         except click.ClickException as error:

@@ -58,7 +58,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
                          help="Temperature of the texts that the target writes."),
             click.option("--n-ctx", "--ctx-size", "-c", type=int,
                          help="Context size in tokens; default: 4096, or the model's."),
-            click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all it takes."),
+            click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all that fit."),
             click.option("--threads", type=int, help="Default: the free physical cores."),
         ),
     )  # fmt: skip
@@ -66,7 +66,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
 
 @click.group()
 def draft() -> None:
-    """Make a draft for a target that has none. `--draft auto` finds what was made."""
+    """Make a draft for a target that has none. `--draft auto` finds it afterwards."""
 
 
 @draft.command(
@@ -101,20 +101,20 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
         made = make_draft(model, settings, say, types=types, output=options.output)
     if as_json:
         quartiles = None if made.measured is None else [made.measured.low, made.measured.high]
-        told = {
+        result = {
             "path": None if made.path is None else str(made.path),
             "reason": made.reason,
             "speed_up": None if made.measured is None else made.measured.median,
             "speed_up_quartiles": quartiles,
             "candidates": [asdict(found) for found in made.found],
         }
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(result))
         return
     _show(made)
     if made.path is None:
         click.echo(f"no draft made from this target is faster here: {made.reason}")
     else:
-        _tell_written(made.path, made.measured)
+        _print_written(made.path, made.measured)
 
 
 @draft.command(
@@ -163,7 +163,7 @@ def distil(
         f"a draft token takes {judged.cost_ratio:.3f} of a target token's time, "
         f"acceptance {judged.acceptance:.2f}"
     )
-    _tell_written(output, judged.measured)
+    _print_written(output, judged.measured)
 
 
 @draft.command(
@@ -210,7 +210,7 @@ def trim(
         file = file or made_path(owner, label)
     assert file is not None
     if not texts:
-        say("no --text given, keeping the lowest ids; for other languages than English, name texts in them")
+        say("no --text given, keeping the lowest ids; for languages other than English, give texts in them")
     trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:
         click.echo(json.dumps({"path": str(file), **asdict(trimmed)}))
@@ -220,7 +220,7 @@ def trim(
         f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens{of_text}; "
         f"{trimmed.n_bytes_before / 1e6:.0f} MB → {trimmed.n_bytes / 1e6:.0f} MB"
     )
-    _tell_written(file, None)
+    _print_written(file, None)
 
 
 def _opened(path: Path, options: DraftOptions) -> LlamaModel:
@@ -269,6 +269,6 @@ def _show(made: Made) -> None:
         print_table(("layers", "<type", "MB", "cost", "acceptance", "predicted"), rows)
 
 
-def _tell_written(path: Path, measured: Spread | None) -> None:
-    told = "" if measured is None else f", measured: {measured.median:.2f}x ± {measured.half:.2f}"
-    click.echo(f"wrote {printable(str(path))}{told}")
+def _print_written(path: Path, measured: Spread | None) -> None:
+    speed = "" if measured is None else f", measured: {measured.median:.2f}x ± {measured.half:.2f}"
+    click.echo(f"wrote {printable(str(path))}{speed}")

@@ -1,4 +1,4 @@
-"""`llamaspec generate`: a prompt in, text on stdout as it becomes certain, statistics on stderr."""
+"""`llamaspec generate`: completes a prompt. Text goes to stdout as it is verified, statistics to stderr."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What only `generate` can be asked for."""
+    """Options that only `generate` has."""
 
     special: bool
     stop: tuple[str, ...]
@@ -139,11 +139,11 @@ def _prompt(
 
 
 def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProgress) -> bool:
-    """Write the text as it comes; returns whether the person interrupted."""
+    """Write the text as it arrives; return whether Ctrl-C stopped it."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
-            progress(1.0)  # a prompt of one token is not read in parts
+            progress(1.0)  # a prompt of one token reports no progress
             for span in piece.spans if not output.as_json else ():
                 out.write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:
@@ -157,9 +157,9 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     if completion.stop_reason is StopReason.CONTEXT:
         out.say("the context is full; raise --n-ctx to continue")
     elif completion.stop_reason is StopReason.CONSTRAINT:
-        out.say("the text is not complete: the grammar allows no token of this model next")
+        out.say("the text is incomplete: the grammar allows none of this model's tokens next")
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
-        out.say("the text is not complete under the grammar; raise --max-tokens")
+        out.say("the text is incomplete under the grammar; raise --max-tokens")
     if output.stats is not None:
         for line in out.statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""Groups of options, which the help shows together and a command receives as one argument."""
+"""Groups of options: the help shows them together, the command receives them as one argument."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Com
 def option_group(
     name: str, make: Callable[..., Any], options: Sequence[Decorator]
 ) -> Callable[[Command], Command]:
-    """Add a section of options, and pass what `make` makes of their values as the argument `name`.
+    """Add a section of options; the command receives `make(**values)` as the argument `name`.
 
-    A ValueError of `make` is reported as a usage error.
+    A ValueError from `make` is reported as a usage error.
     """
 
     def decorate(command: Command) -> Command:
@@ -130,7 +130,7 @@ def refusing_values() -> Iterator[None]:
 
 
 class _Explained:
-    """A range of numbers whose error message says which are accepted; goes before a type of click."""
+    """A range of numbers whose error message names it; to be mixed into a range type of click."""
 
     noun: str
 

@@ -1,4 +1,4 @@
-"""The `llamaspec` command: its subcommands, and the one place where an error becomes one line."""
+"""The `llamaspec` command: its subcommands, and the only place that turns an error into one line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from llamaspec.errors import LlamaspecError, printable
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
-_LATER_SECONDS = 0.01
-_WIDEST_HELP = 1000  # columns; a narrower terminal decides
+_LATER_SECONDS = 0.01  # before an interrupt is raised again
+_WIDEST_HELP = 1000  # columns; help wraps at the terminal's width if that is less
 
-# The module of each, loaded when it is used, and the first line of its own help.
+# Module, loaded on first use, and the first line of the help.
 _SUBCOMMANDS = {
     "audit": ("measure", "Check that the text with draft tokens is the text without."),
     "bench": ("bench", "Measure whole requests, with drafts and without."),
@@ -62,7 +62,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As usual; click itself suggests only commands that were loaded."""
+        """Suggest similar commands; click suggests only those that are loaded."""
         name = args[0]
         close = difflib.get_close_matches(name, _SUBCOMMANDS, n=3, cutoff=0.6)
         if name not in _SUBCOMMANDS and close:
@@ -81,7 +81,7 @@ class _Commands(click.Group):
         except click.ClickException as error:
             if (
                 type(error).__name__ == "NoArgsIsHelpError"
-            ):  # older versions of click show the help themselves
+            ):  # older versions of click print the help themselves
                 click.echo(error.message)
                 return None
             message = error.format_message().replace("\n", " ").rstrip(".")
@@ -93,21 +93,21 @@ class _Commands(click.Group):
             from llamaspec.cli.output import message_of
 
             _fail(message_of(error))
-        except OSError as error:  # a full disk, a terminal that went away; closed pipes are click's
+        except OSError as error:  # a full disk or a closed terminal; click handles closed pipes
             _fail(f"{error.strerror or error}; check where the output goes")
         except MemoryError:
             _fail("no memory left; use a smaller --n-ctx or a smaller model")
-        except click.Abort:  # what click makes of Ctrl-C, after it has ended the line
+        except click.Abort:  # Ctrl-C; click has ended the line
             sys.exit(EXIT_INTERRUPTED)
-        except Exception as error:  # noqa: BLE001 - whatever is left is a bug, and is said to be one
+        except Exception as error:  # noqa: BLE001 - anything else is a bug
             if os.environ.get("LLAMASPEC_DEBUG"):
                 traceback.print_exc()
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            _fail(f"internal error: {told}; please report it, LLAMASPEC_DEBUG=1 shows where", EXIT_INTERNAL)
+            fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            _fail(f"internal error: {fault}; please report it, LLAMASPEC_DEBUG=1 shows where", EXIT_INTERNAL)
 
 
 def _replace_closed_streams() -> None:
-    """Put the null device in the place of closed streams, so that no other file gets their number."""
+    """Replace closed standard streams with the null device, so that no other file gets their number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -117,9 +117,9 @@ def _replace_closed_streams() -> None:
 
 
 def _keep_interrupts(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Let Ctrl-C be met a little later where it comes while nobody can be told.
+    """Raise Ctrl-C again a little later if it arrives where Python cannot raise it.
 
-    Such as in a callback of llama.cpp, or while something is freed: Python would print it and go on.
+    In a callback of llama.cpp or a destructor, Python would print it and continue.
     """
 
     def hook(unraisable: Any) -> None:

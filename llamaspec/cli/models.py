@@ -1,4 +1,4 @@
-"""`llamaspec models`: what is known by name, what of it is here, and how to get the rest."""
+"""`llamaspec models`: lists, fetches, names and removes models and pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB
     "memory_gb": ("recommended memory", 1),
 }
 _LABELS = ("for ", "", "draft ", "", "here: ")
-_OTHERS = 6  # that are named beside the recommended pair
+_OTHERS = 6  # pairs listed after the recommended one
 
 
 @click.group()
@@ -82,12 +82,12 @@ def list_models(as_json: bool) -> None:
         return
     for name, *others in rows:
         console.print(_cell(name))
-        told = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
-        console.print(Padding(_cell(", ".join(told)), (0, 0, 0, 2)))
+        parts = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
+        console.print(Padding(_cell(", ".join(parts)), (0, 0, 0, 2)))
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Columns of the terminal that a table needs so that no word is broken."""
+    """Return the width at which a table breaks no word."""
     width = 2 * (len(columns) - 1)
     for title, *cells in zip(columns, *rows, strict=True):
         texts = [title.lstrip("<!"), *cells]
@@ -104,7 +104,7 @@ class _Memory(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(?:GB?)?", value, re.IGNORECASE | re.ASCII)
         if found is None or not float(found[1]):
-            self.fail(f"{printable(value)!r} is no size; write it like 32GB", param, ctx)
+            self.fail(f"{printable(value)!r} is not a size; write it like 32GB", param, ctx)
         return round(float(found[1]) * 1e9)
 
 
@@ -126,20 +126,20 @@ def recommend(memory: int | None, as_json: bool) -> None:
     where = f"{room.n_bytes / 1e9:.1f} GB"
     if not found:
         raise ModelFileError(
-            f"no pair of the lists fits into {where}; `llamaspec generate` runs the embedded one anywhere"
+            f"no listed pair fits into {where}; `llamaspec generate` runs the embedded pair anywhere"
         )
     (best, *others), drafts = found, expectation(machine)
     run, probe = (f"llamaspec {command} --pair {best.name}" for command in ("chat", "probe"))
     if as_json:
-        told = {
+        found_json = {
             "memory_bytes": room.n_bytes,
             "on_gpu": room.is_gpu,
             "run": run,
             "probe": probe,
             "drafts": drafts,
         }
-        told["pairs"] = [{**asdict(choice), "needed_bytes": choice.needed_bytes} for choice in found]
-        click.echo(json.dumps(told))
+        found_json["pairs"] = [{**asdict(choice), "needed_bytes": choice.needed_bytes} for choice in found]
+        click.echo(json.dumps(found_json))
         return
     computing = ""
     if machine is not None:
@@ -287,7 +287,7 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
 
 
 def _columns(entry: Entry) -> tuple[str, ...]:
-    """What is told of an entry in one row."""
+    """Return the cells of an entry in `list`."""
     found = _as_json(entry)
     here = found["here"]
     if entry.path is None:
@@ -310,12 +310,12 @@ def _columns(entry: Entry) -> tuple[str, ...]:
 
 
 def _cell(text: str) -> Text:
-    """Text from a list, in which nothing is a control character or markup."""
+    """Return text without control characters and markup."""
     return Text(printable(text))
 
 
 def _echo_path(path: Path) -> None:
-    """To a pipe the path as it is: told of colour, click removes nothing."""
+    """Print a path, unchanged to a pipe: with `color`, click removes no bytes."""
     click.echo(printable(str(path)) if sys.stdout.isatty() else path, color=True)
 
 
@@ -342,7 +342,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _path_here(entry: Entry) -> Path | None:
-    """None also for a path that cannot be one: the others are still listed."""
+    """Return the file on this machine; None also for an invalid path, so that the others are listed."""
     try:
         path = entry.own_file() if entry.path is not None else find_here(entry.file())
     except ModelFileError:

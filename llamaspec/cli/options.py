@@ -109,7 +109,7 @@ def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] =
     return PromptSource(option if text is None else text, file)
 
 
-# How tokens are drawn and drafted
+# Sampling and drafting
 
 
 class DraftLength(Integer):
@@ -131,7 +131,7 @@ def _limit(default: int, shown: str | bool, text: str) -> Decorator:
                         show_default=shown, help=text)  # fmt: skip
 
 
-DRAFTING: tuple[Decorator, ...] = (  # `serve` has them, too
+DRAFTING: tuple[Decorator, ...] = (  # also options of `serve`
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
     click.option("--trees", is_flag=True,
@@ -167,7 +167,7 @@ class DecodingOptions:
 
     sampling: Sampling
     max_tokens: int
-    seed: int | None  # None = draw one
+    seed: int | None  # None = random
     rule: str
     draft_length: int | None  # None = automatic
     exact: bool
@@ -229,7 +229,7 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
 
 
 def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | None = None) -> LengthPolicy:
-    """A new policy that starts from what earlier runs and a probe have found for this pair."""
+    """Return a new policy that starts from the stored measurements of this pair."""
     if not decoding.exact:
         if decoding.draft_length is not None:
             return FixedLength(decoding.draft_length)
@@ -238,8 +238,8 @@ def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | No
     if not found.reads:
         pair.target.isolate_texts()
         say(
-            "--exact: other batch widths round differently here, so prompts are read in equal parts and "
-            "no text takes over what another has cached; Q8_0 and Q4_0 weights are exact on most CPUs"
+            "--exact: batch sizes round differently here, so prompts are processed in equal chunks and "
+            "cached prefixes are not shared; Q8_0 and Q4_0 weights are exact on most CPUs"
         )
     policy = auto_length(pair, frozenset(found.widths), say, trees=decoding.trees)
     return policy if decoding.draft_length is None else AtMost(decoding.draft_length, policy)

@@ -1,4 +1,4 @@
-"""Pictures of results: the timeline page of a completion, and the curve of a probe."""
+"""Draws results: the timeline page of a completion, and the cost curve of a probe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamaspec.measure.reasons import break_even_seconds, verdict
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import COPIES, Round
 
-# The page that shows every round of a text
+# The timeline page
 
 
 def check_writable(path: Path, what: str) -> None:
@@ -83,7 +83,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-# The curve of a probe as a picture
+# The plot of a probe
 
 
 def check_plot(path: Path) -> None:
@@ -97,7 +97,7 @@ def check_plot(path: Path) -> None:
 def draw_probe(found: Probe, path: Path, title: str) -> None:
     """Draw the time by batch size, one line per depth, and the break-even line of full acceptance."""
     check_plot(path)
-    from matplotlib.figure import Figure  # an extra, which most people do without
+    from matplotlib.figure import Figure  # an optional extra
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -113,7 +113,7 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
         figure.supxlabel(verdict(curve), fontsize="medium")
     axes.set(title=title, xlabel="batch size", ylabel="milliseconds")
     slowest = max(timing.high for row in found.widths for timing in row.timings)
-    axes.set_ylim(0, 1.2e3 * slowest)  # the line above goes on
+    axes.set_ylim(0, 1.2e3 * slowest)  # the break-even line may rise far above
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)

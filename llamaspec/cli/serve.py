@@ -1,4 +1,4 @@
-"""`llamaspec serve`: the APIs of OpenAI and Anthropic; `llamaspec worker`: layers for other machines."""
+"""`llamaspec serve`: the HTTP server; `llamaspec worker`: computes layers for another machine."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def serve(
     with opened, learning(plan, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
         pair.target.open_reader()
         with suppress(ConstraintError):
-            pair.json_schema({})  # so that the first request with a schema need not wait for the vocabulary
+            pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             url = url_of(opened)
-            told = (f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url))
+            lines = (f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url))
 
             def ready() -> None:
-                for line in told:
+                for line in lines:
                     say(line)
 
             Server(app, service, ready).run(sockets=[opened])
@@ -127,7 +127,7 @@ def serve(
 
 
 def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
-    """What is served and how to reach it, for people."""
+    """Describe the models and the addresses for clients."""
     drafts = " and ".join(model.description for model in pair.draft_models)
     if pair.heads is not None:
         drafts = "its own prediction heads"
@@ -139,7 +139,7 @@ def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
 
 
 def _keys_of(name: str | None) -> Sequence[str]:
-    """The keys in a file; a LlamaspecError where it cannot be read or holds none."""
+    """Read API keys from a file; LlamaspecError if it cannot be read or has none."""
     if name is None:
         return ()
     try:
@@ -155,7 +155,7 @@ def _keys_of(name: str | None) -> Sequence[str]:
 
 
 def check_installed() -> None:
-    """Raise a LlamaspecError where the extra `serve` is not installed."""
+    """Raise a LlamaspecError if the extra `serve` is not installed."""
     if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise LlamaspecError(
             "the server needs starlette, uvicorn and prometheus_client; install them with: "
@@ -164,7 +164,7 @@ def check_installed() -> None:
 
 
 def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
-    """The same plan, opened with one KV cache for all requests."""
+    """Return the plan with one KV cache for all requests."""
     per_request = per_request or models.n_ctx
     n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
     if per_request is not None and per_request > n_cells:
@@ -181,7 +181,7 @@ def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, pa
 
 @contextmanager
 def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
-    """Load prefixes before, and save them afterwards."""
+    """Load stored prefixes on entry, and save them on exit."""
     models = [model for model in (pair.target, pair.draft) if model is not None]
     if folder is not None:
         pair.call(lambda: folder.load(models, say))
@@ -201,7 +201,7 @@ def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
 @click.command(
     epilog="""\b
 Examples:
-  llamaspec worker --host 10.0.0.7                       on the machine that computes
+  llamaspec worker --host 10.0.0.7                       on the other machine
   llamaspec generate --target big.gguf --draft small.gguf --rpc 10.0.0.7:50052 "Once"
 """,
 )
@@ -236,9 +236,9 @@ def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | 
         except OSError as error:
             fault = f"cannot make {folder}: {error.strerror}"
             raise WorkerError(f"{fault}; set LLAMASPEC_CACHE elsewhere") from error
-    told = (
+    ready = (
         f"a worker on {host}:{port}, computing on {', '.join(device)}; anyone who can reach it can use it, "
         f"so private networks only; Ctrl-C stops it"
     )
     devices = [each for each in found if each.name in device]
-    serve_worker(host, port, threads, devices, folder, lambda: say(told))
+    serve_worker(host, port, threads, devices, folder, lambda: say(ready))

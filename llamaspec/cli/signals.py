@@ -1,8 +1,8 @@
-"""What signals do where no command handles them.
+"""Handles signals while no command does.
 
-Ctrl-C ends the process at once while modules are loaded, and when all is done: Python would show a traceback,
-and a module of C may make another error of it. SIGTERM and SIGHUP end it as they end any other, but leave the
-terminal as it was found: line editing has it without echo, a progress bar hides the cursor.
+Ctrl-C ends the process at once while modules are imported and after the command is done; otherwise Python
+would print a traceback, and a C extension may turn it into another error. SIGTERM and SIGHUP end the process
+but restore the terminal first, because line editing turns echo off and a progress bar hides the cursor.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
-_USUAL = b"\x1b[0m\x1b[?25h\x1b[?2004l"  # no colour, a cursor, pasted text as it is typed
+_RESET = b"\x1b[0m\x1b[?25h\x1b[?2004l"  # no colour, cursor shown, bracketed paste off
 
 
 def end_the_process_on_interrupt() -> None:
-    """From now on, unless Ctrl-C is ignored or handled otherwise."""
+    """End the process at the next Ctrl-C, unless it is ignored or has another handler."""
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """For a while."""
+    """Do so within a block."""
     before = signal.getsignal(signal.SIGINT)
     end_the_process_on_interrupt()
     try:
@@ -38,7 +38,7 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 def leave_the_terminal_as_found() -> None:
-    """When SIGTERM or SIGHUP end the process, unless they are ignored or handled otherwise."""
+    """Restore the terminal when SIGTERM or SIGHUP end the process, unless they have another handler."""
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
     if not terminals or not _is_main_thread():
         return
@@ -48,11 +48,11 @@ def leave_the_terminal_as_found() -> None:
 
     def end(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        with suppress(OSError, termios.error):  # it may have gone, or be another job's
+        with suppress(OSError, termios.error):  # it may be closed, or belong to another job
             if os.tcgetpgrp(terminals[0]) == os.getpgrp():
                 termios.tcsetattr(terminals[0], termios.TCSANOW, before)
                 if os.environ.get("TERM", "dumb") != "dumb":
-                    os.write(terminals[-1], _USUAL)
+                    os.write(terminals[-1], _RESET)
         os.kill(os.getpid(), number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,6 +1,6 @@
-"""What is typed in a chat, message by message: one line, several joined by backslashes, or a quoted block.
+"""Reads the messages of a chat: single lines, lines continued with a backslash, or quoted blocks.
 
-At a terminal with line editing and a history that lasts; otherwise line by line from a pipe.
+A terminal has line editing and a history that is kept; a pipe is read line by line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llamaspec.files import read_file
 _MAX_HISTORY_LINES, _MAX_HISTORY_BYTES = 1000, 10 << 20
 _QUOTES = '"""'
 
-ReadLine = Callable[[str], str]  # (prompt) -> a line without its end; EOFError when there are no more
+ReadLine = Callable[[str], str]  # (prompt) -> a line without its newline; raises EOFError at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Typed:
 
 
 def read_typed(read_line: ReadLine) -> Typed:
-    """The next message or command, or an EOFError; Ctrl-C within several lines drops them."""
+    """Read the next message or command; EOFError at the end. Ctrl-C discards an unfinished block."""
     line = read_line("> ")
     if "\n" in line:  # several lines were pasted at once
         return Typed(line.rstrip("\n"), is_command=False)
@@ -56,7 +56,7 @@ def _next(read_line: ReadLine, at_end: str) -> str:
 
 
 def _continued(line: str, read_line: ReadLine) -> Iterator[str]:
-    """Lines up to the first without a backslash at its end."""
+    """Yield lines up to the first that does not end with a backslash."""
     while line.endswith("\\"):
         yield line[:-1]
         line = _next(read_line, at_end="")
@@ -65,7 +65,7 @@ def _continued(line: str, read_line: ReadLine) -> Iterator[str]:
 
 
 def _block(line: str, read_line: ReadLine) -> Iterator[str]:
-    """Lines between triple quotes, with text beside the quotes; the end of input closes them, too."""
+    """Yield the lines of a block up to closing triple quotes or the end of the input."""
     line = line[len(_QUOTES) :] or _next(read_line, at_end=_QUOTES)
     while not line.endswith(_QUOTES):
         yield line
@@ -75,7 +75,7 @@ def _block(line: str, read_line: ReadLine) -> Iterator[str]:
 
 
 def terminal_line(prompt: str) -> str:
-    """A line from the terminal."""
+    """Read a line from the terminal."""
     if not sys.stdout.isatty():  # `input` would write the prompt there
         click.echo(prompt, nl=False, err=True)
         prompt = ""
@@ -83,7 +83,7 @@ def terminal_line(prompt: str) -> str:
 
 
 def piped_line(_prompt: str) -> str:
-    """A line from a pipe or a file."""
+    """Read a line from a pipe or a file."""
     line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
     if not line:
         raise EOFError
@@ -101,7 +101,7 @@ def _utf8(line: bytes) -> str:
 
 @contextmanager
 def line_editing() -> Iterator[None]:
-    """Editing, and a history of lines in the user's folder, where Python has readline."""
+    """Enable line editing and a history file, if Python has readline."""
     try:
         import readline
     except ImportError:  # Windows
@@ -113,21 +113,21 @@ def line_editing() -> Iterator[None]:
         readline.read_history_file(path)
     except FileNotFoundError:
         pass
-    except OSError:  # a pipe, a device, something huge, or not readable
+    except OSError:  # a pipe, a device, too large, or unreadable
         is_kept = False
     if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines come as one
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines arrive as one message
     readline.set_history_length(_MAX_HISTORY_LINES)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # no chat is lost because of its history
+        with contextlib.suppress(OSError):  # a chat does not fail because of its history
             if is_kept:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600)  # what people type is their own
+                path.touch(mode=0o600)  # other users must not read it
                 readline.write_history_file(path)
 
 
 def history_path() -> Path:
-    """The file with the lines typed in earlier chats."""
+    """Return the file with lines typed in earlier chats."""
     return user_state_path("llamaspec") / "chat_history"

@@ -1,8 +1,8 @@
 """Distils a small draft from a target: a Llama with its vocabulary, which learns the target's distribution.
 
-The target reads the user's text, which costs a fraction of writing, and its most probable tokens at every
-position are recorded; then the draft is trained on the record, and written. Each stage leaves its files in a
-folder and continues there after an interruption. Needs the extra `train` (torch, gguf).
+The target evaluates the user's texts, which is much cheaper than generating, and its most probable tokens at
+every position are recorded. Then the draft is trained on the record. Each stage keeps its files in a folder
+and resumes there after an interruption. Needs the extra `train` (torch, gguf).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.values import TARGET, ForwardRequest, Logits
 
-SHARE = 0.05  # of the target's parameters: how large a draft may be
+SHARE = 0.05  # maximum size of a draft, as a share of the target's parameters
 LEAST_WIDTH, MOST_WIDTH, HEAD = 64, 1024, 64
-LENGTH = 512  # tokens of a window, and of the draft's context: it can do no more than it has learnt
-BATCH = 4096  # tokens of a step
-RATE = 4e-3  # of learning
-N_BEST = 32  # tokens of a position that are recorded; they have nearly all of the probability
-RECORDED_BYTES = 6  # of each of them
-TRAINED_BYTES = 34  # of a parameter: two checkpoints with weights, averages of gradients; the file
+LENGTH = 512  # tokens of a window, and of the draft's context, because it learns no longer one
+BATCH = 4096  # tokens per training step
+RATE = 4e-3  # peak learning rate
+N_BEST = 32  # recorded tokens per position; they have nearly all of the probability
+RECORDED_BYTES = 6  # per recorded token
+TRAINED_BYTES = 34  # per parameter: two checkpoints (weights, optimizer state) and the GGUF file
 
-Tell = Callable[[str], None]  # receives a line for the person
+Tell = Callable[[str], None]  # receives one line of progress
 Report = Callable[[float], None]  # the finished fraction, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """What is wanted.
+    """Settings of a distillation.
 
     Raises
     ------
@@ -56,7 +56,7 @@ class Distillation:
 
     minutes: float = 60.0  # of training
     n_layers: int = 4
-    width: int | None = None  # None = such that the draft is small next to its target
+    width: int | None = None  # None = chosen by the target's size
     seed: int = 1
     length: int = LENGTH
     batch: int = BATCH
@@ -64,7 +64,7 @@ class Distillation:
     def __post_init__(self) -> None:
         if not 0 < self.minutes < 1e6:
             raise ValueError(
-                f"the training must take more than 0 minutes and less than a million, got {self.minutes}"
+                f"the training time must be more than 0 and less than a million minutes, got {self.minutes}"
             )
         if not 1 <= self.n_layers <= 64:
             raise ValueError(f"layers must be from 1 to 64, got {self.n_layers}")
@@ -74,7 +74,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Record:
-    """Windows of a text and what the target says behind each of their tokens."""
+    """Windows of a text, with the target's most probable tokens after each of their tokens."""
 
     tokens: NDArray[np.int32]  # [W, T]
     best: NDArray[np.int32]  # [W, T, k] ids
@@ -90,9 +90,9 @@ def distil_draft(
     tell: Tell,
     report: Report = lambda fraction: None,
 ) -> None:
-    """Train a draft for a target along texts, and write it to `output`.
+    """Train a draft for a target on texts, and write it to `output`.
 
-    After an interruption the same call continues; its files lie in a folder beside the output until then.
+    After an interruption the same call resumes from files in a folder beside the output.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def distil_draft(
         _check_disk(folder, len(tokens), shape)
         seconds = _reading_seconds(model, tokens, wish.length)
         tell(
-            f"the target reads {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
+            f"the target evaluates {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
             f"{shape.n_parameters / 1e6:.1f}M parameters trains for {wish.minutes:g} min on {device.type}"
         )
         recorded = record(model, tokens, wish.length, folder, report)
@@ -128,17 +128,17 @@ def distil_draft(
 def record(
     target: LlamaModel, tokens: NDArray[np.int32], length: int, folder: Path, report: Report
 ) -> Record:
-    """Let the target read a text in windows of `length` tokens, each on its own.
+    """Evaluate a text with the target in independent windows of `length` tokens.
 
     Parameters
     ----------
     target : LlamaModel
         Scores `length` positions at once.
     tokens : [n] int32
-        At least `length`; what is left behind the last whole window is left out.
+        At least `length`; an incomplete last window is ignored.
     length : int
     folder : Path
-        Keeps the record.
+        Holds the record.
     report : callable
     """
     windows = np.resize(tokens, (len(tokens) // length, length)).astype(np.int32)
@@ -157,7 +157,7 @@ def record(
 
 
 def _most_probable(logits: Logits, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The k most probable tokens of each row and their log-probabilities: [T, k] each."""
+    """Return the k most probable tokens per position and their log-probabilities: [T, k] each."""
     best = np.argpartition(logits, -k, axis=1)[:, -k:]
     scores = np.take_along_axis(logits, best, axis=1)
     most = scores.max(axis=1, keepdims=True)
@@ -166,7 +166,7 @@ def _most_probable(logits: Logits, k: int) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _array(path: Path, shape: tuple[int, ...], kind: type[np.generic]) -> NDArray[Any]:
-    """An array in a file, which survives an interruption."""
+    """Open or create an array in a file, so that it survives an interruption."""
     if path.exists():
         array: NDArray[Any] = np.load(path, mmap_mode="r+")
         return array
@@ -179,7 +179,7 @@ def _train(
     device = draft.embedding.weight.device
     rows = max(1, wish.batch // wish.length)
     plan = Plan(wish.minutes, RATE, rows * wish.length, report_seconds=min(30.0, 60 * wish.minutes / 4))
-    chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # other windows than before
+    chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # a resumed run draws other windows
 
     def batch(done: float) -> Tensor:
         report(done)
@@ -194,12 +194,12 @@ def _train(
             features = draft.hidden(tokens).flatten(0, 1)
         return loss_of(features, draft.embedding.weight, best_tokens(best.flatten(0, 1), log_p.flatten(0, 1)))
 
-    def told(progress: Progress) -> None:
+    def report_progress(progress: Progress) -> None:
         left = (1 - progress.done) * 60 * wish.minutes * progress.tokens_per_second
         passes = left / recorded.tokens.size
         tell(f"{progress}; time left for {passes:.1f} passes over the text")
 
-    train(draft, plan, batch, loss, told, checkpoint)
+    train(draft, plan, batch, loss, report_progress, checkpoint)
 
 
 def _device() -> torch.device:
@@ -209,7 +209,7 @@ def _device() -> torch.device:
 
 
 def _shape(target: LlamaModel, wish: Distillation) -> Shape:
-    """As large as the target allows."""
+    """Return the largest shape within `SHARE` of the target."""
     most, n_vocab = SHARE * target.facts().n_computing, target.vocabulary_size
     widths = (wish.width,) if wish.width else range(LEAST_WIDTH, MOST_WIDTH + 1, HEAD)
     shapes = [
@@ -228,7 +228,7 @@ def _tokens(target: LlamaModel, texts: Sequence[bytes], length: int) -> NDArray[
 
 
 def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int) -> float:
-    """What it takes the target to read all, from what it takes to read one window."""
+    """Estimate the time to evaluate all tokens from the time for one window."""
     target.forward(ForwardRequest(TARGET, tokens[:length]))  # warms up
     target.forget()
     start = time.monotonic()
@@ -237,12 +237,12 @@ def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int)
 
 
 def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distillation, shape: Shape) -> None:
-    """Begin a folder, or continue in one that holds the same distillation."""
+    """Create the folder, or resume in one that holds the same distillation."""
     text = hashlib.sha256(tokens.tobytes()).hexdigest()
-    # How long to train may change on the way.
-    what = {"target": identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
+    # The training time may change between runs.
+    settings = {"target": identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
     folder.mkdir(parents=True, exist_ok=True)
-    plan, wanted = folder / "plan.json", json.dumps(what)
+    plan, wanted = folder / "plan.json", json.dumps(settings)
     if not plan.exists():
         write_file(plan, wanted)
     elif plan.read_text() != wanted:
@@ -250,7 +250,7 @@ def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distilla
 
 
 def _check_disk(folder: Path, n_tokens: int, shape: Shape) -> None:
-    """Refuse where the record, the checkpoint and the draft do not fit."""
+    """Raise a LlamaspecError if the record, the checkpoint and the draft do not fit on the disk."""
     needed = n_tokens * N_BEST * RECORDED_BYTES + shape.n_parameters * TRAINED_BYTES
     held = sum(file.stat().st_size for file in folder.iterdir())
     free = shutil.disk_usage(folder).free + held

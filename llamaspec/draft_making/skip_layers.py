@@ -1,7 +1,7 @@
-"""Makes a draft out of a target: with fewer layers and fewer bits, as many as are best on this machine.
+"""Makes a draft from a target by removing layers and bits, as many as is fastest on this machine.
 
-Layers go in the order of how little they change. Each candidate copy is written, reads the target's text
-along and is timed. The best one is measured together with its target, and kept if it beats plain decoding.
+Layers that change the least are removed first. Each candidate is written, timed, and judged by its acceptance
+on texts of the target. The best is measured together with its target, and kept if it beats plain decoding.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from llamaspec.measure.probe import Spread
 from llamaspec.measure.reasons import best_length
 from llamaspec.pair import Pair
 
-FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first copies leave out
-SILENT = 1e-3  # a layer that changes less than this is left out before anything else is tried
-BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q2_K": 3.35}  # of a weight, roughly; the types that are tried
+FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers removed in the first candidates
+SILENT = 1e-3  # a layer that changes less than this is removed in every first candidate
+BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q2_K": 3.35}  # per weight, roughly, of the types to try
 FIRST_TYPE = "Q4_0"  # the fastest for its size on most machines
-SMALLER = 0.9  # of the target's bits for each weight: what a type must save to be tried
-LEAST_SPEED_UP = 1.02  # anything below does not pay
-SEARCHING = 0.5  # part of the time after which no candidate is begun
+SMALLER = 0.9  # a type is tried if it has at most this share of the target's bits per weight
+LEAST_SPEED_UP = 1.02  # a draft that gains less is not kept
+SEARCHING = 0.5  # share of the time limit after which no candidate is started
 
-Tell = Callable[[str], None]  # receives a line for the person
+Tell = Callable[[str], None]  # receives one line of progress
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A smaller copy of a target."""
 
-    pruned: tuple[int, ...]  # layers that it lacks, ascending
+    pruned: tuple[int, ...]  # removed layers, ascending
     file_type: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a candidate is worth here."""
+    """Measurements of a candidate on this machine."""
 
     candidate: Candidate
-    n_layers: int  # that are left
+    n_layers: int  # remaining
     n_bytes: int
-    cost_ratio: float  # seconds of a draft step next to one token of the target
-    acceptance: float  # of draft tokens, on the target's own texts
+    cost_ratio: float  # seconds of a draft step / seconds of a target token
+    acceptance: float  # rate of draft tokens, on the target's own texts
     n_guesses: int  # the best constant number of draft tokens
-    speed_up: float  # predicted; below 1 it does not pay
+    speed_up: float  # predicted
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What came of it."""
+    """The result of a search."""
 
     found: tuple[Found, ...]  # the best first
-    measured: Spread | None  # tokens per second next to plain decoding; None: no candidate was promising
-    path: Path | None  # of the draft; None where none pays
-    reason: str | None  # why there is none
+    measured: Spread | None  # speed-up over plain decoding; None: no candidate was promising
+    path: Path | None  # of the draft; None: no candidate is faster
+    reason: str | None  # why there is no draft
 
 
 def make_draft(
@@ -81,12 +81,12 @@ def make_draft(
     output: Path | None = None,
     machine: Machine | None = None,
 ) -> Made:
-    """Make the best draft of a target out of the target itself.
+    """Make the best draft of a target from the target itself.
 
     Parameters
     ----------
     tell : callable
-        Hears what happens, a line at a time.
+        Receives progress, a line at a time.
     types : tuple of str
         Types of weights to try; none = those that make the target smaller.
     output : Path, optional
@@ -141,7 +141,7 @@ def make_draft(
 def search(
     influence: Sequence[float], types: Sequence[str], measure: Callable[[Candidate], Found | None]
 ) -> list[Found]:
-    """Measure candidates until no neighbour of the best is better; those measured, the best first.
+    """Measure candidates until no neighbour of the best is better; return them, the best first.
 
     A few numbers of layers far apart come first, then steps from the best one, each half as long as the last;
     then other types.
@@ -149,11 +149,11 @@ def search(
     Parameters
     ----------
     influence : [n_layers]
-        What each layer changes; 0 = nothing.
+        How much each layer changes its input; 0 = nothing.
     types : sequence of str
         The type to begin with, then others.
     measure : callable
-        What a candidate is worth; None: llama.cpp cannot use it, or time is up.
+        Returns None if llama.cpp cannot use the candidate, or the time is over.
     """
     found: dict[Candidate, Found | None] = {}
     least_first = sorted(range(len(influence)), key=lambda layer: (influence[layer], -layer))
@@ -183,7 +183,7 @@ def search(
 
 
 def rank(found: Found) -> tuple[float, int]:
-    """The best comes first; of equals the smallest."""
+    """Sort key: the fastest first; of equals the smallest."""
     return -found.speed_up, found.n_bytes
 
 
@@ -201,10 +201,10 @@ class _Bench:
     deadline: float  # time.monotonic()
     tell: Tell
     best: Found | None = None
-    longest: float = 0.0  # seconds of one candidate
+    longest: float = 0.0  # seconds of the slowest candidate so far
 
     def __call__(self, candidate: Candidate) -> Found | None:
-        """What a candidate is worth; None where it cannot be used, or the time is over."""
+        """Measure a candidate; None if it cannot be used, or the time is over."""
         start = time.monotonic()
         is_target = not candidate.pruned and candidate.file_type == COPY
         if is_target or (self.longest and start + self.longest > self.deadline):
@@ -230,11 +230,11 @@ class _Bench:
         return found
 
     def path(self, candidate: Candidate) -> Path:
-        """Its file."""
+        """Return the file of a candidate."""
         return self.folder / f"{self.label(candidate)}.gguf"
 
     def label(self, candidate: Candidate) -> str:
-        """A short name: L12-Q4_0."""
+        """Return a short name, such as L12-Q4_0."""
         return f"L{self.n_layers - len(candidate.pruned)}-{candidate.file_type}"
 
     def _measure(self, candidate: Candidate, path: Path) -> Found:
@@ -248,7 +248,7 @@ class _Bench:
         return Found(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
     def _copy(self, candidate: Candidate) -> Copy:
-        """Without prediction heads, and with the numbers that count layers set right."""
+        """Describe the copy: without prediction heads, and with corrected layer counts."""
         header = read_gguf(self.target.path)
         numbers, name = {}, header.architecture
         pruned, known = list(candidate.pruned), header.numbers
@@ -263,7 +263,7 @@ class _Bench:
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:
-    """The types that are smaller than the target's, the one to begin with first."""
+    """Return the types smaller than the target's, in the order to try them."""
     facts = target.facts()
     bits = 8 * facts.weights_bytes / facts.n_parameters
     smaller = [name for name, its in BITS.items() if its < SMALLER * bits]
@@ -273,7 +273,7 @@ def _types(target: LlamaModel) -> tuple[str, ...]:
 
 
 def _check_disk(target: LlamaModel, folder: Path) -> None:
-    """Refuse where a candidate and the best one so far may not fit: both are smaller than it."""
+    """Raise a LlamaspecError if two candidates, each smaller than the target, may not fit on the disk."""
     needed, free = 2 * target.facts().weights_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise LlamaspecError(

@@ -1,8 +1,8 @@
-"""A small Llama in torch, and its GGUF file, from which llama.cpp computes the same function.
+"""A small Llama in torch, and its export to a GGUF file with the same function in llama.cpp.
 
-RoPE turns interleaved pairs, as llama.cpp's ``llama`` architecture does, so nothing is permuted on export.
-Matrices that are read by the same input are kept as one (q, k, v; gate, up). In the file they are Q8_0 (one
-byte and a sixteenth per weight, and nearly the trained function), norms float32.
+RoPE rotates interleaved pairs, like llama.cpp's ``llama`` architecture, so the export permutes nothing.
+Matrices with the same input are stored as one (q, k, v; gate, up). In the file, matrices are Q8_0, which
+nearly preserves the trained function, and norms are float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def n_parameters(self) -> int:
-        """Of the matrices."""
+        """Number of parameters in the matrices."""
         layer = 4 * self.width**2 + 3 * self.width * self.n_ffn
         return self.n_vocab * self.width + self.n_layers * layer
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
         return rotate(q, turn), rotate(k, turn), v
 
     def finish(self, x: Tensor, attention: Tensor) -> Tensor:
-        """What the layer gives out, from its input and [B, heads, T, head]."""
+        """Return the output of the layer, from its input and the attention [B, heads, T, head]."""
         x = x + self.attention_out(attention.transpose(1, 2).reshape(x.shape))
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(silu(gate) * up)
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), … of the last axis."""
+    """Rotate the pairs (0, 1), (2, 3), … of the last axis."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = turn[0].to(x.dtype), turn[1].to(x.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
@@ -142,17 +142,17 @@ class Llama(nn.Module):
 
 
 def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]) -> int:
-    """Write `model` to `path` in one step; return the size in bytes.
+    """Write `model` to `path` atomically; return the size in bytes.
 
     Parameters
     ----------
     path : Path
     model : Llama
     describe : callable
-        Adds the vocabulary, a name and what else belongs into the metadata.
+        Adds the vocabulary, a name and other metadata.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed: whoever has the old file mapped keeps it whole.
+    # Write to another file and rename it: a process that has mapped the old file keeps it intact.
     partial = path.with_suffix(".partial")
     try:
         writer = GGUFWriter(partial, "llama")
@@ -179,7 +179,7 @@ def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]
 
 
 def copy_vocabulary(writer: GGUFWriter, source: Path) -> None:
-    """Add the whole vocabulary of another file, its chat template with it."""
+    """Add the vocabulary and the chat template of another file."""
     for key, field in GGUFReader(source).fields.items():
         if not key.startswith(_VOCABULARY):
             continue
@@ -204,7 +204,7 @@ def _add_shape(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def _tensors(model: Llama) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every weight under llama.cpp's name; without an output matrix it reuses the embedding."""
+    """Every weight under llama.cpp's name; llama.cpp uses the embedding as output matrix."""
     yield "token_embd.weight", _array(model.embedding.weight)
     yield "output_norm.weight", _array(model.final_norm.weight)
     for i, block in enumerate(model.layers()):

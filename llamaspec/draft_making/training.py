@@ -1,8 +1,8 @@
 """Wall-clock bounded training, with losses of whole distributions over large vocabularies.
 
-A run is told how many minutes it has, not how many steps, so that it ends fully decayed on any machine. Muon
-moves the matrices of the layers, AdamW the rest. A goal answers for some rows of logits with their loss and
-its gradient, so that the logits of a batch never exist together. Knows no data: the caller hands in batches.
+A run has a number of minutes, not of steps, so the learning rate is fully decayed at its end on any machine.
+Muon trains the layers' matrices, AdamW the rest. A goal returns loss and gradient for part of the logits,
+so the logits of a whole batch never exist at once. The caller supplies the batches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn.functional import log_softmax
 
 from llamaspec.draft_making.student import Llama
 
-N_ROWS = 1024  # whose logits exist at once
+N_ROWS = 1024  # positions whose logits exist at once
 WARMUP, DECAY_FROM, LEAST_RATE = 0.02, 0.4, 0.02  # shares of the time; and of the peak learning rate
-_LEAST = 1e-6  # probability of all tokens that are not among the best
+_LEAST = 1e-6  # minimum probability of all other tokens together
 
 # (logits, rows) -> summed loss, gradient by the logits
 Goal = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -55,16 +55,16 @@ def best_tokens(ids: Tensor, log_p: Tensor) -> Goal:
 
 
 def loss_of(features: Tensor, weight: Tensor, goal: Goal) -> Tensor:
-    """Mean loss per row of `features` [N, width] under the output matrix `weight`."""
+    """Return the mean loss over `features` [N, width] under the output matrix `weight`."""
     out: Tensor = _LossInChunks.apply(features, weight, goal)
     return out
 
 
 class _LossInChunks(torch.autograd.Function):
-    """A loss whose gradient is computed on the way forward, a block of rows at a time.
+    """A loss whose gradient is computed on the way forward, a block of positions at a time.
 
-    The logits of a batch would be the largest array of training by far; here only `N_ROWS` of them exist at
-    once, and none are computed twice.
+    The logits of a batch would be by far the largest array of training. Here only `N_ROWS` positions exist at
+    once, and none is computed twice.
     """
 
     @staticmethod
@@ -111,11 +111,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one report says."""
+    """One progress report."""
 
-    done: float  # share of the time
+    done: float  # share of the training time
     steps: int
-    loss: float  # mean since the report before
+    loss: float  # mean since the last report
     tokens_per_second: float
 
     def __str__(self) -> str:
@@ -147,9 +147,9 @@ def train(
     report: Callable[[Progress], None],
     checkpoint: Path | None = None,
 ) -> None:
-    """Train `model` in place for `plan.minutes`; `next_batch` is told the elapsed share.
+    """Train `model` in place for `plan.minutes`; `next_batch` receives the elapsed share.
 
-    With a checkpoint it goes on where that was left, and writes it before every report.
+    Resumes from the checkpoint if it exists, and writes it before every report.
     """
     movers = optimizers(model, plan.rate)
     peaks = [[group["lr"] for group in mover.param_groups] for mover in movers]
@@ -185,7 +185,7 @@ def train(
 
 
 def _save(path: Path, model: Llama, movers: list[torch.optim.Optimizer], done: float, steps: int) -> None:
-    """Write a checkpoint in one step: after an interruption the one before is whole."""
+    """Replace the checkpoint atomically, so that an interruption leaves the last one intact."""
     unfinished = path.with_suffix(".part")
     states = [mover.state_dict() for mover in movers]
     torch.save({"model": model.state_dict(), "movers": states, "done": done, "steps": steps}, unfinished)
@@ -193,7 +193,7 @@ def _save(path: Path, model: Llama, movers: list[torch.optim.Optimizer], done: f
 
 
 def _restore(path: Path, model: Llama, movers: list[torch.optim.Optimizer]) -> tuple[float, int]:
-    """Go on from a checkpoint: the share of the time that has passed, and the steps."""
+    """Load a checkpoint; return the elapsed share of the time, and the steps."""
     state = torch.load(path, map_location=model.embedding.weight.device, weights_only=True)
     model.load_state_dict(state["model"])
     for mover, its in zip(movers, state["movers"], strict=True):

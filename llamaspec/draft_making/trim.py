@@ -1,8 +1,8 @@
-"""A copy of a draft with fewer tokens: only those rows of its embedding and its output that matter.
+"""Copies a draft with fewer tokens, by dropping rows of its embedding and output matrices.
 
-The output is a large part of what a small draft reads for every token. The rows that stay are bytes of the
-file as they are, so their scores are the same bit for bit; the draft draws among the common tokens of both
-vocabularies (`drafters/common_vocabulary.py`). As FR-Spec does, Zhao et al., arXiv 2502.14856.
+The output matrix is a large part of the memory that a small draft reads per token. The remaining rows are
+copied byte for byte, so their logits do not change; the draft samples from the tokens common to both
+vocabularies (`drafters/common_vocabulary.py`). Like FR-Spec, Zhao et al., arXiv 2502.14856.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from llamaspec.values import TokenArray
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-KEEP = 32768  # tokens, unless told
+KEEP = 32768  # tokens, by default
 MODELS = ("gpt2", "gemma4", "llama")  # tokenizers of merges, and of pieces with byte fallback
 _NORMAL, _UNUSED, _BYTE = 1, 5, 6  # llama.cpp's types of tokens; the others are special
-_RESERVED = re.compile(r"<unused\d+>")  # Gemma has 6,242, which no text holds
+_RESERVED = re.compile(r"<unused\d+>")  # Gemma has 6,242 that occur in no text
 _LETTERS = 0x144  # byte-level vocabularies write a byte as a letter below this
 _ROWS = re.compile(
     r"(per_layer_)?token_embd\.weight|output\.(weight|bias)"
@@ -42,20 +42,20 @@ _ROWS = re.compile(
 _TOKENIZER = "tokenizer.ggml."
 _LISTS = ("tokens", "token_type", "scores")  # of V entries
 _LEFT_OUT = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens")
-_CHUNK = 1 << 20  # bytes of text that are tokenized together
+_CHUNK = 1 << 20  # bytes of text tokenized at once
 
 Counts = npt.NDArray[np.int64]  # [V] how often each token occurs in the text
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """What was written."""
+    """Sizes of the copy and the original."""
 
-    n_tokens: int  # of the vocabulary that is left
+    n_tokens: int  # kept
     n_tokens_before: int
     n_bytes: int
     n_bytes_before: int
-    of_text: float  # share of the text's tokens that are left
+    of_text: float  # share of the text's tokens that were kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Tokenizer:
     tokens: Sequence[str]  # [V]
     types: Sequence[int]  # [V]
     merges: Sequence[str]
-    named: Sequence[int]  # bos, eos and others that the metadata names
+    named: Sequence[int]  # bos, eos and other tokens named in the metadata
 
     def kept(self, n: int, counts: Counts) -> TokenArray:
-        """The tokens to keep, ascending: special ones and single bytes, then the most frequent.
+        """Return the tokens to keep, ascending: special ones and single bytes, then the most frequent.
 
-        Of equally frequent ones those with the lowest ids, which BPE learnt first. With a token stay those
-        that it is merged from, so that a text can still be tokenized.
+        Of equally frequent tokens the lowest ids come first, because BPE learnt them first. The parts that a
+        token is merged from are kept with it, so that texts can still be tokenized.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class Tokenizer:
         return np.array(sorted(kept), dtype=np.int32)
 
     def merges_of(self, kept: TokenArray) -> list[str]:
-        """The merges whose parts and result are kept; llama.cpp wants one at least."""
+        """Return the merges whose parts and result are kept; llama.cpp needs at least one."""
         known = {self.tokens[token] for token in kept.tolist()}
         found = [merge for merge in self.merges if known.issuperset((*_parts(merge), "".join(_parts(merge))))]
         return found or list(self.merges[:1])
@@ -135,11 +135,11 @@ def trim_draft(
     texts : sequence of bytes
         UTF-8; their most frequent tokens are kept. Default: a short sample, and the lowest ids.
     keep : int
-        Tokens that are left.
+        Number of tokens to keep.
     file_type : str
-        What to quantise the copy to; "copy" = the rows as they are.
+        Quantization of the copy; "copy" = unchanged.
     target : Path, optional
-        Whose draft it is: `--draft auto` then knows it by its metadata.
+        The target it drafts for; `--draft auto` finds it by the metadata.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def trim_draft(
     if read_gguf(source).numbers.get("split.count", 1) > 1:
         raise ModelFileError(f"{source} is one of several parts; join them with llama-gguf-split --merge")
     counts = _count(source, texts or (SAMPLE.encode(),))
-    import gguf  # a third of a second, which few need
+    import gguf  # a third of a second, only when needed
 
     try:
         reader = gguf.GGUFReader(source)
@@ -203,13 +203,13 @@ def _chunks(texts: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _parts(merge: str) -> tuple[str, str]:
-    """The two parts of a merge; the first may begin with a space."""
+    """Split a merge into its parts; the first may begin with a space."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]
 
 
 def _tokenizer(reader: GGUFReader) -> Tokenizer:
-    """A ValueError where the file has another kind, or matrices of other sizes."""
+    """Read the vocabulary; ValueError for an unsupported tokenizer or matrices of other sizes."""
     found = {name: field.contents() for name, field in reader.fields.items() if name.startswith(_TOKENIZER)}
     model, tokens = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.tokens", [])
     if model not in MODELS:
@@ -223,7 +223,7 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
 
 
 def _trimmed(reader: GGUFReader, tokenizer: Tokenizer, kept: TokenArray) -> Iterator[tuple[str, Any]]:
-    """The entries of the metadata that change; None = left out."""
+    """Yield the metadata that changes; None = removed."""
     places = {token: i for i, token in enumerate(kept.tolist())}
     for name, entry in reader.fields.items():
         key = name.removeprefix(_TOKENIZER)

@@ -1,7 +1,7 @@
-"""What a draft is worth to its target on this machine: how often it is right, what it costs, what both gain.
+"""Measures a draft with its target on this machine: acceptance, cost and speed-up.
 
-Under the coupled rule a draft token is accepted where draft and target draw the same token with the same
-noise, so the acceptance comes from one reading of the target's text by the draft.
+Under the coupled rule a draft token is accepted if draft and target draw the same token with the same noise.
+The acceptance is therefore known after the draft has evaluated the target's texts once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
-N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = 4, 64, 128, 16  # texts; tokens of each
-WRITING = 0.06  # part of the time that writing them may take; the measurement at the end takes six times it
+N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = (
+    4,
+    64,
+    128,
+    16,
+)  # texts; tokens per prompt and completion
+WRITING = 0.06  # share of the time limit for generating them; the final measurement takes six times as long
 STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
-N_RUNS = 2  # of each text, for a speed-up
+N_RUNS = 2  # runs per text, to measure a speed-up
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSettings:
-    """On what drafts are measured.
+    """Texts and sampling with which drafts are measured.
 
     Raises
     ------
@@ -42,8 +47,8 @@ class TrialSettings:
         A number is out of range.
     """
 
-    texts: tuple[bytes, ...] = ()  # of the user's kind; none = an ordinary text
-    minutes: float = 15.0  # for all together; what has begun is completed
+    texts: tuple[bytes, ...] = ()  # the user's; none = an ordinary text
+    minutes: float = 15.0  # time limit; a candidate that was started is finished
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 1
 
@@ -54,7 +59,7 @@ class TrialSettings:
             )
 
     def prompts(self, target: LlamaModel) -> list[TokenArray]:
-        """Beginnings at even distances over all texts; a PromptError where there is hardly any text."""
+        """Return prompts spaced evenly over all texts; PromptError if they are too short."""
         vocabulary, room = target.vocabulary, max(2, target.context_size - LEAST_WRITTEN)
         length = min(PROMPT, room)
         texts = self.texts or (TEXT.encode(),)
@@ -65,7 +70,7 @@ class TrialSettings:
         return [vocabulary.begun(joined[start : start + length]) for start in starts]
 
     def tasks(self, prompts: Sequence[TokenArray], token_seconds: float) -> list[Task]:
-        """What the target is to write, as much as the time allows."""
+        """Return what the target should generate, as much as the time limit allows."""
         affordable = int(60 * self.minutes * WRITING / (token_seconds * len(prompts)))
         n = min(WRITTEN, max(LEAST_WRITTEN, affordable))
         return [Task(prompt, self.sampling, self.seed, n, DEFAULT_RULE) for prompt in prompts]
@@ -73,14 +78,14 @@ class TrialSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenText:
-    """A text that the target wrote behind a prompt."""
+    """A prompt and its completion by the target."""
 
     tokens: TokenArray  # [n_prompt + n]
     n_prompt: int
 
 
 def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
-    """Let the target write; a PromptError where every text ends before its first token."""
+    """Generate completions; PromptError if all are empty."""
     written = []
     with Pair(target, None, 0.0) as pair:
         for task in tasks:
@@ -88,12 +93,12 @@ def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
             if len(tokens):
                 written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
     if not written:
-        raise PromptError("the target ends its texts at once; give other texts with --text")
+        raise PromptError("the target generates nothing after these texts; give others with --text")
     return written
 
 
 def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialSettings) -> float:
-    """The part of the target's tokens that the draft would have drawn; its KV cache is emptied."""
+    """Return the share of the target's tokens that the draft would have drawn; clears its KV cache."""
     with Pair(draft, None, 0.0) as pair:
         n_agreed = 0
         for text in texts:
@@ -106,7 +111,7 @@ def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialS
 def _agreeing(
     draft: LlamaModel, text: WrittenText, settings: TrialSettings
 ) -> Generator[ForwardRequest, Forward, int]:
-    """How many of the target's tokens in a text the draft would have drawn."""
+    """Count the target's tokens in a text that the draft would have drawn."""
     streams, sampler, n_agreed = SeededStreams(settings.seed), Sampler(settings.sampling, text.n_prompt), 0
     for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
         end = min(start + draft.max_scored, len(text.tokens))
@@ -120,17 +125,17 @@ def _agreeing(
 
 
 class Machine:
-    """What things cost here; tests replace it by one without a clock."""
+    """Measures costs on this machine; tests use a fake without a clock."""
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
-        """[K] the target's share of a round with K draft tokens."""
+        """Return the target's seconds of a round by number of draft tokens: [K]."""
         with Pair(target, None, 0.0) as pair:
             return round_seconds(measure(pair, QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
-        """Seconds of a draft step next to one token of the target, both in turns.
+        """Return seconds of a draft step / seconds of a target token, measured in turns.
 
-        The low quartiles, because the rest is what other programs took.
+        Uses low quartiles, because other programs only add time.
         """
         with Pair(target, draft, 0.0) as pair:
             found = measure(pair, STEPS)
@@ -138,7 +143,7 @@ class Machine:
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
-        """Tokens per second with a draft next to plain decoding: each text in turns, several times."""
+        """Measure the speed-up by a draft over plain decoding, in turns, several times per text."""
         ratios = []
         with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
             for run in range(N_RUNS + 1):  # the first one warms up
@@ -153,7 +158,7 @@ class Machine:
 
 
 def draft_options(target: LlamaModel) -> ModelOptions:
-    """A draft is loaded as its target is."""
+    """Return options that load a draft like its target."""
     options = target.options
     return ModelOptions(
         n_ctx=options.n_ctx, gpu_layers=options.gpu_layers, threads=options.threads, max_scored=DRAFT_SCORED
@@ -162,11 +167,11 @@ def draft_options(target: LlamaModel) -> ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a draft is worth."""
+    """Measurements of a draft."""
 
-    cost_ratio: float  # seconds of a draft step next to one token of the target
-    acceptance: float  # of draft tokens, on the target's own texts
-    measured: Spread  # tokens per second next to plain decoding
+    cost_ratio: float  # seconds of a draft step / seconds of a target token
+    acceptance: float  # rate of draft tokens, on the target's own texts
+    measured: Spread  # speed-up over plain decoding
 
 
 def judge_draft(

@@ -199,7 +199,12 @@ class Server(uvicorn.Server):
         """Refuse requests, and end running ones after the grace time."""
         queue = self._service.queue
         queue.stop()
-        grace = asyncio.get_running_loop().call_later(self._service.settings.grace_seconds, queue.end)
+        seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
+        if running:
+            self._service.tell(
+                f"stopping: {len(running)} running, up to {seconds:g} s to finish; press Ctrl-C to end now"
+            )
+        grace = asyncio.get_running_loop().call_later(seconds, queue.end)
         try:
             await super().shutdown(sockets)
         finally:

@@ -156,10 +156,10 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "stdin", "says"),
     [
-        ([], b"/nonsense\n", "there is no command /nonsense; /help lists them"),
+        ([], b"/nonsense\n", "there is no command /nonsense; see /help"),
         ([], b"/save\n", "/save needs a file"),
         ([], b"/load none.json\n", "cannot read the conversation none.json"),
-        ([], b"/reset all\n", "/reset stands alone"),
+        ([], b"/reset all\n", "/reset takes no argument"),
         ([], b"/stats all\n", "use /stats or /stats full"),
         ([], b"/regenerate\n", "no answer to regenerate"),
         ([], b"/continue\n", "no answer to continue"),

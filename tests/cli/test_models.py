@@ -421,11 +421,11 @@ def test_a_pair_is_recommended_for_another_machine() -> None:
     assert "run llamaspec chat --pair qwen3.5-4b also fit gemma-4-e4b (draft gemma-4-e4b-mtp);" in told
     for memory, name in (("16", "qwen3.5-9b"), ("32 gb", "qwen3.8-27b"), ("128GB", "qwen3.5-122b-a10b")):
         assert f"pair {name}," in " ".join(invoke("models", "recommend", "--memory", memory).stdout.split())
-    assert "no pair of the lists fits into 7.9 GB" in said(invoke("models", "recommend", "--memory", "7.9"))
+    assert "no listed pair fits into 7.9 GB" in said(invoke("models", "recommend", "--memory", "7.9"))
     for memory in ("much", "0", "-3GB", "1e9"):
         answer = invoke("models", "recommend", "--memory", memory)
         assert answer.code == 2
-        assert "is no size; write it like 32GB" in answer.stderr
+        assert "is not a size; write it like 32GB" in answer.stderr
 
 
 @pytest.mark.usefixtures("own_list")

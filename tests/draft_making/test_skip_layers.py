@@ -162,7 +162,7 @@ def test_options_that_cannot_be(widened: Path, options: dict[str, Any], says: st
 
 def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
-    with pytest.raises(LlamaspecError, match="ends its texts at once"):
+    with pytest.raises(LlamaspecError, match="generates nothing after these texts"):
         made(target, KnownCosts())
 
 

@@ -110,5 +110,6 @@ def test_minutes_that_cannot_be() -> None:
 
 def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
-    with LlamaModel(target, OPTIONS) as model, pytest.raises(LlamaspecError, match="ends its texts at once"):
+    nothing = pytest.raises(LlamaspecError, match="generates nothing after these texts")
+    with LlamaModel(target, OPTIONS) as model, nothing:
         judge_draft(model, target, TrialSettings(), KnownCosts())
