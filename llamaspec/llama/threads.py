@@ -1,12 +1,12 @@
-"""How many threads evaluate: as many as there are cores that other programs leave.
+"""The number of threads that evaluate: as many as there are cores that other programs leave idle.
 
-llama.cpp's threads wait for each other by spinning, so one thread that has lost its core to another program
-keeps all of them waiting (docs/hardware.md). Threads that spin use all the time of their cores: what they did
-not get was taken. Cores that were idle during evaluations may be taken back.
+llama.cpp's threads wait for each other by spinning, so if another program takes the core of one thread, all
+of them wait (docs/hardware.md). Spinning threads use all the time of their cores; if they got less, other
+programs took it. Cores that were idle during evaluations can be taken back.
 
-Without flash attention scores have the same bits at every number of threads, so it follows the machine at
-once. With it over f16 values, llama.cpp splits a long cache among threads and adds up in another order, so
-near ties may fall another way: there only a load that lasts counts.
+Without flash attention, logits are bit-identical for every number of threads, so the number follows the load
+at once. With flash attention over f16 values, llama.cpp splits a long cache among threads and sums in another
+order, so near ties may be decided differently. There the number follows only a lasting load.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import psutil
 
 from llamaspec.llama import runtime
 
-WINDOW = 0.1  # seconds of evaluating that are looked at together
-LASTING_WINDOW = 1.0  # the same, where bits depend on the number of threads
-LONGEST_WINDOW = 4.0  # where loads come and go too fast to be followed, so that their mean counts
-STEADY = 4  # windows; a choice that is taken back within fewer was too hasty
-PAUSE = 0.05  # seconds between two evaluations after which the machine may have become another
+WINDOW = 0.1  # seconds of evaluation between two choices
+LASTING_WINDOW = 1.0  # the same, if bits depend on the number of threads
+LONGEST_WINDOW = 4.0  # if the load changes too fast to follow, so that its mean counts
+STEADY = 4  # windows; a choice reversed within fewer was made too soon
+PAUSE = 0.05  # seconds between two evaluations after which the load may have changed
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds that have passed on this machine."""
+    """Clock and processor time of this machine, in seconds."""
 
     wall: float
     own: float  # of processor time, in all threads of this process
-    idle: float  # of processor time that nobody used, on the cores that this process may use
+    idle: float  # on the cores that this process may use
 
 
 def usage() -> Usage:
-    """As the system tells it now."""
+    """Read the current times from the system."""
     times = psutil.cpu_times(percpu=True)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
     idle = sum(times[core].idle for core in cores if core < len(times))
@@ -47,10 +47,10 @@ def usage() -> Usage:
 
 
 class ThreadGovernor:
-    """Tells before every evaluation how many threads it should use.
+    """Chooses the number of threads of the next evaluation.
 
-    On a quiet machine `most`, and never more; `n_cores` are the hardware threads that this process may use,
-    `shortest` the seconds of evaluating that a choice needs.
+    It is `most` on an idle machine, and never more. This process may use `n_cores` hardware threads. A choice
+    needs at least `shortest` seconds of evaluation.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class ThreadGovernor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._most = most
-        self._spare = max(0, n_cores - most)  # that are idle on a quiet machine, too
+        self._spare = max(0, n_cores - most)  # cores that stay idle
         self._look, self._clock = look, clock
         self.n_threads = most  # for the next evaluation
-        self._since: Usage | None = None  # what the open window began with
-        self._evaluated = 0.0  # seconds of it
-        self._wanted = 0.0  # seconds of processor time that its threads would have used on a quiet machine
+        self._since: Usage | None = None  # at the start of the current window
+        self._evaluated = 0.0  # seconds in the current window
+        self._wanted = 0.0  # seconds of processor time that its threads would use on an idle machine
         self._shortest = self._window = shortest
         self._n_windows = STEADY  # since the latest change
-        self._rose = False  # by that change
-        self._end = 0.0  # of the latest evaluation
+        self._rose = False  # in that change
+        self._end = 0.0  # of the latest evaluation, in seconds
 
     def begin(self) -> None:
-        """An evaluation begins."""
+        """Record the start of an evaluation."""
         now = self._clock()
         if self._most > 1 and (self._since is None or now - self._end > PAUSE):
             self._begin_window(self._look())
         self._end = now
 
     def finish(self, n_threads: int) -> None:
-        """It is over, and has used so many threads."""
+        """Record the end of an evaluation that used `n_threads`."""
         now = self._clock()
         self._evaluated += now - self._end
         self._wanted += n_threads * (now - self._end)
@@ -97,7 +97,7 @@ class ThreadGovernor:
         self._since, self._evaluated, self._wanted = since, 0.0, 0.0
 
     def _change(self, n: int) -> None:
-        """Followed as fast as it comes and goes, a load would make every choice wrong: look longer then."""
+        """Change the number; lengthen the window if the load changes faster than the choice can follow."""
         if n == self.n_threads:
             self._n_windows += 1
             if self._n_windows % STEADY == 0:
@@ -108,7 +108,7 @@ class ThreadGovernor:
         self._n_windows, self._rose, self.n_threads = 0, n > self.n_threads, n
 
     def _surplus(self, since: Usage, latest: Usage) -> float:
-        """Cores that were idle, less those that these threads wanted and did not get."""
+        """Return the number of idle cores, minus the cores that these threads needed and did not get."""
         wall = latest.wall - since.wall
         idle = (latest.idle - since.idle) / wall - self._spare
         missed = (self._wanted - (latest.own - since.own)) / wall
@@ -117,6 +117,6 @@ class ThreadGovernor:
 
 @functools.cache
 def governors() -> tuple[ThreadGovernor, ThreadGovernor]:
-    """Those of this process, for all models meet one machine: it follows each load, or those that last."""
+    """Return two governors shared by all models: one follows every load, one only lasting loads."""
     most, n_cores = runtime.default_threads(), runtime.n_hardware_threads()
     return ThreadGovernor(most, n_cores), ThreadGovernor(most, n_cores, LASTING_WINDOW)
