@@ -87,7 +87,7 @@ def test_nothing_stays_open_after_a_refusal(store: ModelStore, monkeypatch: pyte
     def refused(*vocabularies: object) -> None:
         raise PairError("no")
 
-    monkeypatch.setattr("llamaspec.opening.CommonTokens", refused)
+    monkeypatch.setattr("llamaspec.pair.CommonTokens", refused)
     target, draft = model(store, BYTES), model(store, BYTES.renamed(70, "other"))
     with pytest.raises(PairError):
         open_pair(target, draft)
