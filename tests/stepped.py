@@ -38,7 +38,7 @@ class Stepped(ComputeThread):
     def cancel(self, sequence: RunningSequence[Any]) -> None:
         super().cancel(sequence)
         if not self._is_stepping:
-            self.scheduler.end(sequence)
+            self.scheduler.end_cancelled()
 
     def close(self) -> None:
         self._is_closed = True

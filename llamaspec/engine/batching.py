@@ -1,60 +1,59 @@
-"""Chooses what is evaluated next: rounds together, and prompts in chunks between or beside them.
+"""Chooses what to evaluate next: rounds together, and chunks of prompts between or beside them.
 
-Only `Scheduler` calls it. It sets which part of a request a sequence has evaluated next, and evaluates
-nothing itself. tests/engine/test_scheduler.py.
+Only `Scheduler` calls it. It evaluates nothing itself. tests/engine/test_scheduler.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from llamaspec.engine.sequence import RunningSequence
+from llamaspec.engine.slot import Slot
 from llamaspec.protocols import Model
 from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, ForwardRequest
 
-INTERACTIVE_SECONDS = 3.0  # for which interactive texts may hold up the prompts of others at a stretch
-SPARE = 2  # positions that each of several sequences reserves for padding of all: two may be padded to 6
+INTERACTIVE_SECONDS = 3.0  # longest time for which interactive sequences may hold up the prompts of others
+SPARE = 2  # positions of padding that each of several sequences reserves: two may be padded to 6
 
 
 class Group(NamedTuple):
     """Sequences that are evaluated together."""
 
     model: str
-    sequences: list[RunningSequence[Any]]
+    slots: list[Slot]
     width: int  # positions to evaluate, with padding
-    n_prefill: int = 0  # of these, the last sequence's: chunked prefill beside the rounds of the others
+    n_prefill: int = 0  # of these, a chunk of the last slot's prompt beside the rounds of the others
 
 
 class Batching:
-    """Chooses among the sequences of one scheduler.
+    """Chooses what to evaluate next.
 
     Parameters
     ----------
     models : mapping of name -> Model
-        Asked in reverse order: drafts come before what they are for.
+        Evaluated in reverse order: drafts come before their targets.
     """
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
         self._order = tuple(reversed(list(models)))
-        self._prompts_wait = False  # a round has been made since the last part of a prompt was read
-        self._last_read: str | None = None  # the model that has read a part of a prompt last
-        self._speeds: dict[str, float] = {}  # positions per second, of the last chunk that a model has read
-        # That prompts have waited for interactive texts; None: none waits for one.
+        self._prompts_wait = False  # a round was evaluated since the last chunk of a prompt
+        self._last_read: str | None = None  # the model that evaluated the last chunk of a prompt
+        self._speeds: dict[str, float] = {}  # positions per second of each model's last chunk
+        # How long prompts have waited for interactive sequences; None if none waits.
         self._held_seconds: float | None = None
 
-    def next_group(self, waiting: Sequence[RunningSequence[Any]]) -> Group | None:
-        """The sequences of the next evaluation; None where nobody waits."""
-        prompts: list[RunningSequence[Any]] = []
-        others: dict[str, list[RunningSequence[Any]]] = {}
+    def next_group(self, waiting: Sequence[Slot]) -> Group | None:
+        """The next evaluation; None if no sequence waits for one."""
+        prompts: list[Slot] = []
+        others: dict[str, list[Slot]] = {}
         for each in waiting:
             request = each.request
             if request is not None and request is each.part and request.n_scored:
                 others.setdefault(request.model, []).append(each)
-            else:  # there is something to read before its logits
+            else:  # a prompt comes before its logits
                 prompts.append(each)
-        prompts = self._prompts_now(prompts, is_interactive=any(each.goes_first for each in waiting))
+        prompts = self._prompts_now(prompts, waiting)
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
             return self._reading(prompts)
@@ -68,24 +67,21 @@ class Batching:
             self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
         return group
 
-    def _prompts_now(
-        self, prompts: list[RunningSequence[Any]], *, is_interactive: bool
-    ) -> list[RunningSequence[Any]]:
-        """The prompts that may be read: for a while only those of interactive texts, if one runs.
+    def _prompts_now(self, prompts: list[Slot], waiting: Sequence[Slot]) -> list[Slot]:
+        """The prompts that may be evaluated: for a while only those of interactive sequences, if one runs.
 
-        Of texts that have begun, too: they only read again.
+        A sequence that has begun counts as interactive: it only reads again.
         """
         urgent = [each for each in prompts if each.goes_first or each.has_rounds]
-        if not is_interactive or len(urgent) == len(prompts):
+        if len(urgent) == len(prompts) or not any(each.goes_first for each in waiting):
             self._held_seconds = None
-        elif self._held_seconds is None:
-            self._held_seconds = 0.0
-        is_held = self._held_seconds is not None and self._held_seconds < INTERACTIVE_SECONDS
-        return urgent if is_held else prompts
+            return prompts
+        self._held_seconds = self._held_seconds or 0.0
+        return urgent if self._held_seconds < INTERACTIVE_SECONDS else prompts
 
     def note(self, group: Group, seconds: float) -> None:
-        """Learn from an evaluation how fast a model reads, and how long prompts have waited."""
-        last = group.sequences[-1]
+        """Learn from an evaluation how fast a model processes prompts, and how long prompts have waited."""
+        last = group.slots[-1]
         is_reading = last.part is not None and not last.part.n_scored
         if is_reading and group.width >= CHUNK:
             self._speeds[group.model] = group.width / max(seconds, 1e-9)
@@ -94,9 +90,9 @@ class Batching:
             self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
     def chunk(self, name: str, *, is_alone: bool) -> int:
-        """Positions of a prompt that a model reads at once: others wait so long for a token, or their prompt.
+        """Positions of a prompt to evaluate at once: other sequences wait for that long.
 
-        Of a sequence that is alone always as many, because its bits may depend on that.
+        The number is fixed for a sequence that is alone, because the bits of its logits may depend on it.
         """
         model = self._models[name]
         most = min(model.prompt_chunk, model.batch_size)
@@ -106,10 +102,10 @@ class Batching:
         return min(max(n, CHUNK), most)
 
     def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
-        """A request, or what is to be read before it.
+        """A request, or the chunk of its prompt that must be evaluated before it.
 
-        That is a part of a prompt that is longer than a chunk. And the target scores only what needs logits,
-        because the width of that evaluation may be chosen so that its numbers are exact.
+        The target evaluates a prompt apart from the positions that need logits, because the width of their
+        evaluation may be chosen so that the logits are exact.
         """
         size, n_before = self.chunk(request.model, is_alone=is_alone), len(request.tokens) - request.n_logits
         is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
@@ -117,80 +113,78 @@ class Batching:
             return request
         return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
 
-    def padding(self, sequence: RunningSequence[Any], request: ForwardRequest, n_sequences: int) -> int:
-        """Positions that a sequence would want besides those of its request, alone or with others.
+    def padding(self, slot: Slot, request: ForwardRequest, n_sequences: int) -> int:
+        """Positions of padding that a sequence would like, alone or with others.
 
-        Together a little more, so that sequences stay together where one position more is believed cheaper:
-        apart they would never time whether it is.
+        With others a little more, so that they stay together if one more position is believed to be cheaper:
+        apart they would never time it.
         """
         if request.model != TARGET or not request.n_scored:
             return 0
-        if not self._models[TARGET].can_share(sequence.number):
+        if not self._models[TARGET].can_share(slot.sequence.number):
             return 0
-        n = (sequence.padded(request.n_scored) or request.n_scored) - request.n_scored
+        n = (slot.padded(request.n_scored) or request.n_scored) - request.n_scored
         n = max(n, SPARE) if n_sequences > 1 else n
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
-    def _reading(self, prompts: Sequence[RunningSequence[Any]]) -> Group:
-        """One sequence reads a part of its prompt.
+    def _reading(self, prompts: Sequence[Slot]) -> Group:
+        """A chunk of one prompt.
 
-        Drafts read fast, and never beside a round. They come first, but not twice in a row where the target
-        has prompts to read.
+        Draft models read prompts quickly, so they go first, but never twice in a row while the target has a
+        prompt waiting. Their prompts are never read beside a round.
         """
         draft_is_next = self._last_read in (None, TARGET)
-        sequence = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
-        assert sequence.part is not None
-        self._last_read = sequence.part.model
-        return Group(sequence.part.model, [sequence], sequence.part.n_tokens - sequence.n_cached)
+        slot = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
+        assert slot.part is not None
+        self._last_read = slot.part.model
+        return Group(slot.part.model, [slot], slot.part.n_tokens - slot.n_cached)
 
-    def _reading_beside(self, group: Group, sequence: RunningSequence[Any]) -> Group:
-        """Rounds that read a part of a prompt, too: one evaluation costs less than two (SARATHI, arXiv
+    def _reading_beside(self, group: Group, slot: Slot) -> Group:
+        """Rounds with a chunk of a prompt beside them: one evaluation costs less than two (SARATHI, arXiv
         2308.16369).
 
-        As it is where the others may not be evaluated at such a width.
+        The same rounds alone, if they may not be evaluated at such a width.
         """
-        part = sequence.part
+        part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
             return group
-        if not all(self._models[TARGET].can_share(each.number) for each in (*group.sequences, sequence)):
+        if not all(target.can_share(each.sequence.number) for each in (*group.slots, slot)):
             return group
-        n_new = sum(each.n_new for each in group.sequences)
-        n_part, room = part.n_tokens - sequence.n_cached, self._models[TARGET].max_chunked_prefill - n_new
-        if 2 * room < min(sequence.n_new, self._models[TARGET].batch_size):  # two evaluations cost no more
+        n_new = sum(each.n_new for each in group.slots)
+        n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
+        if 2 * room < min(slot.n_new, target.batch_size):  # two evaluations cost no more
             return group
         n_prefill = min(n_part, room)
         width = n_new + n_prefill
-        if any(each.padded(width) != width for each in group.sequences):
+        if any(each.padded(width) != width for each in group.slots):
             return group
         if n_prefill < n_part:
-            sequence.part = ForwardRequest(
-                part.model, part.tokens[: sequence.n_cached + n_prefill], n_logits=0
-            )
-        return Group(TARGET, [*group.sequences, sequence], width, n_prefill)
+            slot.shorten(n_prefill)
+        return Group(TARGET, [*group.slots, slot], width, n_prefill)
 
-    def _together(self, name: str, sequences: list[RunningSequence[Any]]) -> Group:
-        """As many sequences as fit one evaluation; those that came first, first."""
+    def _together(self, name: str, slots: list[Slot]) -> Group:
+        """As many sequences as fit one evaluation; those that have waited longest come first."""
         model = self._models[name]
-        if not model.can_share(sequences[0].number):
-            return Group(name, sequences[:1], sequences[0].n_new)
-        sequences = [each for each in sequences if model.can_share(each.number)]
-        for n in range(len(sequences), 1, -1):  # a narrower batch may be refused where a wider one is not
-            together = sequences[:n]
+        if not model.can_share(slots[0].sequence.number):
+            return Group(name, slots[:1], slots[0].n_new)
+        slots = [each for each in slots if model.can_share(each.sequence.number)]
+        for n in range(len(slots), 1, -1):  # a narrower batch may be refused where a wider one is not
+            together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)
             width = _width(name, together) if n_scored <= model.max_scored else None
             if width is not None and width <= model.batch_size:
                 return Group(name, together, width)
-        return Group(name, sequences[:1], _width(name, sequences[:1]) or sequences[0].n_new)
+        return Group(name, slots[:1], _width(name, slots[:1]) or slots[0].n_new)
 
 
-def _is_of_target(sequence: RunningSequence[Any]) -> bool:
-    return sequence.part is not None and sequence.part.model == TARGET
+def _is_of_target(slot: Slot) -> bool:
+    return slot.part is not None and slot.part.model == TARGET
 
 
-def _width(name: str, sequences: Sequence[RunningSequence[Any]]) -> int | None:
-    """Positions to evaluate for some sequences: the fewest that each accepts; None if there are none."""
+def _width(name: str, slots: Sequence[Slot]) -> int | None:
+    """The fewest positions to evaluate that every sequence accepts; None if there is no such number."""
     n_new = room = 0
-    for each in sequences:
+    for each in slots:
         n_new += each.n_new
         room += each.n_padding
     if name != TARGET:
@@ -198,7 +192,7 @@ def _width(name: str, sequences: Sequence[RunningSequence[Any]]) -> int | None:
     width = n_new
     while True:
         widest = 0
-        for each in sequences:
+        for each in slots:
             wanted = each.padded(width)
             if wanted is None or wanted > n_new + max(room, 0):
                 return None

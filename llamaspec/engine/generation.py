@@ -16,7 +16,7 @@ import numpy as np
 
 from llamaspec.drafters.fallback import preparing
 from llamaspec.engine.detokenize import Span, TextAssembler
-from llamaspec.engine.sequence import Text
+from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.statistics import Summary
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, PromptError
@@ -143,7 +143,7 @@ class GenerationRequest:
         return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
 
 
-def generate(request: GenerationRequest) -> Text[TextEvent]:
+def generate(request: GenerationRequest) -> Generating[TextEvent]:
     """The text as a coroutine: yields requests, rounds and events."""
     try:
         writer = _Writer(request)
@@ -158,7 +158,7 @@ def generate(request: GenerationRequest) -> Text[TextEvent]:
         request.speculation.close()
 
 
-def _prefill(request: GenerationRequest) -> Text[TextEvent]:
+def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
     """Read the prompt, all but its last token: decoding begins with that."""
     prompt, n_to_read = request.prompt, len(request.prompt) - 1
     n_cached, seconds, reading = 0, 0.0, prompt_reading(request.speculation.length)

@@ -1,26 +1,24 @@
-"""A running sequence: one text's coroutine, what it waits for, and what its round has cost up to now.
+"""A running sequence: one completion as its reader and the scheduler share it.
 
-The scheduler drives it between two evaluations; whoever reads the text takes its events from a queue. Knows
-no models. tests/engine/test_scheduler.py.
+The scheduler resumes the coroutine and puts its events into a queue. The reader takes them out, and may
+cancel. The state of an evaluation is in the scheduler's own record, see `engine/slot.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import ForwardRequest, Round
 
 Event = TypeVar("Event")
-Text: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
+Generating: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
 Width: TypeAlias = Callable[[int], int | None]  # needed positions -> those to evaluate; None = not allowed
-Clock: TypeAlias = Callable[[], float]  # seconds
 
-INTERACTIVE_TOKENS = 128  # of an interactive text that go before others; editors ask for no more by default
-MAX_UNREAD = 16  # events; a sequence with as many waits for its reader
+MAX_UNREAD = 16  # events; a sequence with this many waits for its reader
 
 
 def unpadded(n_positions: int) -> int:
@@ -30,158 +28,65 @@ def unpadded(n_positions: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class RunningSequence(Generic[Event]):
-    """A text that is being written.
-
-    Only `events`, `error`, `is_cancelled` and `notify` may be touched by other threads than the one that
-    computes.
-    """
+    """A completion that is being generated."""
 
     number: int
-    text: Text[Event]
+    completion: Generating[Event]
     width: Width = unpadded
     n_prompt: int = 0  # tokens
-    limit: int | None = None  # tokens that it has at most
-    is_interactive: bool = False  # goes before those that are not
-    notify: Callable[[], object] | None = None  # called by the computing thread after it has put events
+    limit: int | None = None  # maximum length in tokens, prompt included
+    is_interactive: bool = False  # goes before sequences that are not
+    notify: Callable[[], object] | None = None  # called by the compute thread after each event
     events: SimpleQueue[Event | None] = field(default_factory=SimpleQueue)  # None = the end
-    error: Exception | None = None  # what ended it
+    error: Exception | None = None  # the reason for a failed end, until it is raised to the reader
     is_done: bool = False
     is_cancelled: bool = False
-    is_swapped_out: bool = True  # nothing of it is evaluated, or kept in the KV cache
-    request: ForwardRequest | None = None  # what it waits for
-    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of its last request to the target
-    part: ForwardRequest | None = None  # of it, what is evaluated next
-    n_cached: int = 0  # tokens of the request that are cached
-    n_cached_before: int | None = None  # the same, before a part of a long request was evaluated
-    n_new: int = 0  # positions that the request still needs
-    n_padding: int = 0  # positions that it would want besides
-    fault: Exception | None = None  # of its length policy, while a batch was put together
-    has_rounds: bool = False  # what came before the first round is not part of it
-    seconds: float = 0.0  # of the request's parts that are evaluated
-    draft_seconds: float = 0.0  # since the last round, as the next four
-    verify_seconds: float = 0.0
-    overhead_seconds: float = 0.0
-    n_draft_steps: int = 0
-    n_draft_scored: int = 0  # positions
-    last_step: int = 0  # the last step of the scheduler that it had a part in; 0 = none yet
+    is_swapped_out: bool = True  # holds no room in the KV cache and is not evaluated
 
-    @property
-    def goes_first(self) -> bool:
-        """Whether it goes before others: it is interactive, and not long yet."""
-        return self.is_interactive and len(self.tokens) - self.n_prompt < INTERACTIVE_TOKENS
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Who is to have room in the KV cache: the lowest."""
-        return not self.goes_first, self.number
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether it waits for its reader."""
-        return self.events.qsize() >= MAX_UNREAD
-
-    @property
-    def n_cells(self) -> int:
-        """KV cells that its next evaluation and its prompt need."""
-        return max(self.n_prompt, 0 if self.request is None else self.request.n_tokens)
-
-    def padded(self, n_positions: int) -> int | None:
-        """The width that its length policy wants; a policy that fails is told of at the next step."""
-        try:
-            return self.width(n_positions)
-        except BaseException as error:  # noqa: BLE001  # it ends this sequence alone
-            self.fault = told(error)
-            return n_positions
-
-    def count(self, seconds: float) -> None:
-        """Note that (a part of) the request has been evaluated."""
-        request = self.request
-        assert request is not None
-        self.seconds += seconds
-        if request.model == TARGET:
-            self.verify_seconds += seconds
-        else:
-            self.draft_seconds += seconds
-            self.n_draft_steps += bool(request.n_scored)
-            self.n_draft_scored += request.n_scored
-
-    def advance(self, clock: Clock, answer: Forward | None, error: Exception | None) -> None:
-        """Let the text go on until it wants something evaluated again.
-
-        With an error: its request cannot be evaluated. Raises StopIteration where the text ends, and whatever
-        goes wrong in it.
-        """
-        drafts = self.request is not None and self.request.model != TARGET
-        self.request = self.part = self.n_cached_before = None
-        self.fault = self.fault if error is None else None  # one that came meanwhile is told next
-        self.seconds = 0.0
-        begin = clock()
-        try:
-            wanted = self.text.send(answer) if error is None else self.text.throw(error)
-            while not isinstance(wanted, ForwardRequest):
-                if isinstance(wanted, Round):
-                    now = clock()
-                    self._count_own(now - begin, drafts)
-                    begin, drafts = now, False
-                    wanted = self.text.send(self._stamped(wanted))
-                else:
-                    self._put(wanted)
-                    if not self.has_rounds:
-                        self._begin_round()
-                        begin, drafts = clock(), False
-                    wanted = self.text.send(None)
-            self.request = wanted
-            if wanted.model == TARGET:
-                self.tokens = wanted.tokens
-        finally:
-            self._count_own(clock() - begin, drafts)
-
-    def end(self, error: BaseException | None) -> None:
-        """Close the text and tell the reader."""
-        try:
-            self.text.close()
-        except BaseException as raised:  # noqa: BLE001  # of a drafter that does not let itself be closed
-            error = error or raised
-        self.request, self.error, self.is_done = None, None if error is None else told(error), True
-        with suppress(BaseException):  # of `notify`; the event is there
-            self._put(None)
-
-    def _put(self, event: Event | None) -> None:
+    def put(self, event: Event | None) -> None:
+        """Hand an event to the reader."""
         self.events.put(event)
         if self.notify is not None:
-            with suppress(RuntimeError):  # the event loop of the reader has ended
+            with suppress(RuntimeError):  # the reader's event loop has ended
                 self.notify()
 
-    def _count_own(self, seconds: float, drafts: bool) -> None:
-        """Note what the text itself took."""
-        if drafts:
-            self.draft_seconds += seconds
-        else:
-            self.overhead_seconds += seconds
+    def next_event(self) -> Event | None:
+        """Wait for the next event; None after the end. Raises the error that ended the sequence, once."""
+        event = self.events.get()
+        if event is None:
+            self.events.put(None)  # for the next call
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+        return event
 
-    def _stamped(self, round_: Round) -> Round:
-        """A round with its seconds."""
-        stamped = replace(
-            round_,
-            n_draft_steps=self.n_draft_steps,
-            n_draft_scored=self.n_draft_scored,
-            draft_seconds=self.draft_seconds,
-            verify_seconds=self.verify_seconds,
-            overhead_seconds=self.overhead_seconds,
-        )
-        self.has_rounds = True
-        self._begin_round()
-        return stamped
+    def cancel(self) -> None:
+        """Have the scheduler end this sequence at its next step; from any thread."""
+        self.is_cancelled = True
 
-    def _begin_round(self) -> None:
-        self.draft_seconds = self.verify_seconds = self.overhead_seconds = 0.0
-        self.n_draft_steps = self.n_draft_scored = 0
+    def listen(self, notify: Callable[[], object] | None) -> None:
+        """Replace the function that is called after each event."""
+        self.notify = notify
+
+    def swap(self, *, is_out: bool) -> None:
+        """Record whether the sequence has lost its room in the KV cache."""
+        self.is_swapped_out = is_out
+
+    def end(self, error: BaseException | None) -> None:
+        """Close the coroutine and tell the reader."""
+        try:
+            self.completion.close()
+        except BaseException as raised:  # noqa: BLE001  # a drafter may refuse to be closed
+            error = error or raised
+        self.error, self.is_done = None if error is None else as_exception(error), True
+        with suppress(BaseException):  # `notify` may raise; the event is in the queue
+            self.put(None)
 
 
-def told(raised: BaseException) -> Exception:
-    """What is raised to the reader: in its thread, SystemExit and KeyboardInterrupt mean something else."""
+def as_exception(raised: BaseException) -> Exception:
+    """Wrap SystemExit and KeyboardInterrupt, which mean something else in the thread of the reader."""
     if isinstance(raised, Exception):
         return raised
-    error = RuntimeError(f"{raised!r} ended the text; what a text calls must raise an Exception")
+    error = RuntimeError(f"{raised!r} ended the completion; drafters and policies must raise an Exception")
     error.__cause__ = raised
     return error

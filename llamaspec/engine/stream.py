@@ -109,7 +109,7 @@ class TextStream:
         notify : callable, optional
             Called by the compute thread whenever `ready` may have something new.
         """
-        self._begun(notify).notify = notify
+        self._begun(notify).listen(notify)
 
     def ready(self) -> list[Piece]:
         """The pieces that exist by now; begins the text, and does not wait.

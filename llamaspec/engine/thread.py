@@ -1,10 +1,10 @@
-"""The compute thread: it alone calls llama.cpp, for every user of every pair of the process.
+"""The compute thread: the only thread that calls llama.cpp, for all pairs of the process.
 
-Callers hand in texts and read events from a queue each; a program that iterates, tasks of asyncio and the
-server are the same thing seen from three sides. Ctrl-C in the main thread, and whoever cancels, set the abort
-flag, which ends the running evaluation. Pairs take turns of one evaluation each. Two compute threads would
-have two teams of OpenMP threads, which wait without spinning once they outnumber the cores: every evaluation
-then takes several times as long. tests/engine/test_threads.py and tests/engine/test_several_pairs.py.
+Callers start sequences and read the events of each from its queue, from any thread or event loop. Pairs
+take turns of one evaluation each. Cancelling, and Ctrl-C in the main thread, set llama.cpp's abort flag,
+which ends the running evaluation. There is one thread because two would have two teams of OpenMP threads:
+once these outnumber the cores, they wait without spinning, and evaluations take several times as long.
+tests/engine/test_threads.py and tests/engine/test_several_pairs.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.sequence import MAX_UNREAD, Event, RunningSequence, Text, Width, unpadded
+from llamaspec.engine.sequence import MAX_UNREAD, Event, Generating, RunningSequence, Width, unpadded
 from llamaspec.errors import ClosedError
 from llamaspec.values import Forward, ForwardRequest
 
 Result = TypeVar("Result")
 Work: TypeAlias = Callable[[], object]
 
-ABORT_SECONDS = 0.05  # between two attempts to abort what runs: the first may come just before it
+ABORT_SECONDS = 0.05  # between attempts to abort an evaluation: the first may come just before it starts
 
 
 class ComputeThread:
-    """Runs a scheduler in the compute thread, from its first text to the end of this object.
+    """Runs a scheduler in the compute thread, from its first sequence to the end of this object.
 
     Parameters
     ----------
@@ -43,14 +43,14 @@ class ComputeThread:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._numbers = itertools.count()
-        # The thread knows only the seat, so that a forgotten object of this class is finalized.
+        # The thread refers only to the seat, so that a forgotten object of this class is finalized.
         self._seat = _Seat(scheduler)
         weakref.finalize(self, self._seat.leave)
         _stop_at_exit()
 
     def start(
         self,
-        text: Text[Event],
+        completion: Generating[Event],
         width: Width = unpadded,
         *,
         n_prompt: int = 0,
@@ -58,23 +58,23 @@ class ComputeThread:
         is_interactive: bool = False,
         notify: Callable[[], object] | None = None,
     ) -> RunningSequence[Event]:
-        """Begin a text; from any thread. It joins the others at the next step.
+        """Start a sequence, from any thread. It joins the others at the next step.
 
         Parameters
         ----------
-        text : coroutine
+        completion : coroutine
         width : callable
             As `SequenceLength.width`.
         n_prompt, limit : int
-            Tokens that the text has at first, and at most.
+            Tokens of the prompt, and of the whole sequence at most.
         is_interactive : bool
-            It goes before texts that are not.
+            Whether the sequence goes before those that are not.
         notify : callable, optional
             Called by the compute thread after each event.
         """
         sequence: RunningSequence[Event] = RunningSequence(
             next(self._numbers),
-            text,
+            completion,
             width,
             n_prompt=n_prompt,
             limit=limit,
@@ -83,39 +83,34 @@ class ComputeThread:
         )
         try:
             self._post(lambda: self._scheduler.add(sequence), lambda: sequence.end(None))
-        except BaseException:  # Ctrl-C, or no thread can be started: nobody will read it
-            sequence.is_cancelled = True
+        except BaseException:  # Ctrl-C, or no thread can be started: there will be no reader
+            sequence.cancel()
             raise
         return sequence
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
-        """The next event of a text, as soon as there is one; None after its end.
+        """Wait for the next event of a sequence; None after its end.
 
         Raises
         ------
         Exception
-            Whatever ended the text.
+            The error that ended the sequence.
         """
         self._check_caller()
-        event = sequence.events.get()
-        if event is None:
-            sequence.events.put(None)  # for whoever asks again
-            if sequence.error is not None:
-                error, sequence.error = sequence.error, None
-                raise error
-        elif sequence.events.qsize() == MAX_UNREAD - 1:  # it waited for its reader
+        event = sequence.next_event()
+        if event is not None and sequence.events.qsize() == MAX_UNREAD - 1:  # it waited for its reader
             self._seat.wake()
         return event
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:
-        """End a text within one evaluation; from any thread, at once, and harmless to other texts."""
-        sequence.is_cancelled = True
+        """End a sequence within one evaluation, from any thread. Returns at once; other sequences go on."""
+        sequence.cancel()
         if self._seat.is_here:
             self._scheduler.abort(sequence)
             self._seat.wake()
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
-        """Run a coroutine that is no text, such as a measurement, to its end; returns its result."""
+        """Run a coroutine that generates nothing, such as a measurement, and return its result."""
         sequence = self.start(_with_result(measurement))
         try:
             event = self.next_event(sequence)
@@ -127,22 +122,22 @@ class ComputeThread:
         return event.result
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function in this thread, between two evaluations; returns its result."""
+        """Call a function in the compute thread between two evaluations, and return its result."""
         self._check_caller()
         future: Future[Result] = Future()
 
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  # it is raised where it was asked for
+            except BaseException as error:  # noqa: BLE001  # raised to the caller
                 future.set_exception(error)
 
         self._post(run, lambda: future.set_exception(ClosedError("the pair was closed")))
         return future.result()
 
     def close(self) -> None:
-        """End all texts, and wait for that; more than once is allowed."""
-        if self._seat.is_here:  # else the thread is only the parent's
+        """End all sequences and wait for that. May be called more than once."""
+        if self._seat.is_here:  # after a fork there is nothing to wait for
             self._check_caller()
         self._seat.close()
 
@@ -155,14 +150,16 @@ class ComputeThread:
             raise ClosedError("this pair was opened before a fork; open it in the child process")
 
     def _check_caller(self) -> None:
-        """Refuse what would wait for ever."""
+        """Refuse a call that would wait for ever."""
         self._check_process()
         if threading.get_ident() == self._seat.thread.ident:
-            raise RuntimeError("a drafter cannot wait for a text of a pair; let it yield a ForwardRequest")
+            raise RuntimeError(
+                "a drafter cannot wait for a completion of a pair; let it yield a ForwardRequest"
+            )
 
 
 class _Task(NamedTuple):
-    """What to do between two evaluations, or instead of it if the pair is closed by then."""
+    """Work to do between two evaluations, and a refusal in case the pair is closed by then."""
 
     do: Work
     refuse: Work
@@ -185,25 +182,25 @@ class _Seat:
         return self.thread is _shared
 
     def post(self, task: _Task) -> None:
-        """Have the thread do a task, or refuse it."""
+        """Give the thread a task, or refuse it."""
         if self.is_closed or self.thread.is_stopped:
             raise ClosedError("the pair is closed; open it again")
-        self._is_used = True  # before the task is there: from now on who closes waits for the thread
+        self._is_used = True  # first, so that `close` waits for the thread from now on
         self._tasks.put(task)
         self.thread.admit(self)
 
     def wake(self) -> None:
-        """Have the thread look again whether a text can go on; never waits."""
+        """Have the thread check again whether a sequence can go on; never waits."""
         if self._is_used and self.is_here and not self._ended.is_set():
             self.thread.wake()
 
     def leave(self) -> None:
-        """Have all texts ended soon; never waits, because a finalizer may run anywhere."""
+        """End all sequences soon. Never waits, because a finalizer may run in any thread."""
         self.is_closed = True
         self.wake()
 
     def close(self) -> None:
-        """End all texts, and wait for that."""
+        """End all sequences and wait for that."""
         self.is_closed = True
         if not self._is_used or not self.is_here or self._ended.is_set():
             return
@@ -213,13 +210,13 @@ class _Seat:
             self._ended.wait(ABORT_SECONDS)
 
     def take_turn(self) -> bool:
-        """Do the tasks that are there, and make a step; False if no text can go on."""
+        """Do the tasks that have come, and make a step; False if no sequence can go on."""
         for _ in range(self._tasks.qsize()):
             self._attempt(self._tasks.get().do)
         return self._attempt(self.scheduler.step)
 
     def end(self) -> None:
-        """End all texts, and refuse what nobody will do."""
+        """End all sequences, and refuse the tasks that are left."""
         self.is_closed = True
         self.scheduler.end_all()
         while not self._tasks.empty():
@@ -227,10 +224,10 @@ class _Seat:
         self._ended.set()
 
     def _attempt(self, work: Work) -> bool:
-        """Whether something was done. A fault of the scheduler ends all its texts, but not the thread."""
+        """Whether something was done. An error of the scheduler ends its sequences, but not the thread."""
         try:
             return bool(work())
-        except BaseException as error:  # noqa: BLE001  # all readers are told
+        except BaseException as error:  # noqa: BLE001  # raised to all readers
             self.scheduler.end_all(error)
             return False
 
@@ -238,9 +235,9 @@ class _Seat:
 class _SharedThread:
     """The compute thread of a process; it runs while a seat is taken.
 
-    Whoever wants something first puts it into `_news`, then looks whether a thread runs. A thread that ends
-    first gives up its role, then looks into `_news`. So nobody waits for a lock while a thread starts: a
-    finalizer that runs in the new thread might want the same lock.
+    A caller first puts news into `_news`, then checks whether a thread runs. A thread that ends first gives
+    up its role, then checks `_news`. So no caller waits for a lock while a thread starts: a finalizer that
+    runs in the new thread might want the same lock.
     """
 
     def __init__(self) -> None:
@@ -261,7 +258,7 @@ class _SharedThread:
         self._news.put(())
 
     def stop(self) -> None:
-        """End all texts of all seats, and never compute again."""
+        """End all sequences of all seats, and never compute again."""
         self.is_stopped = True
         self.wake()
         while not self._role.acquire(timeout=ABORT_SECONDS):
@@ -283,12 +280,12 @@ class _SharedThread:
         seats: set[_Seat] = set()
         is_busy = True
         while seats or not self._news.empty():
-            for _ in range(max(self._news.qsize(), not is_busy)):  # waits if no text can go on
+            for _ in range(max(self._news.qsize(), not is_busy)):  # waits if no sequence can go on
                 seats.update(self._news.get())
             is_busy = self._give_turns(seats)
 
     def _give_turns(self, seats: set[_Seat]) -> bool:
-        """One step for each seat; False if no text can go on."""
+        """Make one step for each seat; False if no sequence can go on."""
         is_busy = False
         for seat in tuple(seats):
             if seat.is_closed or self.is_stopped:
@@ -297,26 +294,26 @@ class _SharedThread:
             else:
                 self._computing = seat.scheduler
                 is_busy |= seat.take_turn()
-        self._computing = None  # it would keep a forgotten pair
+        self._computing = None  # a reference would keep a forgotten pair alive
         return is_busy
 
 
 _shared = _SharedThread()
 
 
-def _start_anew() -> None:
-    """A child process has none of its parent's threads."""
+def _replace_thread() -> None:
+    """Start over in a child process, which has none of its parent's threads."""
     global _shared
     _shared = _SharedThread()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_replace_thread)
 
 
 @functools.cache
 def _stop_at_exit() -> None:
-    """Stop the thread before models are freed: what is registered after their finalizers runs first."""
+    """Stop the thread before models are freed: exit handlers run in reverse order of their registration."""
     atexit.register(lambda: _shared.stop())
 
 
@@ -325,6 +322,6 @@ class _Result(Generic[Result]):
     result: Result
 
 
-def _with_result(measurement: Generator[ForwardRequest, Forward, Result]) -> Text[_Result[Result]]:
+def _with_result(measurement: Generator[ForwardRequest, Forward, Result]) -> Generating[_Result[Result]]:
     result = yield from measurement
     yield _Result(result)

@@ -278,9 +278,10 @@ def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
     step, faults = Scheduler.step, [RuntimeError("broken on purpose")]
 
     def broken(scheduler: Scheduler) -> bool:
-        if faults and scheduler._sequences:
+        is_busy = step(scheduler)
+        if faults and is_busy:
             raise faults.pop()
-        return step(scheduler)
+        return is_busy
 
     monkeypatch.setattr(Scheduler, "step", broken)
     with served(demo) as server:
