@@ -37,7 +37,7 @@ from llamaspec.measure.bench import (
     read_tasks,
     requests_of,
 )
-from llamaspec.measure.bench_figures import figures_of_arms
+from llamaspec.measure.bench_figures import figures_of_arms, speed_ups
 from llamaspec.measure.bench_tables import COLUMNS, in_short, is_comparable, markdown, next_to_best_type, rows
 from llamaspec.measure.report import Report, make_report
 from llamaspec.measure.served_arms import (
@@ -50,7 +50,9 @@ from llamaspec.measure.served_arms import (
     program_version,
     serving,
 )
+from llamaspec.measure.store import store_gains
 from llamaspec.plan import DraftPlan
+from llamaspec.values import Copying
 
 _WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
 _LEGEND = (
@@ -173,6 +175,9 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
             bench.llama_server and program_version(bench.llama_server),
             with_hashes=bench.as_json or bench.share is not None,
         )  # fmt: skip
+        is_usual = drafting == {"draft_length": None, "trees": False, "exact": False}
+        if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
+            store_gains(plan, speed_ups(samples))
         _show(samples, report, bench)
         if bench.share is not None and is_whole:
             write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")

@@ -22,6 +22,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.length.policy import AutoLength
 from llamaspec.measure.reasons import explain
 from llamaspec.measure.store import learned_costs
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.values import TokenArray
 
@@ -98,7 +99,8 @@ def generate(
         pictures.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
-    with learning(find_plan(models), models, decoding) as (pair, policy):
+    quiet = output.stats is None or output.as_json
+    with learning(find_plan(models), models, decoding, quiet=quiet) as (pair, policy):
         constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
@@ -123,6 +125,8 @@ def generate(
         else:
             _report(completion, seed, output)
         if output.explain and isinstance(policy, AutoLength):
+            if (kept := pair_verdict(pair)) is not None:
+                out.say(f"so far, {kept}")
             out.explain(explain(completion.rounds, learned_costs(policy)), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")

@@ -16,15 +16,17 @@ from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import DEVICE_NAMES, SHARES, DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import AUTO, has_draft, locate_model, resolve_model
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
-from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain
+from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain, stored_prior
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import demo_draft, demo_target, open_plan
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, Find, drafts_itself, make_plan
 from llamaspec.protocols import LengthPolicy
-from llamaspec.values import Copying
+from llamaspec.values import Copying, Source
 
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
@@ -224,17 +226,31 @@ def _has_known_draft(target: str) -> bool:
 
 @contextmanager
 def learning(
-    plan: DraftPlan, choice: ModelChoice, decoding: DecodingOptions, cache_ram: int | None = None
+    plan: DraftPlan,
+    choice: ModelChoice,
+    decoding: DecodingOptions,
+    cache_ram: int | None = None,
+    *,
+    quiet: bool = False,
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """Open a pair and make its policy; at the end keep what was learnt."""
+    """Open a pair and make its policy; at the end keep what was learnt.
+
+    Unless `quiet`, the first run says that it measures, and the run that first knows it what drafts gain.
+    """
     with open_models(plan, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
         restore_reading_gain(pair)
+        drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
+        tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
+        if tells and stored_prior(pair).value is None:
+            say("first run with this pair: its speed is measured while it runs")
         try:
             yield pair, policy
         finally:
             keep_prior(pair, policy)
             keep_reading_gain(pair)
+            if tells and (found := pair_verdict(pair)) is not None:
+                say(found)
 
 
 def _warn(pair: Pair) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llamaspec.measure.bench import Sample
-from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN, Answer
+from llamaspec.measure.served_arms import AUTO, PEER, PEER_BEST, PEER_PLAIN, PLAIN, Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,14 @@ def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
     if len(peers) > 1:
         arms[PEER_BEST] = best_of(peers)
     return {arm: figures(each) for arm, each in arms.items()}
+
+
+def speed_ups(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return how many times as fast llamaspec's defaults are as plain decoding, by group of tasks."""
+    return {
+        group: figures(prompt_figures(each, AUTO, PLAIN)).whole
+        for group, each in grouped(samples, "group").items()
+    }
 
 
 def best_type(arms: Mapping[str, Figures]) -> str | None:

@@ -26,6 +26,7 @@ from llamaspec.llama.threads import usage
 from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.probe import sample_tokens
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 from llamaspec.values import TARGET, ForwardRequest
@@ -143,6 +144,8 @@ def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter)
             else:
                 yield from foreign_findings(models["target"], models["draft"], clock)
             yield pace_finding(examined["target"], examined["draft"])
+            if (found := pair_verdict(plan)) is not None:
+                yield Finding(OK, "speed-up", found)
 
 
 # The machine

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.measure.probe import Probe
 from llamaspec.values import COPIES, Round, Source
 
@@ -70,14 +70,19 @@ def break_even(seconds: Sequence[float]) -> float | None:
     return high
 
 
-def round_seconds(curve: CostCurve, overhead: float = 0.0) -> list[float]:
-    """Return the seconds of a round by draft length.
+def _widest_drafted(curve: CostCurve) -> int:
+    """Return the largest timed width that a draft model reaches; prompt chunks are wider."""
+    return max(width for width in curve.widths if width <= DENSE)
+
+
+def round_seconds(curve: CostCurve) -> list[float]:
+    """Return the seconds of a round by draft length, as far as a draft model drafts.
 
     Interpolates between measured widths, and assumes padding if a wider batch is cheaper.
     """
-    widths = np.arange(1, curve.widths[-1] + 1)
+    widths = np.arange(1, _widest_drafted(curve) + 1)
     padded = np.minimum.accumulate(np.interp(widths, curve.widths, curve.verify_seconds)[::-1])[::-1]
-    rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds + overhead).tolist()
+    rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds).tolist()
     return rounds
 
 
@@ -107,15 +112,20 @@ def saturation_width(curve: CostCurve) -> int:
     return widest
 
 
+def is_conclusive(curve: CostCurve) -> bool:
+    """Whether enough widths were timed to say that drafting is slower at any acceptance."""
+    return _widest_drafted(curve) >= CONCLUSIVE_WIDTH
+
+
 def verdict(curve: CostCurve) -> str:
     """Say in one sentence when drafting is faster, as far as was measured."""
     needed = break_even(round_seconds(curve))
     if needed is not None:
         return f"on this machine, drafting with this pair is faster above an acceptance of {needed:.0%}"
-    if curve.widths[-1] < CONCLUSIVE_WIDTH:
+    if not is_conclusive(curve):
+        n_timed = sum(width <= DENSE for width in curve.widths)
         return (
-            f"break-even acceptance unknown: only {len(curve.widths)} batch sizes timed, "
-            f"up to {curve.widths[-1]}"
+            f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {_widest_drafted(curve)}"
         )
     return "on this machine, drafting with this pair is slower at any acceptance"
 
@@ -228,8 +238,8 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
         n_copies_accepted=accepted[_COPIED],
         plain_seconds=plain_seconds,
         gained_seconds=None if plain_seconds is None else n_tokens * plain_seconds - spent,
-        break_even_acceptance=None if curve is None else break_even(round_seconds(curve, overhead)),
-        is_conclusive=curve is not None and curve.widths[-1] >= CONCLUSIVE_WIDTH,
+        break_even_acceptance=None if curve is None else break_even(round_seconds(curve)),
+        is_conclusive=curve is not None and is_conclusive(curve),
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,13 +46,31 @@ class ReadingGain:
     gain: float
 
 
+@dataclass(frozen=True, slots=True)
+class BenchGains:
+    """Results of the latest benchmarks of a pair, over plain decoding.
+
+    Raises
+    ------
+    ValueError
+        There is no result, or one that cannot have been measured.
+    """
+
+    speed_ups: dict[str, float]  # by group of tasks
+
+    def __post_init__(self) -> None:
+        if not self.speed_ups or not all(1e-3 < each < 1e3 for each in self.speed_ups.values()):
+            raise ValueError("a benchmark of another kind")
+
+
 PairOnDisk: TypeAlias = DraftPlan | Pair | CascadeLevel  # what names a pair
-Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness
+Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness | BenchGains
 _SUFFIXES: dict[type[Measured], str] = {
     Probe: "",
     LearnedPrior: ".runs",
     ReadingGain: ".reading",
     Exactness: ".exact",
+    BenchGains: ".bench",
 }
 
 
@@ -97,6 +115,19 @@ def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
     """Keep what a run has learnt, if it can be kept."""
     with suppress(OSError):  # the text is what people came for
         _write(_path(pair, LearnedPrior), prior)
+
+
+def stored_gains(pair: PairOnDisk) -> Kept[BenchGains]:
+    """Results of the latest benchmarks."""
+    return _read(_path(pair, BenchGains), BenchGains)
+
+
+def store_gains(pair: PairOnDisk, speed_ups: Mapping[str, float]) -> None:
+    """Keep the results of a benchmark, if they can be kept; other groups of tasks keep theirs."""
+    earlier = stored_gains(pair).value
+    with suppress(OSError):
+        before = {} if earlier is None else earlier.speed_ups
+        _write(_path(pair, BenchGains), BenchGains({**before, **speed_ups}))
 
 
 def forget(pair: PairOnDisk) -> bool:

@@ -1,0 +1,54 @@
+"""One sentence on a pair, from what is kept of it on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaspec import ModelOptions
+from llamaspec.length.acceptance import Acceptance, LearnedPrior
+from llamaspec.length.costs import CostCurve
+from llamaspec.measure.store import forget, store_gains, store_prior
+from llamaspec.measure.verdict import pair_verdict
+from llamaspec.plan import DraftPlan, ModelFile
+
+CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
+DEAR = CostCurve((1, 4, 9), (1.0, 4.0, 9.0), 0.1)
+KNOWN = (*Acceptance().log_odds[:-1].tolist(), 1.1)  # 75 % of the draft's tokens
+POOR = (*Acceptance().log_odds[:-1].tolist(), -5.0)
+
+
+@pytest.fixture
+def pair(target_file: Path, own_cache: None) -> DraftPlan:
+    model = ModelFile(target_file, ModelOptions(threads=1))
+    return DraftPlan(model, (model,))
+
+
+@pytest.mark.parametrize(
+    ("prior", "said"),
+    [
+        (LearnedPrior(CHEAP, KNOWN), "about 1.7 times as fast as without a draft (computed"),
+        (LearnedPrior(CHEAP, POOR), "gains nothing from drafts"),
+        (LearnedPrior(DEAR, KNOWN), "cannot win at any acceptance"),
+        (LearnedPrior(CHEAP), None),  # nothing was verified
+        (LearnedPrior(CostCurve((1, 2, 512), (1.0, 2.0, 9.0), 0.1), KNOWN), None),  # too few widths
+        (LearnedPrior(), None),
+    ],
+)
+def test_costs_and_acceptance(pair: DraftPlan, prior: LearnedPrior, said: str | None) -> None:
+    store_prior(pair, prior)
+    found = pair_verdict(pair)
+    assert found is None if said is None else found is not None and said in found
+
+
+def test_a_benchmark_counts_more_and_groups_are_kept(pair: DraftPlan) -> None:
+    store_prior(pair, LearnedPrior(DEAR, KNOWN))
+    store_gains(pair, {"chat": 1.58})
+    store_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
+    assert pair_verdict(pair) == (
+        "on this machine this pair is about 1.6 times as fast for chat, about 2.5 times as fast for edits, "
+        "10% slower for code and as fast as without drafts for lists (measured by llamaspec bench)"
+    )
+    assert forget(pair)
+    assert pair_verdict(pair) is None
