@@ -118,3 +118,16 @@ def test_a_draft_step_is_timed_in_the_first_runs_of_a_pair(
             store_prior(pair, LearnedPrior(CostCurve((1, 2), (0.02, 0.03), 0.01), n_runs=n))
             auto_length(pair)
     assert len(timed) == SETTLED
+
+
+def test_the_first_run_says_that_it_measures(models: list[Path]) -> None:
+    line = "first run with this pair: its speed is measured while it runs"
+    silent, first, second = (
+        generate("-n", "80", "-t", "0", "hello", *more, models=models) for more in (["--no-stats"], [], [])
+    )
+    assert line not in silent.stderr
+    assert line not in second.stderr
+    forgotten = invoke("probe", *naming(models), "--forget")
+    assert forgotten.code == 0, forgotten.stderr
+    assert line in generate("-n", "80", "-t", "0", "hello", models=models).stderr
+    assert first.code == second.code == 0
