@@ -8,10 +8,10 @@ LlamaspecError
 ├── DeviceError               llama.cpp does not compute on a device of this name
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
 ├── MemoryFullError           the machine has no room
-│   └── ContextFullError      the context has no room for a text
-└── EvaluationError           llama.cpp failed while it computed
-    ├── EvaluationAbortedError  somebody asked for it
-    ├── ScoresError             the model's scores are not numbers
+│   └── ContextFullError      the context has no room for a sequence
+└── EvaluationError           llama.cpp failed during an evaluation
+    ├── EvaluationAbortedError  an evaluation was aborted on purpose
+    ├── ScoresError             the model's scores are not finite numbers
     └── WorkerError             a worker on another machine cannot be reached
 """
 
@@ -56,11 +56,11 @@ class ClosedError(LlamaspecError):
 
 
 class MemoryFullError(LlamaspecError):
-    """There is no room for what was asked."""
+    """There is not enough memory."""
 
 
 class ContextFullError(MemoryFullError):
-    """The context has no room for a text."""
+    """The context has no room for a sequence."""
 
 
 class EvaluationError(LlamaspecError):

@@ -1,6 +1,6 @@
-"""The seams: what the loop and the scheduler need from models, drafters, length policies, rules and chance.
+"""The protocols between the packages: models, drafters, length policies, acceptance rules, random streams.
 
-Nothing here must be inherited: whatever has these methods fits. The fakes beside the tests show each
+Nothing here must be inherited: any object with these methods fits. The fakes beside the tests show each
 protocol in a few lines.
 """
 
@@ -33,8 +33,8 @@ Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 class Model(Protocol):
     """Evaluates sequences; only the compute thread calls it.
 
-    A *row* is a running sequence, named by any integer. Its KV cells are found again by comparing tokens: a
-    request that does not contain the rejected tokens rolls them back.
+    A *row* is a running sequence, named by any integer. Its KV cells are found by comparing tokens: a request
+    without the rejected tokens rolls them back.
     """
 
     @property
@@ -51,7 +51,7 @@ class Model(Protocol):
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt that are read at once while nobody else waits."""
+        """Positions of a prompt to evaluate at once while no other sequence waits."""
 
     @property
     def max_scored(self) -> int:
@@ -59,7 +59,7 @@ class Model(Protocol):
 
     @property
     def n_cells(self) -> int | None:
-        """Tokens that all sequences together can cache; None where each has a memory of its own."""
+        """Tokens that all sequences together can cache; None if each has a memory of its own."""
 
     @property
     def max_chunked_prefill(self) -> int:
@@ -90,13 +90,13 @@ class Model(Protocol):
         """Whether other rows, and padding, may take part in the next evaluation of a prepared row."""
 
     def release(self, row: int) -> None:
-        """The row has ended, or is swapped out. What is known of its text may serve it again, and others."""
+        """Free a row that has ended or is swapped out. Its cached tokens may serve it again, and others."""
 
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
 
     def abort(self) -> None:
-        """End a running evaluation soon; may be called from any thread."""
+        """Abort a running evaluation; may be called from any thread."""
 
 
 class Vocabulary(Protocol):
@@ -113,7 +113,7 @@ class Vocabulary(Protocol):
 
 
 class WholeVocabulary(Vocabulary, Protocol):
-    """All that grammars and heterogeneous vocabularies need of a vocabulary."""
+    """A vocabulary with everything that grammars and heterogeneous vocabularies need."""
 
     @property
     def size(self) -> int:
@@ -121,7 +121,7 @@ class WholeVocabulary(Vocabulary, Protocol):
 
     @property
     def specials(self) -> Mapping[int, bytes]:
-        """The names of the special tokens, which no text is tokenized to."""
+        """The names of the special tokens, which tokenizing never yields."""
 
     @property
     def bos(self) -> int:
@@ -144,7 +144,7 @@ class WholeVocabulary(Vocabulary, Protocol):
 
 
 class SequenceConstraint(Protocol):
-    """Which tokens one text allows next: a pure function of the tokens generated so far."""
+    """The tokens allowed next in one sequence: a pure function of the tokens generated so far."""
 
     def allowed(self, generated: TokenArray) -> TokenArray:
         """The tokens that may come next: int32 [A], ascending.
@@ -161,14 +161,14 @@ class SequenceConstraint(Protocol):
 
 
 class Constraint(Protocol):
-    """What texts must look like: compiled once, for any number of sequences and threads."""
+    """The form that texts must have: compiled once, for any number of sequences and threads."""
 
     def start_sequence(self) -> SequenceConstraint:
-        """A text begins."""
+        """Start a sequence."""
 
 
 class SequenceLength(Protocol):
-    """How many tokens are drafted for one text."""
+    """Chooses how many tokens are drafted for one sequence."""
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether one more token than those in `draft`, by the same source, is worth its time."""
@@ -176,21 +176,21 @@ class SequenceLength(Protocol):
     def n_verified(self, draft: Draft) -> int:
         """How many tokens of a draft the target verifies.
 
-        `Round.counterfactual` tells whether the first of the others would have been accepted. Unless the rule
+        `Round.counterfactual` says whether the first of the others would have been accepted. Unless the rule
         `drops`, the answer must be settled before the first token is drawn: none, or all.
         """
 
     def width(self, n_positions: int) -> int | None:
-        """How many positions to evaluate where all rows need `n_positions`: more is padding.
+        """How many positions to evaluate if all sequences together need `n_positions`: more is padding.
 
-        None: no evaluation as wide as that is allowed.
+        None if no evaluation of that width or wider is allowed.
         """
 
     def observe(self, round_: Round) -> None:
-        """Learn from what a round of this text cost and gained."""
+        """Learn from the costs and gains of a round of this sequence."""
 
     def close(self) -> None:
-        """The text has ended."""
+        """End the sequence."""
 
 
 @runtime_checkable
@@ -219,10 +219,10 @@ class PromptReading(Protocol):
 
 
 class LengthPolicy(Protocol):
-    """How many tokens are drafted: shared by all rows of a pair."""
+    """Chooses how many tokens are drafted: shared by all sequences of a pair."""
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceLength:
-        """A text of at most `max_tokens` begins; `drops` as in `Rule`."""
+        """Start a completion of at most `max_tokens`; `drops` as in `Rule`."""
 
 
 class Drafter(Protocol):
@@ -240,20 +240,20 @@ class Closing(Protocol):
     """A drafter with something to do when the sequence ends."""
 
     def close(self) -> None:
-        """The sequence has ended; more than once is allowed."""
+        """End the sequence. May be called more than once."""
 
 
 @runtime_checkable
 class Failing(Protocol):
-    """A drafter whose model may fail, and is not asked any more then."""
+    """A drafter that stops using its model after a failure."""
 
     @property
     def fault(self) -> str | None:
-        """What the model failed with in this sequence."""
+        """The failure of the model in this sequence."""
 
 
 class Stream(IntEnum):
-    """What a random number is for: numbers of different streams are independent."""
+    """The purpose of a random number: numbers of different streams are independent."""
 
     TOKEN = 0  # the token at a position; shared by draft and target under the coupled rule
     DRAFT = 1  # a draft token under the rejection and block rules
@@ -262,9 +262,9 @@ class Stream(IntEnum):
 
 
 class RandomStreams(Protocol):
-    """All chance of a text: a pure function of seed, stream, position and attempt.
+    """All chance of a sequence: a pure function of seed, stream, position and attempt.
 
-    `attempt` tells apart independent draws for one position: the index at which the round began, or 0 where
+    `attempt` separates independent draws for one position: the index at which the round began, or 0 if
     position alone decides.
     """
 
@@ -272,7 +272,7 @@ class RandomStreams(Protocol):
         """Draw one token of `distribution`."""
 
     def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
-        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
+        """Scores whose greatest `choose` takes: log p + noise of each token, float64 [S]."""
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
@@ -305,4 +305,4 @@ class Rule(Protocol):
         """Verify a draft whose first token has index `start` in the whole sequence."""
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """The chance that a token of q would have been accepted, where `drawn` came from p instead."""
+        """The chance that a token of q would have been accepted, given that `drawn` came from p instead."""

@@ -33,11 +33,11 @@ MTP = "mtp"  # the target's own prediction heads, as requests name them
 
 
 class Source(str, Enum):
-    """Who made the draft tokens."""
+    """Where draft tokens come from."""
 
     MODEL = "model"  # a draft model, one token at a time
     STAGE = "stage"  # a draft model that has a draft of its own
-    NGRAM = "ngram"  # copied from earlier in the same text, at no cost
+    NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
     PREDICTION = "prediction"  # copied from what the caller expects, at no cost
     GRAMMAR = "grammar"  # the only tokens that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
@@ -61,14 +61,14 @@ LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
 CHUNK = (
     64  # positions of one text that an evaluation may always have; on CPUs attention takes as many at once
 )
-WAIT_SECONDS = 0.5  # for which a chunk of more may keep other texts waiting
+WAIT_SECONDS = 0.5  # for which a larger chunk may keep other sequences waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardRequest:
     """A sequence to evaluate, and draft tokens behind it.
 
-    The answer has a row of logits for each of the last `n_logits` tokens of the sequence, then one for each
+    The answer has logits for each of the last `n_logits` tokens of the sequence, then one for each
     draft token behind the first `n_read`. With n_logits = 0 and no draft it is a prefill.
 
     Raises
@@ -105,11 +105,11 @@ class ForwardRequest:
 
 
 class Forward(NamedTuple):
-    """The answer to a request, and the evaluation that computed it."""
+    """The answer to a request, with facts about the evaluation."""
 
-    logits: Logits  # [n_logits + K, V] valid until the text makes its next request; not to be written to
+    logits: Logits  # [n_logits + K, V] read-only, valid until the next request of the sequence
     seconds: float  # of the evaluation
-    n_positions: int  # in the evaluation: those of all rows, and padding
+    n_positions: int  # in the evaluation: of all sequences, with padding
     n_sequences: int  # that shared the evaluation
     n_cached: int  # tokens of the request that the KV cache held before
     evaluation: int  # serial number of the evaluation
@@ -157,7 +157,7 @@ class Draft:
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
     source: Source = Source.MODEL
     parents: TokenArray | None = None  # [K] index of the token before it, -1 = the context; None = chain
-    ahead: tuple[float, ...] = ()  # confidences of the tokens that can follow at no cost; empty where unknown
+    ahead: tuple[float, ...] = ()  # confidences of tokens that can follow at no cost; empty if unknown
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -171,7 +171,7 @@ class Draft:
 
     @classmethod
     def certain(cls, tokens: Sequence[int], confidence: float = 0.5, source: Source = Source.MODEL) -> Draft:
-        """A chain that no randomness was needed for."""
+        """A chain of tokens that were not drawn at random."""
         return cls(
             np.array(tokens, dtype=np.int32),
             tuple(Distribution.certain(token) for token in tokens),
@@ -254,7 +254,7 @@ class Verification(NamedTuple):
 
 
 class UnusedDraft(NamedTuple):
-    """Why a draft has not read a text: it would have cost more than it was expected to save."""
+    """Seconds that the draft would have cost and saved: it was not used because it cost more."""
 
     reading_seconds: float
     saved_seconds: float
@@ -262,28 +262,28 @@ class UnusedDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """A draft, one evaluation of the target, the tokens that it adds to the text."""
+    """A draft, one evaluation of the target, and the tokens that it adds to the sequence."""
 
-    draft: Draft  # what the target evaluated of it; without distributions
+    draft: Draft  # the part that the target evaluated; without distributions
     path: tuple[int, ...]  # indices of the accepted draft tokens
     next_token: int  # the target's own token after the accepted ones
-    width: int  # positions in the target's evaluation: those of all rows, and padding
+    width: int  # positions in the target's evaluation: of all sequences, with padding
     n_sequences: int = 1  # that shared the evaluation
-    evaluation: int = 0  # serial number of the evaluation: several rows may share one
-    n_draft_steps: int = 0  # evaluations of draft models; where drafts have drafts, the draft tokens
-    draft_seconds: float = 0.0  # of these; all seconds are filled in by the scheduler
+    evaluation: int = 0  # serial number of the evaluation: several sequences may share one
+    n_draft_steps: int = 0  # evaluations of draft models; with a draft of a draft, the draft tokens
+    draft_seconds: float = 0.0  # of these; the scheduler fills in all seconds
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else
-    logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, where they are wanted
+    logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
     n_draft_scored: int = 0  # positions that draft models scored
     n_prefill: int = 0  # of `width`: positions of a prompt of another sequence, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance
-    plain_seconds: float | None = None  # what it was believed to take without a draft, beside as many rows
+    plain_seconds: float | None = None  # expected time without a draft, beside as many sequences
 
     @property
     def n_drafted(self) -> int:
-        """Draft tokens, with those that the target did not evaluate."""
+        """Draft tokens, including those that the target did not evaluate."""
         return len(self.draft) + self.n_dropped
 
     @property
@@ -293,7 +293,7 @@ class Round:
 
     @property
     def source(self) -> Source:
-        """Who made the draft tokens."""
+        """Where draft tokens come from."""
         return self.draft.source
 
     @property
@@ -303,21 +303,21 @@ class Round:
 
     @property
     def n_priced_steps(self) -> int:
-        """Draft steps, where several that make one draft token together count as one."""
+        """Draft steps; several that make one draft token together count as one."""
         return min(self.n_draft_steps, max(self.n_drafted, 1))
 
     @property
     def n_accepted(self) -> int:
-        """Draft tokens that the text keeps."""
+        """Accepted draft tokens."""
         return len(self.path)
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens that this round adds to the text: int32 [n_accepted + 1]."""
+        """The tokens that this round adds to the sequence: int32 [n_accepted + 1]."""
         accepted = self.draft.tokens[list(self.path)].tolist() if self.path else ()
         return np.array((*accepted, self.next_token), dtype=np.int32)
 
     @property
     def seconds(self) -> float:
-        """Wall clock of the whole round, without what only other rows needed."""
+        """Wall clock of the whole round, without the share that only other sequences needed."""
         return self.draft_seconds + self.verify_seconds + self.overhead_seconds

@@ -1,6 +1,6 @@
-"""From tokens to text that is certain: whole UTF-8 characters, and nothing that may be a stop string.
+"""Tokens to certain text: whole UTF-8 characters, without the possible beginning of a stop string.
 
-Knows tokens only by their bytes. Hand-made tables of splits are in tests/engine/test_text.py.
+Tokens are known only by their bytes. Hand-made tables of splits are in tests/engine/test_text.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class TextAssembler:
-    """Joins the bytes of tokens to text, holding back what is not certain yet.
+    """Joins the bytes of tokens to text; holds back text that is not certain yet.
 
     Parameters
     ----------
@@ -38,17 +38,17 @@ class TextAssembler:
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held: deque[Span] = deque()  # text that may be the beginning of a stop string
-        self.n_characters = 0  # that are complete; with those held back
-        self.stopped = False  # a stop string came
+        self.n_characters = 0  # complete characters, including those held back
+        self.stopped = False  # a stop string was found
 
     def add(self, piece: bytes, drafted: bool) -> list[Span]:
-        """The text that has become certain through one more token."""
+        """Add a token; return the text that it makes certain."""
         text = self._decoder.decode(piece)
         self.n_characters += len(text)
         return self._release(text, drafted)
 
     def finish(self) -> list[Span]:
-        """What was held back, when no token follows; an incomplete character becomes U+FFFD."""
+        """End the text; return what was held back. An incomplete character becomes U+FFFD."""
         spans = self._release(self._decoder.decode(b"", final=True), drafted=False)
         return spans if self.stopped else [*spans, *self._held]
 

@@ -1,6 +1,6 @@
-"""A text as a coroutine: reads the prompt, speculates, and ends where the text ends.
+"""A completion as a coroutine: processes the prompt, then speculates until the completion ends.
 
-Yields requests, rounds and events. Knows models only by the requests for them. tests/engine/test_stream.py.
+It yields requests, rounds and events, and knows models only by name. tests/engine/test_stream.py.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, T
 
 
 class StopReason(str, Enum):
-    """Why a text ended."""
+    """Why a completion ended."""
 
-    END = "end"  # the model said so
-    LIMIT = "limit"  # as many tokens as were asked for
+    END = "end"  # an end-of-text token
+    LIMIT = "limit"  # the maximum number of tokens
     STOP = "stop"  # a stop string
     CONTEXT = "context"  # the context is full
-    CONSTRAINT = "constraint"  # the constraint is not fulfilled, and nothing that it allows can follow
-    INTERRUPT = "interrupt"  # the consumer stopped, or the pair was closed
+    CONSTRAINT = "constraint"  # the constraint is not satisfied, and no allowed token can follow
+    INTERRUPT = "interrupt"  # the reader stopped, or the pair was closed
 
 
 class Piece(NamedTuple):
-    """What became certain with one token: text, or none where a character or a stop string may go on."""
+    """The text that one token made certain; none while a character or a stop string may go on."""
 
     text: str
     token: int
-    spans: tuple[Span, ...]  # the same text, split by where it came from
-    logprobs: Logprobs | None = None  # of the token, where they are wanted
-    begin: int = 0  # where the token's own text begins, which may come later: characters before it
+    spans: tuple[Span, ...]  # the same text, split by its origin
+    logprobs: Logprobs | None = None  # of the token, if requested
+    begin: int = 0  # characters before the token's own text, which may come in a later piece
 
     @property
     def drafted(self) -> bool:
@@ -53,16 +53,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilled:
-    """Some of the prompt has been read."""
+    """A part of the prompt has been processed."""
 
     n_read: int
     n_to_read: int
-    n_cached: int  # of them, tokens that the target's KV cache held before
-    seconds: float  # of the target and the draft, up to now
+    n_cached: int  # of the tokens read, those that the target's KV cache held before
+    seconds: float  # of target and draft up to now
 
 
 class Written(NamedTuple):
-    """A round, and what the text keeps of it."""
+    """A round, and the pieces that the completion keeps of it."""
 
     round: Round
     pieces: tuple[Piece, ...]  # one for each token, the end-of-text token counted
@@ -70,10 +70,10 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """The text is complete."""
+    """The completion is over."""
 
     reason: StopReason
-    pieces: tuple[Piece, ...]  # what was held back
+    pieces: tuple[Piece, ...]  # text that was held back
 
 
 TextEvent: TypeAlias = "Prefilled | Written | Ended"
@@ -81,19 +81,19 @@ TextEvent: TypeAlias = "Prefilled | Written | Ended"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """A finished text."""
+    """A finished completion."""
 
     text: str
-    tokens: tuple[int, ...]  # of the text, without the end-of-text token
+    tokens: tuple[int, ...]  # without the end-of-text token
     n_prompt_tokens: int
     stop_reason: StopReason
     rounds: tuple[Round, ...]
     summary: Summary
-    prefill_seconds: float  # reading the prompt, by target and draft
+    prefill_seconds: float  # prompt processing, by target and draft
     n_cached: int = 0  # tokens of the prompt that the target's KV cache held before
-    unused_draft: UnusedDraft | None = None  # why the draft has read nothing
-    draft_fault: str | None = None  # what the draft failed with: it was not used from there on
-    mask_seconds: float = 0.0  # computing what the constraint allows: a part of drafting and of overhead
+    unused_draft: UnusedDraft | None = None  # why the draft was never used
+    draft_fault: str | None = None  # the error after which the draft was not used
+    mask_seconds: float = 0.0  # computing allowed tokens; included in draft and overhead seconds
 
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
@@ -101,7 +101,7 @@ PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """What a caller asks for: a prompt, and how it is continued.
+    """A prompt and how to continue it.
 
     Raises
     ------
@@ -116,7 +116,9 @@ class GenerationRequest:
     speculation: Speculation
     max_tokens: int = 256
     stops: Sequence[str] = ()  # strings that end the text; they are not part of it
-    spelled: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that have text here
+    spelled: Mapping[int, bytes] = field(
+        default_factory=dict
+    )  # text of control tokens, which are otherwise silent
 
     def __post_init__(self) -> None:
         n, context_size = len(self.prompt), self.speculation.context_size
@@ -134,22 +136,22 @@ class GenerationRequest:
 
     @property
     def limit(self) -> int:
-        """Tokens that the sequence has at most."""
+        """Maximum length of the sequence, in tokens."""
         return min(len(self.prompt) + self.max_tokens, self.speculation.context_size)
 
     @property
     def reason_at_limit(self) -> StopReason:
-        """Why the text ends there."""
+        """Why the completion ends at the limit."""
         return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
 
 
 def generate(request: GenerationRequest) -> Generating[TextEvent]:
-    """The text as a coroutine: yields requests, rounds and events."""
+    """Generate a completion: a coroutine that yields requests, rounds and events."""
     try:
         writer = _Writer(request)
         try:
             yield from _prefill(request)
-        except ContextFullError:  # other texts hold the room
+        except ContextFullError:  # other sequences hold the room
             yield Ended(StopReason.CONTEXT, ())
             return
         reason = yield from _decode(request, writer)
@@ -159,7 +161,7 @@ def generate(request: GenerationRequest) -> Generating[TextEvent]:
 
 
 def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
-    """Read the prompt, all but its last token: decoding begins with that."""
+    """Process the prompt except its last token, with which decoding begins."""
     prompt, n_to_read = request.prompt, len(request.prompt) - 1
     n_cached, seconds, reading = 0, 0.0, prompt_reading(request.speculation.length)
     for begin in range(0, n_to_read, PREFILL_PART):
@@ -169,7 +171,7 @@ def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
         seconds += forward.seconds
         if reading is not None and forward.n_sequences == 1:
             reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
-        if end < n_to_read:  # prediction heads read along: hidden rows are not kept for long
+        if end < n_to_read:  # prediction heads read along: hidden states are not kept for long
             seconds += yield from _prepare_drafter(request, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
     seconds += yield from _prepare_drafter(request, prompt)
@@ -179,7 +181,7 @@ def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
 def _prepare_drafter(
     request: GenerationRequest, read: TokenArray
 ) -> Generator[ForwardRequest, Forward, float]:
-    """Let the drafter take in what the target has read of the prompt; returns seconds."""
+    """Let the drafter process the part of the prompt that the target has processed; return its seconds."""
     seconds, preparation = 0.0, preparing(request.speculation.drafter, read)
     wanted = _advance(preparation)
     while wanted is not None:
@@ -194,7 +196,7 @@ def _prepare_drafter(
 
 
 def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, StopReason]:
-    """Speculate to where the text ends; returns why it ends."""
+    """Speculate until the completion ends; return the reason."""
     with closing(speculate(request.prompt, request.limit, request.speculation)) as loop:
         wanted = _advance(loop)
         while wanted is not None:
@@ -202,7 +204,7 @@ def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, 
                 answer = yield wanted
             except EVALUATION_FAULTS as error:
                 try:
-                    wanted = _advance(loop, error=error)  # a drafter can do without
+                    wanted = _advance(loop, error=error)  # a drafter can go on without its model
                 except ContextFullError:
                     return StopReason.CONTEXT
                 continue
@@ -218,7 +220,7 @@ def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, 
 def _advance(
     coroutine: Generator[Any, Any, Any], answer: Any = None, *, error: Exception | None = None
 ) -> Any:
-    """What a coroutine yields next; None at its end."""
+    """Resume a coroutine; return what it yields next, or None at its end."""
     try:
         return coroutine.send(answer) if error is None else coroutine.throw(error)
     except StopIteration:
@@ -226,7 +228,7 @@ def _advance(
 
 
 class _Writer:
-    """Turns rounds into text, up to where the text ends."""
+    """Turns rounds into text, and finds the end."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._vocabulary = request.vocabulary
@@ -235,10 +237,10 @@ class _Writer:
         self._constraint = request.speculation.constraint
         self._generated: list[int] = []
         self._last = Piece("", int(request.prompt[-1]), ())
-        self.reason: StopReason | None = None  # the text has ended
+        self.reason: StopReason | None = None  # set at the end of the completion
 
     def keep(self, round_: Round) -> Written:
-        """What the text keeps of a round."""
+        """Keep the tokens of a round, up to the end of the completion."""
         pieces: list[Piece] = []
         logprobs = round_.logprobs or itertools.repeat(None)
         for i, (token, of_token) in enumerate(zip(round_.tokens.tolist(), logprobs, strict=False)):
@@ -259,11 +261,11 @@ class _Writer:
         return Written(round_, tuple(pieces))
 
     def _is_complete(self) -> bool:
-        """Whether the text is what its constraint wants, if it has one."""
+        """Whether the text satisfies its constraint, if it has one."""
         return self._constraint is None or self._constraint.is_complete(np.array(self._generated, np.int32))
 
     def rest(self) -> tuple[Piece, ...]:
-        """What was held back."""
+        """The text that was held back."""
         spans = self._text.finish()
         rest = self._last._replace(text=_text_of(spans), spans=tuple(spans), logprobs=None)
         return (rest,) if spans else ()

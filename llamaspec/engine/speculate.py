@@ -1,9 +1,9 @@
 """Speculative decoding on one screen: draft, evaluate the whole draft at once, keep what is accepted,
 repeat.
 
-A coroutine without I/O: it yields what it wants evaluated and is sent the answer; it yields rounds and is
-sent them back with their seconds. Greedy or sampled, chain or tree, with a draft model, with other drafts
-or with none: all are this loop. Rollback of rejected tokens needs no step, because the next request does
+A coroutine without I/O: it yields requests and is sent the answers; it yields rounds and is sent them back
+with their seconds. Greedy or sampled, chain or tree, with a draft model, other drafts or none: this is the
+only loop. Rollback of rejected tokens needs no step, because the next request does
 not contain them. Letters: p = target, K = number of draft tokens.
 
 References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviathan et al., arXiv 2211.17192.
@@ -40,7 +40,7 @@ NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What the loop works with; only the target, `sampling` and `constraint` decide the law of the text."""
+    """The parts of the loop. Only target, `sampling` and `constraint` decide the law of the completion."""
 
     drafter: Drafter
     length: SequenceLength
@@ -49,11 +49,11 @@ class Speculation:
     streams: RandomStreams
     context_size: int  # of the target, in tokens
     max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
-    constraint: SequenceConstraint | None = None  # what the text must look like
-    n_logprobs: int | None = None  # so many of the most probable tokens are told with each token
+    constraint: SequenceConstraint | None = None  # the form that the text must have
+    n_logprobs: int | None = None  # report this many of the most probable tokens with each token
 
     def close(self) -> None:
-        """The text has ended; more than once is allowed."""
+        """End the sequence. May be called more than once."""
         self.length.close()
         if isinstance(self.drafter, Closing):
             self.drafter.close()
@@ -123,7 +123,7 @@ def _next_round(
 
 
 def _evaluable(draft: Draft, length: SequenceLength, room: int) -> Draft:
-    """The draft, cut until an evaluation as wide as the policy wants it (padded, or exact) has room."""
+    """The draft, cut until an evaluation of the width that the policy wants (padded, or exact) has room."""
     while len(draft) and (length.width(len(draft) + 1) or room + 1) > room:
         draft = draft.first(len(draft) - 1)
     return draft

@@ -1,6 +1,6 @@
-"""What a text cost and gained, folded from its rounds. Every rate is a property with its definition.
+"""Costs and gains of a completion, summed over its rounds. Every rate is a property with its definition.
 
-Knows no model and no clock: times come with the rounds.
+The seconds come with the rounds.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from llamaspec.values import Round
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sums over the rounds of one text."""
+    """Sums over the rounds of one completion."""
 
-    n_tokens: int  # tokens that the text kept, the end-of-text token counted
+    n_tokens: int  # tokens that the completion kept, end-of-text token included
     n_rounds: int
     n_rounds_without_draft: int
-    n_rounds_cut: int  # rounds of which the text did not keep every token: end of text, stop string, limit
-    n_drafted: int  # draft tokens, with those that were dropped before verification
+    n_rounds_cut: int  # rounds that the end of the completion cut short
+    n_drafted: int  # draft tokens, including those that were dropped before verification
     n_verified: int  # draft tokens that the target evaluated
-    n_accepted: int  # draft tokens that the text kept; the target's own token of each round is not among them
+    n_accepted: int  # accepted draft tokens; the target's own token of each round does not count
     accepted_histogram: tuple[int, ...]  # [i] = rounds in which i draft tokens were accepted
     draft_seconds: float
     verify_seconds: float
     overhead_seconds: float
-    plain_seconds: float | None = None  # median round of one position, drafting apart; None: there was none
-    plain_excess: float = 0.0  # seconds that these rounds took in all, beyond the median of each
+    plain_seconds: float | None = (
+        None  # median round of one position, without drafting; None if there was none
+    )
+    plain_excess: float = 0.0  # total seconds of these rounds beyond their median
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast as with plain rounds only; None where nothing was drafted, or always.
+        """Speed relative to plain rounds only; None if no round was drafted, or none was plain.
 
-        A plain round counts as the median one: what held it up would have done so without a draft.
+        Plain rounds count with their median: a delay in one would have come without a draft, too.
         """
         if not (self.plain_seconds and self.n_drafted and self.n_tokens):
             return None
@@ -43,12 +45,12 @@ class Summary:
 
     @property
     def decode_seconds(self) -> float:
-        """Wall clock of all rounds, without reading the prompt."""
+        """Wall clock of all rounds, without prompt processing."""
         return self.draft_seconds + self.verify_seconds + self.overhead_seconds
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted draft tokens divided by verified ones; None where nothing was verified."""
+        """Accepted draft tokens divided by verified ones; None if none was verified."""
         return self.n_accepted / self.n_verified if self.n_verified else None
 
     @property
@@ -58,7 +60,7 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that the text kept, divided by the wall clock of decoding (prompt apart)."""
+        """Tokens that the completion kept, divided by `decode_seconds`."""
         return self.n_tokens / self.decode_seconds if self.decode_seconds > 0 else None
 
 
@@ -70,7 +72,7 @@ def summarize(rounds: Iterable[Round], n_tokens: int) -> Summary:
     rounds : iterable of Round
         In order; only the last may have been cut.
     n_tokens : int
-        Tokens of these rounds that the text kept.
+        Tokens of these rounds that the completion kept.
     """
     rounds = list(rounds)
     counts = Counter(round_.n_accepted for round_ in rounds)

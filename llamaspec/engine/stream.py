@@ -1,6 +1,6 @@
-"""What a program iterates over, with `for` or `async for`: a prompt in, pieces of text out.
+"""Generation as an iterator, for `for` and `async for`: a prompt in, pieces of text out.
 
-It may stop at any time, and what was produced until then stays available.
+A reader may stop at any time and keeps what was generated until then.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Progress = Callable[[int, int], None]  # (tokens read, tokens to read)
 
 
 class TextStream:
-    """Iterate to generate, with `for` or `async for`; `completion` tells what came of it, at any time.
+    """Iterate to generate, with `for` or `async for`; `completion` is the result so far, at any time.
 
     Parameters
     ----------
     request : GenerationRequest
     thread : ComputeThread
     on_prefill : callable, optional
-        Told how many tokens of the prompt have been read, of how many; by whoever iterates.
+        Called with the number of prompt tokens processed and their total, in the thread that iterates.
     is_interactive : bool
-        Its prompt is read before those of others, and its first tokens are written before them.
+        Whether its prompt and first tokens go before those of other sequences.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TextStream:
         self._on_prefill = on_prefill
         self._is_interactive = is_interactive
         self._sequence: RunningSequence[TextEvent] | None = None
-        self._pieces: deque[Piece] = deque()  # made, and not handed out
+        self._pieces: deque[Piece] = deque()  # generated, and not handed out
         self._shown: list[str] = []
         self._tokens: list[int] = []
         self._rounds: list[Round] = []
@@ -80,7 +80,7 @@ class TextStream:
         self._shown.append(piece.text)
         if self._request.vocabulary.is_end(piece.token):
             self._n_ended = 1
-        elif self._stop_reason is StopReason.INTERRUPT:  # else it is what was held back
+        elif self._stop_reason is StopReason.INTERRUPT:  # else the piece is text that was held back
             self._tokens.append(piece.token)
         return piece
 
@@ -102,7 +102,7 @@ class TextStream:
         return piece
 
     def begin(self, notify: Callable[[], object] | None = None) -> None:
-        """Let the text begin, without waiting for it; more than once is allowed.
+        """Start generating without waiting. May be called more than once.
 
         Parameters
         ----------
@@ -112,12 +112,12 @@ class TextStream:
         self._begun(notify).listen(notify)
 
     def ready(self) -> list[Piece]:
-        """The pieces that exist by now; begins the text, and does not wait.
+        """The pieces that exist by now; starts generating, and does not wait.
 
         Raises
         ------
         Exception
-            Whatever ended the text.
+            The error that ended the completion.
         """
         pieces: list[Piece] = []
         while (piece := self.next_ready()) is not None:
@@ -125,7 +125,7 @@ class TextStream:
         return pieces
 
     def next_ready(self) -> Piece | None:
-        """The next of them, or None. What follows it counts as not generated until it is asked for, too."""
+        """The next of these pieces, or None. Later ones count as not generated until asked for."""
         sequence = self._begun()
         while not self._is_closed:
             if self._pieces:
@@ -137,7 +137,7 @@ class TextStream:
 
     @property
     def is_swapped_out(self) -> bool:
-        """Whether it waits for room in the KV cache."""
+        """Whether the sequence waits for room in the KV cache."""
         return self._sequence is not None and self._sequence.is_swapped_out
 
     def run(self) -> Completion:
@@ -147,7 +147,7 @@ class TextStream:
         return self.completion
 
     def close(self) -> None:
-        """Stop generating; from any thread, at once. The evaluation that runs is ended soon."""
+        """Stop generating, from any thread. Returns at once; a running evaluation is aborted."""
         self._is_over = self._is_closed = True
         if self._sequence is None:
             self._request.speculation.close()
@@ -160,7 +160,7 @@ class TextStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows what exists by now."""
+        """Whether generation has ended."""
         return self._is_over
 
     @property
@@ -170,7 +170,7 @@ class TextStream:
 
     @property
     def completion(self) -> Completion:
-        """What has been generated up to now."""
+        """The completion so far."""
         speculation = self._request.speculation
         constraint, reading = speculation.constraint, prompt_reading(speculation.length)
         return Completion(
@@ -201,14 +201,14 @@ class TextStream:
         return self._sequence
 
     def _take_event(self) -> None:
-        """Wait for the next event and note what it says."""
+        """Wait for the next event and apply it."""
         sequence = self._begun()
         try:
             self._take_in(self._thread.next_event(sequence))
         except BaseException as error:
             self._is_over = True
             self._thread.cancel(sequence)
-            if not isinstance(error, Exception):  # Ctrl-C: what follows finds the machine quiet
+            if not isinstance(error, Exception):  # Ctrl-C: wait until the evaluation has ended
                 with suppress(Exception):
                     while self._thread.next_event(sequence) is not None:
                         pass
