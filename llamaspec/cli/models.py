@@ -37,7 +37,7 @@ from llamaspec.hub_cache import fetch, find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.measure.doctor import look_at_machine
+from llamaspec.measure.machine import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
 from llamaspec.values import MTP
 

@@ -6,9 +6,7 @@ finding that is not ok names a remedy and its settings by role and field, such a
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,10 +19,10 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file, what_it_reads
-from llamaspec.llama.options import CACHE_BYTES, Device, ModelOptions, as_size, find_devices
-from llamaspec.llama.threads import usage
+from llamaspec.llama.options import CACHE_BYTES, Device, ModelOptions, as_size
 from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
+from llamaspec.measure.machine import CROWDED, Machine, look_at_machine
 from llamaspec.measure.probe import sample_tokens
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
@@ -36,10 +34,8 @@ Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> tol
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least this many times faster than its target
-CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
 STEPS, WARM_UP = 9, 2  # tokens timed one by one; the first ones do not count
 PATIENCE_SECONDS = 5.0  # limit per model; a very large one is timed fewer times
-LOOK_SECONDS = 0.3  # for measuring the load of other programs
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
 TRIAL_SECONDS = 5.0  # limit of that trial
 FEW = 0.3  # acceptance below which drafting is hardly ever faster
@@ -69,31 +65,6 @@ def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settin
     if is_fine:
         return Finding(OK, topic, text)
     return Finding(WARNING, topic, text + fault, remedy, settings)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine that the models will run on."""
-
-    system: str  # sys.platform
-    backend: str  # build and CPU features, in one line
-    devices: tuple[Device, ...]
-    can_offload: bool  # whether this build computes on GPUs
-    has_nvidia: bool  # whether this machine has a GPU that CUDA would use
-    repacking_is_safe: bool  # False: the build has AMX, which crashes
-    free_bytes: int | None  # before any model was loaded; None where the system does not say
-    n_physical: int  # cores at full speed
-    n_logical: int  # threads of the processor
-    n_taken: float = 0.0  # of these, how many other programs use at the moment
-
-    @property
-    def gpus(self) -> tuple[Device, ...]:
-        """Those that this build computes on."""
-        return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
-
-    def offloads(self, options: ModelOptions) -> bool:
-        """Whether a model loaded like this computes on a GPU."""
-        return bool(self.gpus) and options.offloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +120,6 @@ def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter)
 
 
 # The machine
-
-
-def look_at_machine() -> Machine:
-    """Collect facts from llama.cpp and the system."""
-    return Machine(
-        system=sys.platform,
-        backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
-        devices=find_devices(),
-        can_offload=runtime.can_offload(),
-        has_nvidia=shutil.which("nvidia-smi") is not None,
-        repacking_is_safe=runtime.repacking_is_safe(),
-        free_bytes=runtime.available_bytes(),
-        n_physical=runtime.default_threads(),
-        n_logical=runtime.n_hardware_threads(),
-        n_taken=_taken_cores(),
-    )
-
-
-def _taken_cores() -> float:
-    """How many hardware threads other programs use, looked at for a moment."""
-    before = usage()
-    time.sleep(LOOK_SECONDS)
-    after = usage()
-    wall = after.wall - before.wall
-    idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
-    return max(0.0, runtime.n_hardware_threads() - idle - own)
 
 
 def machine_findings(machine: Machine) -> Iterator[Finding]:

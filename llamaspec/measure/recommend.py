@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
-from llamaspec.measure.doctor import CROWDED, Machine
+from llamaspec.measure.machine import CROWDED, Machine
 from llamaspec.values import MTP
 
 

@@ -22,7 +22,6 @@ from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
     Finding,
-    Machine,
     acceptance_finding,
     foreign_findings,
     machine_findings,
@@ -32,6 +31,7 @@ from llamaspec.measure.doctor import (
     step_seconds,
     thread_finding,
 )
+from llamaspec.measure.machine import Machine
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
 from tiny_vocabulary import BYTES

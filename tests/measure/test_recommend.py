@@ -8,7 +8,7 @@ import pytest
 
 from llamaspec.catalog import Catalog, Entry, Quantization
 from llamaspec.llama.options import Device
-from llamaspec.measure.doctor import Machine
+from llamaspec.measure.machine import Machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
 
 GB = 10**9
