@@ -32,7 +32,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.sequence_drafters import Drawing, SequenceDrafters, cascade_of, draft_name
+from llamaspec.sequence_drafters import Drawing, SequenceDrafters, draft_name, stages_of
 from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -62,12 +62,12 @@ class Pair:
         self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
         drafts = () if draft is None else (draft, *stages)
         self.models = (target, *drafts)  # each draft proposes tokens to the one before it
-        self.cascade = cascade_of(drafts, copies=copying is Copying.ON)
+        self.stages = stages_of(drafts, copies=copying is Copying.ON)
         self.copying = copying
         self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
         if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
             self.common = CommonTokens(target.vocabulary, draft.vocabulary)
-        self._drafters = SequenceDrafters(target, draft, self.cascade, heads, self.common, copying)
+        self._drafters = SequenceDrafters(target, draft, self.stages, heads, self.common, copying)
         self.load_seconds = load_seconds
         self._owns_models = owns_models
         self.clock = clock  # seconds
@@ -94,7 +94,7 @@ class Pair:
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
         found = {
-            Source.STAGE if self.cascade else Source.MODEL: self.draft is not None,
+            Source.STAGE if self.stages else Source.MODEL: self.draft is not None,
             Source.MTP: self.heads is not None,
             Source.NGRAM: self.copying is not Copying.OFF,
         }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -25,28 +24,25 @@ from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
 
 
 @dataclass(eq=False, slots=True)
-class CascadeLevel:
-    """A draft model that has drafts of its own."""
+class Stage:
+    """A draft model that has a draft of its own."""
 
     models: Sequence[LlamaModel]  # itself, its draft, the draft of that, and so on
-    copies: bool = False  # earlier text is copied before its draft is asked
-    length: LengthPolicy = field(init=False)  # how much its draft drafts, for all sequences
-
-    has_heads: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self.length = AutoLength(sources=self.sources)
-
-    @property
-    def sources(self) -> frozenset[Source]:
-        """Where its draft tokens come from."""
-        model = Source.MODEL if len(self.models) == 2 else Source.STAGE
-        return frozenset({model, Source.NGRAM} if self.copies else {model})
+    sources: frozenset[Source]  # of the tokens that it verifies
+    length: LengthPolicy  # how many of them to draft, for all sequences
 
 
-def cascade_of(drafts: Sequence[LlamaModel], *, copies: bool = False) -> tuple[CascadeLevel, ...]:
-    """Each of the models drafts for the one before it; the first drafts for the target."""
-    return tuple(CascadeLevel(drafts[i:], copies) for i in range(len(drafts) - 1))
+def stages_of(drafts: Sequence[LlamaModel], *, copies: bool = False) -> tuple[Stage, ...]:
+    """The stages of a chain of draft models: each drafts for the previous one, the first for the target.
+
+    With `copies`, a stage verifies copies of earlier text before it asks its draft.
+    """
+    stages = []
+    for i in range(len(drafts) - 1):
+        model = Source.MODEL if i == len(drafts) - 2 else Source.STAGE
+        sources = frozenset({model, Source.NGRAM} if copies else {model})
+        stages.append(Stage(drafts[i:], sources, AutoLength(sources=sources)))
+    return tuple(stages)
 
 
 def draft_name(level: int) -> str:
@@ -71,7 +67,7 @@ class SequenceDrafters:
 
     target: LlamaModel
     draft: LlamaModel | None
-    cascade: Sequence[CascadeLevel]
+    stages: Sequence[Stage]
     heads: PredictionHeads | None  # of the target, in place of a draft
     common: CommonTokens | None  # if the draft's vocabulary is not the target's
     copying: Copying
@@ -88,7 +84,7 @@ class SequenceDrafters:
         if copies or len(prediction):
             least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
             drafters.append(NgramDrafter(least, prediction=prediction))
-        if self.cascade:
+        if self.stages:
             drafters.append(self._cascaded(drawing))
         elif has_model:
             drafters.append(self.asking_model(drawing, length))
@@ -116,12 +112,12 @@ class SequenceDrafters:
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a draft model, with all that drafts for it."""
-        if level == len(self.cascade):
-            return self._asking(self.cascade[-1].models[1], drawing, draft_name(level))
-        here, streams = self.cascade[level], CascadeStreams(drawing.streams)
+        if level == len(self.stages):
+            return self._asking(self.stages[-1].models[1], drawing, draft_name(level))
+        here, streams = self.stages[level], CascadeStreams(drawing.streams)
         model = self._asking(here.models[0], drawing, draft_name(level))
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
-        if here.copies:
+        if Source.NGRAM in here.sources:
             helper = FallbackDrafter([NgramDrafter(), helper])
         length = here.length.start_sequence(drops=RULES[drawing.rule].drops)
         return CascadeDrafter(model, helper, length, streams, here.models[0].max_scored)

@@ -39,17 +39,17 @@ def opened(store: ModelStore, *drafts: Recipe, ngram: bool = False, n_draft: int
     files = [store.path("llama", recipe) for recipe in drafts]
     target = store.path("llama", TARGET)
     with open_pair(target, files, ngram=ngram, target_options=CPU, draft_options=CPU) as pair:
-        for level in pair.cascade:
-            level.length = Length(n_draft)
+        for stage in pair.stages:
+            stage.length = Length(n_draft)
         yield pair
 
 
 def helped(pair: Pair) -> list[tuple[int, int]]:
     """Of every stage: tokens that were drafted for its draft, and those that it accepted."""
     counts = []
-    for level in pair.cascade:
-        assert isinstance(level.length, Length)
-        rounds = level.length.rounds
+    for stage in pair.stages:
+        assert isinstance(stage.length, Length)
+        rounds = stage.length.rounds
         counts.append((sum(len(r.draft) for r in rounds), sum(r.n_accepted for r in rounds)))
     return counts
 
@@ -71,9 +71,9 @@ def test_same_seed_same_tokens(store: ModelStore, noises: Sequence[float], ngram
                 found = pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=48).run()
                 assert found.tokens == right.tokens
         assert all(0 < n_accepted <= n_drafted for n_drafted, n_accepted in helped(pair)) or ngram
-        for level in pair.cascade:
-            assert isinstance(level.length, Length)
-            assert level.length.n_closed == 12
+        for stage in pair.stages:
+            assert isinstance(stage.length, Length)
+            assert stage.length.n_closed == 12
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
@@ -95,8 +95,8 @@ def test_same_seed_same_tokens_where_a_part_is_verified(
 ) -> None:
     """Of the draft, of the draft's draft, and of that one's."""
     with opened(store, TARGET.draft(0.1), TARGET.draft(0.2), TARGET.draft(0.3)) as pair:
-        for level in pair.cascade:
-            level.length = Partly(3, n)
+        for stage in pair.stages:
+            stage.length = Partly(3, n)
         n_dropped = 0
         for seed, temperature in enumerate((0.0, 0.8, 1.5)):
             sampling = Sampling(temperature=temperature)
@@ -123,8 +123,8 @@ def test_what_models_that_are_all_the_same_leave_out_would_have_been_accepted(
     store: ModelStore, rule: str
 ) -> None:
     with opened(store, TARGET, TARGET, TARGET) as pair:
-        for level in pair.cascade:
-            level.length = Partly(3, every_second)
+        for stage in pair.stages:
+            stage.length = Partly(3, every_second)
         for seed in range(3):
             policy = Partly(6, every_second)
             found = pair.stream("the end", policy=policy, seed=seed, max_tokens=50, rule=rule).run()
@@ -142,8 +142,8 @@ def test_every_policy_is_told_whether_the_rule_drops(store: ModelStore, rule: st
             return self
 
     with opened(store, TARGET, TARGET, TARGET) as pair:
-        for level in pair.cascade:
-            level.length = Told(1)
+        for stage in pair.stages:
+            stage.length = Told(1)
         pair.stream("the end", policy=Told(2), max_tokens=3, rule=rule).run()
         assert told == [RULES[rule].drops] * 3
 
@@ -162,8 +162,8 @@ def test_what_is_cached_does_not_matter(store: ModelStore) -> None:
             if n == 5:
                 early.close()
         assert [each.completion.tokens for each in streams] == alone
-        assert isinstance(pair.cascade[0].length, Length)
-        assert max(round_.n_sequences for round_ in pair.cascade[0].length.rounds) > 1
+        assert isinstance(pair.stages[0].length, Length)
+        assert max(round_.n_sequences for round_ in pair.stages[0].length.rounds) > 1
 
 
 def test_a_level_learns_by_itself(demo_files: tuple[Path, Path]) -> None:
@@ -171,7 +171,7 @@ def test_a_level_learns_by_itself(demo_files: tuple[Path, Path]) -> None:
     with open_pair(target, [draft, draft], target_options=CPU, draft_options=CPU) as pair:
         completion = pair.stream("import os\n", policy=FixedLength(4), seed=1, max_tokens=120).run()
         n_made = sum(len(round_.draft) for round_ in completion.rounds)
-        policy = pair.cascade[0].length
+        policy = pair.stages[0].length
         assert isinstance(policy, AutoLength)
         assert policy.n_tokens >= n_made > 100  # it learns from all that the draft writes
 

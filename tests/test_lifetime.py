@@ -197,7 +197,7 @@ def test_a_refused_text_leaves_nothing_in_a_policy(refused: dict[str, Any], stor
     files = [store.path("llama", Recipe().draft(noise)) for noise in (0.1, 0.2)]
     options = ModelOptions(n_ctx=CONTEXT, threads=1)
     with open_pair(store.path("llama"), files, target_options=options, draft_options=options) as pair:
-        lengths = [AutoLength(), *(level.length for level in pair.cascade)]
+        lengths = [AutoLength(), *(stage.length for stage in pair.stages)]
         with pytest.raises((PromptError, ValueError)):
             pair.stream(**{"prompt": "the end", "policy": lengths[0], **refused})
         for length in lengths:

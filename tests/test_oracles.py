@@ -521,8 +521,8 @@ def test_a_draft_that_fails_ends_no_text(
     target, draft = FAILING[kind](store)
     prompt = "the end of the beginning, " * 12
     with open_pair(target, draft, ngram=False, target_options=CPU, draft_options=CPU) as pair:
-        for level in pair.cascade:
-            level.length = Length(2)
+        for stage in pair.stages:
+            stage.length = Length(2)
         right = plain(pair, prompt, Sampling(), 1, 40)
         for model in (*pair.draft_models, pair.heads):
             for number in (1, 2, 4) if model is not None else ():

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from llamaspec.measure.probe import Probe, time_draft_step
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.protocols import LengthPolicy
-from llamaspec.sequence_drafters import CascadeLevel
+from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
 FORMAT = 8  # of what is kept
@@ -63,7 +63,7 @@ class BenchGains:
             raise ValueError("a benchmark of another kind")
 
 
-PairOnDisk: TypeAlias = DraftPlan | Pair | CascadeLevel  # what names a pair
+PairOnDisk: TypeAlias = DraftPlan | Pair  # what names a pair
 Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness | BenchGains
 _SUFFIXES: dict[type[Measured], str] = {
     Probe: "",
@@ -150,16 +150,17 @@ def auto_length(
     The pair's drafts that have drafts get one, too. In the first runs of a pair a draft step is timed.
     """
 
-    def begun(level: Pair | CascadeLevel, widths: frozenset[int] | None, trees: bool) -> AutoLength:
-        kept = stored_prior(level)
+    def usable(kept: Kept[LearnedPrior]) -> LearnedPrior | None:
         if kept.fault is not None:
             tell(kept.fault)
-        return AutoLength(kept.value, widths, sources=level.sources, trees=trees, pads=pads)
+        return kept.value
 
     pads = pair.target.can_pad
-    for level in pair.cascade:
-        level.length = begun(level, None, trees=False)
-    policy = begun(pair, widths, trees)
+    for stage in pair.stages:
+        prior = usable(_read(_path_of_stage(stage), LearnedPrior))
+        stage.length = AutoLength(prior, sources=stage.sources, pads=pads)
+    prior = usable(stored_prior(pair))
+    policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails says so when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
@@ -197,13 +198,14 @@ def learned_costs(policy: AutoLength) -> CostCurve | None:
     return policy.experience().curve
 
 
-def keep_prior(pair: Pair | CascadeLevel, policy: LengthPolicy) -> None:
-    """Keep what a run has learnt about this pair, if it was long enough to learn something."""
-    if isinstance(policy, AutoLength) and policy.n_tokens >= WORTH_KEEPING:
-        store_prior(pair, policy.experience())
-    if isinstance(pair, Pair):
-        for level in pair.cascade:
-            keep_prior(level, level.length)
+def keep_prior(pair: Pair, policy: LengthPolicy) -> None:
+    """Keep what a run has learnt about this pair and its stages, if it was long enough to learn something."""
+    kept = [(_path(pair, LearnedPrior), policy)]
+    kept += [(_path_of_stage(stage), stage.length) for stage in pair.stages]
+    for path, learned in kept:
+        if isinstance(learned, AutoLength) and learned.n_tokens >= WORTH_KEEPING:
+            with suppress(OSError):
+                _write(path, learned.experience())
 
 
 def _read(path: Path, kind: type[T]) -> Kept[T]:
@@ -224,9 +226,17 @@ def _write(path: Path, content: Measured) -> None:
 
 
 def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
-    """Of what belongs to a pair, or a target; bits also to how attention is computed."""
-    models = pair.models[:1] if kind is ReadingGain else pair.models
-    key: list[object] = [FORMAT, *(_model_key(model) for model in models), pair.has_heads]
+    """The file of a pair's measurements; those of reading prompts belong to its target alone."""
+    return _path_of(pair.models[:1] if kind is ReadingGain else pair.models, pair.has_heads, kind)
+
+
+def _path_of_stage(stage: Stage) -> Path:
+    return _path_of(stage.models, False, LearnedPrior)
+
+
+def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: type[Measured]) -> Path:
+    """Timings and bits also depend on how attention is computed."""
+    key: list[object] = [FORMAT, *(_model_key(model) for model in models), has_heads]
     if kind in (Probe, Exactness):
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
