@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from platformdirs import user_config_dir
 
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.files import PartName, parse_json, read_file, write_file
 
 HUB = "hf:"
 MAX_BYTES = 1 << 50  # of a file; a larger size is a mistake
@@ -29,7 +29,6 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 CACHE_TOKENS = 8192  # of the context that an entry's cache_mb is for
 _MAX_LIST_BYTES = 1 << 20
 _OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
 
 
@@ -57,18 +56,15 @@ class RemoteFile:
             raise ValueError(f"a model file ends in .gguf, got {quoted(self.file)}")
         if not is_plain(self.file):
             raise ValueError(f"a model file is a plain path inside its repository, got {quoted(self.file)}")
-        found = _PART.fullmatch(self.file)
-        if found is not None and not 1 <= int(found[2]) <= int(found[3]):
+        found = PartName.read(self.file)
+        if found is not None and not 1 <= found.part <= found.n_parts:
             raise ValueError(f"a model has no such part, got {quoted(self.file)}")
 
     @property
     def parts(self) -> tuple[str, ...]:
         """All files of a split model, in order; usually this one alone."""
-        found = _PART.fullmatch(self.file)
-        if found is None:
-            return (self.file,)
-        stem, _, n = found.groups()
-        return tuple(f"{stem}-{i:05}-of-{n}.gguf" for i in range(1, int(n) + 1))
+        found = PartName.read(self.file)
+        return (self.file,) if found is None else found.all_names
 
     def __str__(self) -> str:
         return f"{HUB}{self.repo}:{self.file}"

@@ -7,12 +7,15 @@ validated by pydantic against a dataclass, strictly: no numbers in quotes, nothi
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -29,6 +32,7 @@ Unknown = Literal["forbid", "ignore"]  # what becomes of keys that a dataclass l
 
 STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
 _LONGEST_REASON = 200  # characters
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def cache_folder() -> Path:
@@ -56,6 +60,33 @@ def read_beginning(path: Path, n: int) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
         return file.read(n) or b""
+
+
+def file_identity(path: Path) -> str:
+    """Identify a large file, wherever it lies, by a hash of its size and its first MiB."""
+    key = hashlib.sha256(str(path.stat().st_size).encode())
+    key.update(read_beginning(path, 1 << 20))
+    return key.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class PartName:
+    """The name of one part of a model that was split into files: STEM-00002-of-00005.gguf."""
+
+    stem: str
+    part: int  # from 1
+    n_parts: int
+
+    @classmethod
+    def read(cls, name: str) -> PartName | None:
+        """Read the name of a file; None if the name is not that of a part."""
+        found = _PART.fullmatch(name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all parts, in order."""
+        return tuple(f"{self.stem}-{i:05}-of-{self.n_parts:05}.gguf" for i in range(1, self.n_parts + 1))
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:

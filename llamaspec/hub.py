@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 from glob import escape
 from pathlib import Path
 
@@ -21,8 +19,8 @@ from llamaspec.catalog import (
     read_catalog,
     remote_file,
 )  # fmt: skip
-from llamaspec.errors import ModelFileError, PairError
-from llamaspec.files import cache_folder, read_beginning
+from llamaspec.errors import ModelFileError
+from llamaspec.files import PartName, cache_folder, file_identity
 from llamaspec.hub_cache import OnFetch, fetch, fetched_states, find_here, list_models, repo_folder
 from llamaspec.llama.gguf_file import read_gguf
 
@@ -88,19 +86,13 @@ def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
     return None if entry.path is not None else entry.file(quantization or None)
 
 
-def find_draft(target: str) -> str:
-    """The name of the draft for a target; a PairError where none is known."""
-    if not is_path(target) and not _is_address(target):
-        read_catalog().find(target.partition(":")[0])
-    draft = _known_draft(target)
-    if draft is None:
-        raise PairError(f"no draft is known for {quoted(target)}; name one, or leave the draft out")
-    return draft
-
-
-def has_draft(target: str) -> bool:
-    """Whether a draft is known for a target; False for an unknown target."""
-    return _known_draft(target) is not None
+def find_draft(target: str) -> str | None:
+    """The name of the draft for a target: the newest that was made here, else a listed one."""
+    try:
+        drafts = made_drafts(locate_model(target))
+    except ModelFileError:
+        drafts = []
+    return str(drafts[0].absolute()) if drafts else read_catalog().draft_of(target)
 
 
 def may_have_heads(target: str) -> bool:
@@ -108,15 +100,6 @@ def may_have_heads(target: str) -> bool:
     name = target.partition(":")[0]
     entry = None if is_path(target) else read_catalog().entries.get(name)
     return entry is None or entry.heads is not False
-
-
-def _known_draft(target: str) -> str | None:
-    """The newest that was made here, else a listed one."""
-    try:
-        drafts = made_drafts(locate_model(target))
-    except ModelFileError:
-        drafts = []
-    return str(drafts[0].absolute()) if drafts else read_catalog().draft_of(target)
 
 
 def _is_address(name: str) -> bool:
@@ -156,13 +139,6 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
 # Drafts made on this machine
 
 
-def identity(target: Path) -> str:
-    """What tells a model file from others, wherever it is: a hash of its size and its first MiB."""
-    key = hashlib.sha256(str(target.stat().st_size).encode())
-    key.update(read_beginning(target, 1 << 20))
-    return key.hexdigest()[:32]
-
-
 def made_path(target: Path, label: str) -> Path:
     """Where a made draft belongs: beside its target, or in our cache folder where the target is the hub's."""
     in_hub = any(part.startswith("models--") for part in target.absolute().parts)
@@ -176,7 +152,7 @@ def made_drafts(target: Path) -> list[Path]:
     folders = {target.parent.absolute(), (cache_folder() / "drafts").absolute()}
     try:
         found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
-        wanted = identity(target) if found else ""
+        wanted = file_identity(target) if found else ""
         fitting = [path for path in found if read_gguf(path).texts.get(DRAFT_FOR) == wanted]
         return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     except (OSError, ValueError):  # ValueError: no path has such a name
@@ -184,4 +160,5 @@ def made_drafts(target: Path) -> list[Path]:
 
 
 def _stem(target: Path) -> str:
-    return re.sub(r"-\d{5}-of-\d{5}$", "", target.stem)
+    part = PartName.read(target.name)
+    return target.stem if part is None else part.stem

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llamaspec.errors import ModelFileError, PairError
-from llamaspec.hub import AUTO, find_draft, has_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.catalog import quoted
+from llamaspec.errors import PairError
+from llamaspec.hub import AUTO, find_draft, locate_model, may_have_heads, resolve_model
 from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.values import MTP, Copying
@@ -102,7 +103,10 @@ def make_plan(
     if len(names) > 1 and {*names} & {MTP, NGRAM, AUTO}:
         raise PairError("only model files can draft for each other; give one draft, or name files")
     if names == [AUTO]:
-        names = [_known_draft(target, find)]
+        known = known_draft(target, find)
+        if known is None:
+            raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
+        names = [known]
     path, options = find(target), target_options or ModelOptions()
     heads: Path | None = None
     if names == [MTP]:
@@ -123,18 +127,15 @@ def make_plan(
     return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)
 
 
-def drafts_itself(target: str | Path) -> bool:
-    """Whether "auto" means a target's own prediction heads: no draft is known, and the file is here."""
-    if has_draft(str(target)):
-        return False
-    try:
-        return heads_in_file(locate_model(target)).fault is None
-    except ModelFileError:
-        return False  # whatever needs the file says what is wrong
+def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
+    """The draft that "auto" means for a target: one made here or listed, else its prediction heads; or None.
 
-
-def _known_draft(target: str | Path, find: Find) -> str:
-    """What "auto" means for a target."""
-    if may_have_heads(str(target)) and not has_draft(str(target)):
-        find(target)  # fetched first, to look for heads
-    return MTP if drafts_itself(target) else find_draft(str(target))
+    Raises
+    ------
+    ModelFileError
+        `find` has no such target, or it is not a model.
+    """
+    draft = find_draft(str(target))
+    if draft is None and may_have_heads(str(target)) and heads_in_file(find(target)).fault is None:
+        return MTP
+    return draft

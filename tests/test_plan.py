@@ -82,6 +82,17 @@ def test_only_models_draft_for_each_other(files: dict[str, Path], other: str) ->
             plan_of(files, "big", *drafts)
 
 
+def test_auto_means_the_own_heads(files: dict[str, Path]) -> None:
+    assert plan_of(files, "with-heads", "auto") == plan_of(files, "with-heads", "mtp")
+
+
+def test_auto_without_a_known_draft(files: dict[str, Path]) -> None:
+    with pytest.raises(PairError, match="no draft is known for big; name one, or leave the draft out"):
+        plan_of(files, "big", "auto")
+    with pytest.raises(ModelFileError, match="no unknown"):
+        plan_of(files, "unknown", "auto")
+
+
 def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:
     asked: list[str] = []
 

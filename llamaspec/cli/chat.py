@@ -29,9 +29,9 @@ from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.hub import AUTO, has_draft
+from llamaspec.hub import AUTO
 from llamaspec.opening import demo_target
-from llamaspec.plan import drafts_itself
+from llamaspec.plan import known_draft
 
 _FILES: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Save the conversation to a new file after every answer."),
@@ -140,7 +140,7 @@ Examples:
 def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
     """Chat with a model or pair by name, fetching it if needed."""
     fetched_model(name)
-    drafts = (AUTO,) if has_draft(name) or drafts_itself(name) else ()
+    drafts = () if known_draft(name, fetched_model) is None else (AUTO,)
     arguments = ["--target", name, *options]
     with chat.make_context("run", arguments, context.parent, default_map={"draft": drafts}) as inner:
         chat.invoke(inner)

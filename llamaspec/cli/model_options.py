@@ -15,7 +15,7 @@ from llamaspec.catalog import RemoteFile
 from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import DEVICE_NAMES, SHARES, DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.hub import AUTO, has_draft, locate_model, resolve_model
+from llamaspec.hub import AUTO, locate_model, resolve_model
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
@@ -24,7 +24,7 @@ from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_readi
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import demo_draft, demo_target, open_plan
 from llamaspec.pair import Pair
-from llamaspec.plan import DraftPlan, Find, drafts_itself, make_plan
+from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
@@ -212,7 +212,7 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
         say("no --target given, using the small embedded pair")
     elif plan.is_plain and not choice.no_draft:
         say("no --draft given, decoding plainly")
-    elif not choice.drafts and not choice.no_draft and _has_known_draft(str(choice.target)):
+    elif not choice.drafts and not choice.no_draft and _could_draft(choice, plan):
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     with SlowProgress("loading") as progress:
         pair = open_plan(plan, cache_ram=cache_ram, on_load=progress)
@@ -220,8 +220,9 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
     return pair
 
 
-def _has_known_draft(target: str) -> bool:
-    return has_draft(target) or drafts_itself(target)
+def _could_draft(choice: ModelChoice, plan: DraftPlan) -> bool:
+    """Whether a draft is known for the target."""
+    return known_draft(str(choice.target), lambda target: plan.target.path) is not None
 
 
 @contextmanager

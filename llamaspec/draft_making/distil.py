@@ -25,8 +25,8 @@ from torch import Tensor
 from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_model
 from llamaspec.draft_making.training import Plan, Progress, best_tokens, loss_of, train
 from llamaspec.errors import LlamaspecError, PromptError
-from llamaspec.files import write_file
-from llamaspec.hub import DRAFT_FOR, identity
+from llamaspec.files import file_identity, write_file
+from llamaspec.hub import DRAFT_FOR
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.values import TARGET, ForwardRequest, Logits
@@ -118,7 +118,7 @@ def distil_draft(
 
     def describe(writer: GGUFWriter) -> None:
         writer.add_name(f"draft distilled for {target.stem}")
-        writer.add_string(DRAFT_FOR, identity(target))
+        writer.add_string(DRAFT_FOR, file_identity(target))
         copy_vocabulary(writer, target)
 
     write_model(output, draft, describe)
@@ -240,7 +240,7 @@ def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distilla
     """Create the folder, or resume in one that holds the same distillation."""
     text = hashlib.sha256(tokens.tobytes()).hexdigest()
     # The training time may change between runs.
-    settings = {"target": identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
+    settings = {"target": file_identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
     folder.mkdir(parents=True, exist_ok=True)
     plan, wanted = folder / "plan.json", json.dumps(settings)
     if not plan.exists():

@@ -22,7 +22,8 @@ from llamaspec.draft_making.worth import (
     write_texts,
 )
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
-from llamaspec.hub import DRAFT_FOR, identity, made_path
+from llamaspec.files import file_identity
+from llamaspec.hub import DRAFT_FOR, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
@@ -259,7 +260,7 @@ class _Bench:
         n_dense = known.get(f"{name}.leading_dense_block_count", 0)
         if n_dense:
             numbers[f"{name}.leading_dense_block_count"] = n_dense - sum(p < n_dense for p in pruned)
-        return Copy(candidate.file_type, tuple(pruned), {DRAFT_FOR: identity(self.target.path)}, numbers)
+        return Copy(candidate.file_type, tuple(pruned), {DRAFT_FOR: file_identity(self.target.path)}, numbers)
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:

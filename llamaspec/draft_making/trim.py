@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from llamaspec.drafters.common_vocabulary import SAMPLE
 from llamaspec.errors import LlamaspecError, ModelFileError, PromptError
-from llamaspec.hub import DRAFT_FOR, identity
+from llamaspec.files import file_identity
+from llamaspec.hub import DRAFT_FOR
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, Copy, rewrite, write_copy
@@ -162,7 +163,7 @@ def trim_draft(
     kept = tokenizer.kept(keep, counts)
     entries = dict(_trimmed(reader, tokenizer, kept))
     if target is not None:
-        entries[DRAFT_FOR] = identity(target)
+        entries[DRAFT_FOR] = file_identity(target)
     rows = {tensor.name: kept for tensor in reader.tensors if _ROWS.fullmatch(tensor.name)}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

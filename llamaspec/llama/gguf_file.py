@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import read_beginning
+from llamaspec.files import PartName, read_beginning
 
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -31,7 +29,6 @@ _MOST_LAYERS = 4096
 _INTERVALS = {  # one of so many layers attends and the others keep states, if the file does not say it
     "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
 }  # fmt: skip
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _RANGES = {  # of whole numbers, by the end of their keys
     "block_count": (1, _MOST_LAYERS),
     "context_length": (1, 1 << 30),
@@ -136,10 +133,11 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
 
 def file_parts(path: Path) -> list[Path]:
     """A file, and the other parts of the same model that lie beside it."""
-    found = _PART.search(path.name)
+    found = PartName.read(path.name)
     if found is None:
         return [path]
-    return [path, *(part for part in _named_parts(path) if part != path and part.is_file())]
+    parts = (path.with_name(name) for name in found.all_names if name != path.name)
+    return [path, *(part for part in parts if part.is_file())]
 
 
 def check_parts(path: Path) -> None:
@@ -152,23 +150,15 @@ def check_parts(path: Path) -> None:
     ModelFileError
         With the part that is missing.
     """
-    found = _PART.search(path.name)
+    found = PartName.read(path.name)
     if found is None:
         return
-    first = next(_named_parts(path))
-    missing = next((part.name for part in _named_parts(path) if not part.is_file()), None)
-    if (missing is None and path.name == first.name) or read_gguf(path).numbers.get("split.count", 0) < 2:
+    first = path.with_name(found.all_names[0])
+    missing = next((name for name in found.all_names if not path.with_name(name).is_file()), None)
+    if (missing is None and path == first) or read_gguf(path).numbers.get("split.count", 0) < 2:
         return
     remedy = f"{missing} is not beside it; put all parts into one folder" if missing else f"name {first}"
-    raise ModelFileError(f"{path} is part {int(found[1])} of {int(found[2])} of a model; {remedy}")
-
-
-def _named_parts(path: Path) -> Iterator[Path]:
-    """The names of all parts of a model, beside one of them, in order."""
-    found = _PART.search(path.name)
-    assert found is not None
-    stem, n = path.name[: found.start()], int(found[2])
-    return (path.with_name(f"{stem}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1))
+    raise ModelFileError(f"{path} is part {found.part} of {found.n_parts} of a model; {remedy}")
 
 
 def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:

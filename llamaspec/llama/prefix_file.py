@@ -24,7 +24,7 @@ from llamaspec.files import replacing
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_store import Node, PrefixStore
-from llamaspec.llama.trial import file_identity
+from llamaspec.llama.trial import release_key
 
 SUFFIX = ".prefixes"
 _MAGIC = b"llamaspec prefixes 3\n"
@@ -92,7 +92,7 @@ class PrefixFolder:
         """The file of a model's prefixes: other weights, formats or builds of llama.cpp have other files."""
         options = model.options
         key = json.dumps([
-            file_identity(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
+            release_key(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
             *options.placement,
             options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
         ])  # fmt: skip

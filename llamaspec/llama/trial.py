@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
-from llamaspec.files import cache_folder, read_beginning, write_file
+from llamaspec.files import PartName, cache_folder, file_identity, write_file
 from llamaspec.llama.child import Outcome, run_child
 from llamaspec.llama.gguf_file import check_metadata
 from llamaspec.llama.options import DEFAULT_CONTEXT
@@ -31,7 +30,6 @@ from llamaspec.llama.runtime import available_bytes
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
 LARGE_BYTES = 2 << 30  # of a file whose weights are not read: a SATA SSD takes four seconds for as many
-HASHED_BYTES = 1 << 20  # of the beginning of a file: its metadata
 CPU_SECONDS = 15  # for a small file
 BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than that
 WALL_SECONDS = 120.0  # for a small file, on a machine that does much else
@@ -40,7 +38,6 @@ SPARE_BYTES = 2 << 30  # of memory, besides as much as the file has: contexts, b
 _N_REMEMBERED = 1000  # files
 _REMEDY = f"download or convert it again, or set {TRUST}=1 if you are sure of it"
 _CHILD = "llamaspec.llama.trial_child"
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
 
 OnWait = Callable[[float], None]  # called with 0.0 again and again
@@ -68,7 +65,7 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
         return
     try:
-        record = cache_folder() / "tried" / file_identity(path)
+        record = cache_folder() / "tried" / release_key(path)
     except OSError as error:  # of another part of the file
         raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
     if record.is_file():
@@ -81,18 +78,17 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
 
 def _parts(path: Path) -> list[Path]:
     """The file, or all parts of one that was split."""
-    if not _PART.search(path.name):
+    found = PartName.read(path.name)
+    if found is None:
         return [path]
-    return sorted(path.parent.glob(_PART.sub("-?????-of-?????.gguf", escape(path.name)))) or [path]
+    return sorted(path.parent.glob(f"{escape(found.stem)}-?????-of-?????.gguf")) or [path]
 
 
-def file_identity(path: Path) -> str:
-    """What tells files apart, and releases of llama.cpp, as a name."""
+def release_key(path: Path) -> str:
+    """A key for facts about a model file, as it was last written, under this release of llama.cpp."""
     key = hashlib.sha256(version("llama-cpp-python").encode())
     for part in _parts(path):
-        facts = part.stat()
-        beginning = hashlib.sha256(read_beginning(part, HASHED_BYTES)).hexdigest()
-        key.update(f"{facts.st_size} {facts.st_mtime_ns} {beginning}\n".encode())
+        key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
     return key.hexdigest()[:32]
 
 

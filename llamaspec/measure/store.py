@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import cache_folder, parse_json, read_beginning, read_file, write_file
+from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength
@@ -32,7 +32,6 @@ from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
 FORMAT = 8  # of what is kept
-HASHED_BYTES = 1 << 20  # of the beginning of a model file: its metadata
 WORTH_KEEPING = 64  # tokens of which a run has learnt something
 _MAX_BYTES = 4 << 20
 
@@ -247,8 +246,7 @@ def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: ty
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     """What tells a model file and where it computes from others."""
-    beginning = hashlib.sha256(read_beginning(model.path, HASHED_BYTES)).hexdigest()
     options = model.options
     threads = options.threads or runtime.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]
-    return [model.path.stat().st_size, beginning, *placement]
+    return [file_identity(model.path), *placement]

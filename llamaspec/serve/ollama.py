@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, Delta, ReasoningDelta
 from llamaspec.chat.template import Message
-from llamaspec.hub import identity
+from llamaspec.files import file_identity
 from llamaspec.serve.bodies import Fields, GenerationBody, ReasoningFields, StopField, parse_body
 from llamaspec.serve.constraints import GenerationParameters, ResponseFormat
 from llamaspec.serve.errors import bad_field, ollama_error
@@ -203,7 +203,7 @@ def _about(service: Service) -> Data:
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip
     return {"name": name, "model": name, "modified_at": _time(service.created),
-            "size": target.path.stat().st_size, "digest": identity(target.path),
+            "size": target.path.stat().st_size, "digest": file_identity(target.path),
             "details": details}  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import pytest
 from command import invoke, run, said
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made
 from llamaspec.draft_making.worth import TrialSettings, Worth
-from llamaspec.hub import DRAFT_FOR, find_draft, identity, made_path
+from llamaspec.files import file_identity
+from llamaspec.hub import DRAFT_FOR, find_draft, made_path
 from llamaspec.llama.quantize import Copy, write_copy
 from llamaspec.measure.probe import Spread
 from tiny_models import truncated
@@ -176,7 +177,7 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def with_draft(target: Path) -> Path:
     """A target beside which a draft lies that was made for it."""
-    texts = {DRAFT_FOR: identity(target)}
+    texts = {DRAFT_FOR: file_identity(target)}
     write_copy(target, made_path(target, "L1-copy"), Copy(pruned=(1,), texts=texts), 1)
     return target
 

@@ -19,7 +19,8 @@ from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
 from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
-from llamaspec.hub import DRAFT_FOR, identity, made_drafts, made_path
+from llamaspec.files import file_identity
+from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
 from llamaspec.measure.compare import Task
@@ -258,9 +259,9 @@ def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
 
 def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "wide.gguf", Recipe(seed=9))
-    write_copy(widened, made_path(other, "x"), Copy(texts={DRAFT_FOR: identity(widened)}), 1)
+    write_copy(widened, made_path(other, "x"), Copy(texts={DRAFT_FOR: file_identity(widened)}), 1)
     assert made_drafts(other) == []
-    write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: identity(other)}), 1)
+    write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: file_identity(other)}), 1)
     assert made_drafts(other) == [made_path(other, "y")]
 
 
@@ -270,9 +271,9 @@ def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
     key = hashlib.sha256(b"1048579" + beginning).hexdigest()[:32]
     for rest in (b"abc", b"xyz"):
         (tmp_path / "target.gguf").write_bytes(beginning + rest)
-        assert identity(tmp_path / "target.gguf") == key
+        assert file_identity(tmp_path / "target.gguf") == key
     (tmp_path / "target.gguf").write_bytes(beginning + b"abcd")
-    assert identity(tmp_path / "target.gguf") != key
+    assert file_identity(tmp_path / "target.gguf") != key
 
 
 # The search
