@@ -1,7 +1,7 @@
-"""What models are called: addresses on the hub, and the lists of models (models.yaml) that give them names.
+"""Names of models: addresses on the hub, and the lists (models.yaml) that give them short names.
 
-One list comes with llamaspec, the user's own takes precedence. Names from outside become paths, so each has
-to be a plain relative path. Knows no network, and not which files are here.
+One list comes with llamaspec; the user's own takes precedence. Names from outside become paths, so each must
+be a plain relative path. This module uses no network and does not know which files are on this machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import PartName, parse_json, read_file, write_file
 
 HUB = "hf:"
-MAX_BYTES = 1 << 50  # of a file; a larger size is a mistake
+MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
 SHA256 = re.compile(r"[0-9a-f]{64}")
-CACHE_TOKENS = 8192  # of the context that an entry's cache_mb is for
+CACHE_TOKENS = 8192  # context size that an entry's cache_mb is for
 _MAX_LIST_BYTES = 1 << 20
 _OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
@@ -42,10 +42,10 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A model file on the hub; a ValueError where no repository or file can have this name."""
+    """A model file on the hub; raises a ValueError if no repository or file can have this name."""
 
     repo: str  # owner/name
-    file: str  # path inside the repository; of a model in parts, the first
+    file: str  # path inside the repository; the first part of a split model
     n_bytes: int | None = None
     sha256: str | None = None
 
@@ -62,7 +62,7 @@ class RemoteFile:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All files of a split model, in order; usually this one alone."""
+        """All files of a split model, in order; usually only this one."""
         found = PartName.read(self.file)
         return (self.file,) if found is None else found.all_names
 
@@ -71,18 +71,18 @@ class RemoteFile:
 
 
 def remote_file(address: str) -> RemoteFile:
-    """The file of an address, hf:owner/repo:file; a ModelFileError where it is no address."""
+    """The file of an address, hf:owner/repo:file; raises a ModelFileError if it is not an address."""
     repo, _, file = address.removeprefix(HUB).partition(":")
     try:
         return RemoteFile(repo, file)
     except ValueError as error:
         raise ModelFileError(
-            f"{quoted(address)} is no address: {error}; write hf:owner/repo:file.gguf"
+            f"{quoted(address)} is not an address: {error}; write hf:owner/repo:file.gguf"
         ) from error
 
 
 def address_of_page(url: str, hub_url: str) -> str:
-    """The address, hf:..., of the repository or file whose page in a browser has this URL."""
+    """The address, hf:..., of the repository or file that a page of the hub shows."""
     page = url.partition("?")[0].partition("#")[0].removeprefix(f"{hub_url}/")
     parts = unquote(page).strip("/").split("/")
     if len(parts) == 2 or parts[2:] == ["tree", "main"]:
@@ -90,7 +90,7 @@ def address_of_page(url: str, hub_url: str) -> str:
     if parts[2:4] in (["blob", "main"], ["resolve", "main"]) and len(parts) > 4:
         return f"{HUB}{parts[0]}/{parts[1]}:{'/'.join(parts[4:])}"
     raise ModelFileError(
-        f"{quoted(url)} is no page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
+        f"{quoted(url)} is not the page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
     )
 
 
@@ -116,7 +116,7 @@ def is_plain(name: str) -> bool:
 
 
 def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
-    """The models among a repository's files with a quantization ("" = any); of a split one the first part."""
+    """The models of a quantization ("" = any) among a repository's files; the first part of a split one."""
     marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
     found = []
     for name in dict.fromkeys(names):
@@ -148,7 +148,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a list says of a model; a ValueError where that is impossible or says too little."""
+    """A model as a list describes it; raises a ValueError if the description is invalid or incomplete."""
 
     name: str
     repo: str | None = None
@@ -157,10 +157,10 @@ class Entry:
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     path: str | None = None  # a file on this machine, instead of one on the hub
     draft: str | None = None  # name of another entry
-    heads: bool | None = None  # whether its files have prediction heads; None = not known
+    heads: bool | None = None  # whether its files have prediction heads; None = unknown
     architecture: str | None = None  # as llama.cpp names it
     vocabulary: int | None = None  # tokens
-    cache_mb: int | None = None  # of a context of CACHE_TOKENS: keys and values in f16, and states
+    cache_mb: int | None = None  # KV cache in f16, and states, of a context of CACHE_TOKENS
     licence: str | None = None
     memory_gb: int | None = None
     notes: str | None = None
@@ -186,7 +186,7 @@ class Entry:
                 raise ValueError(str(error)) from error
 
     def file(self, quantization: str | None = None) -> RemoteFile:
-        """The file of a quantization; None = the default. A ModelFileError where there is none."""
+        """The file of a quantization; None = the default. Raises a ModelFileError if there is none."""
         name = quoted(self.name)
         if self.repo is None or self.default is None:
             where = quoted(str(self.path))
@@ -211,7 +211,7 @@ class Entry:
         return expanded(self.path)
 
     def as_listed(self) -> dict[str, Any]:
-        """The entry as a list has it: without fields that are not known."""
+        """The entry as written to a list, without unknown fields."""
         content = {key: value for key, value in asdict(self).items() if value not in (None, {})}
         for key in ("name", "is_own"):
             content.pop(key, None)
@@ -222,7 +222,7 @@ class Entry:
 
 
 def expanded(path: str) -> Path:
-    """A path as people write it, with ~; a ModelFileError where that user is unknown."""
+    """A path with ~ expanded; raises a ModelFileError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -240,7 +240,7 @@ class Catalog:
         self.entries = dict(entries)
 
     def find(self, name: str) -> Entry:
-        """The entry of a name, or a ModelFileError that suggests similar names."""
+        """The entry of a name; raises a ModelFileError that suggests similar names."""
         if name in self.entries:
             return self.entries[name]
         close = difflib.get_close_matches(name[:200], self.entries, n=3, cutoff=0.5)
@@ -251,7 +251,7 @@ class Catalog:
         raise ModelFileError(f"no file and no model is called {quoted(name)}; {meant}")
 
     def draft_of(self, target: str) -> str | None:
-        """The draft for a target, which is a name, a hub address or a file; None where none is known."""
+        """The draft for a target (a name, an address on the hub or a file); None if the lists have none."""
         name = target.partition(":")[0]
         if name in self.entries:
             return self.entries[name].draft
@@ -271,7 +271,7 @@ def own_list() -> Path:
 
 
 def read_catalog() -> Catalog:
-    """Both lists; a ModelFileError where the user's cannot be read or understood."""
+    """Both lists; raises a ModelFileError if the user's cannot be read or parsed."""
     package = Path(str(files("llamaspec")))
     supplied = package / "models.yaml"  # of the installed package, else of the source tree
     if not supplied.exists():
@@ -280,12 +280,12 @@ def read_catalog() -> Catalog:
 
 
 def add_own(entry: Entry) -> Path:
-    """Write an entry into the user's list, in place of one of the same name."""
+    """Add an entry to the user's list, replacing one of the same name."""
     return _write_own({**_own_entries(), entry.name: entry})
 
 
 def remove_own(name: str) -> bool:
-    """Take an entry out of the user's list; returns whether it was there."""
+    """Remove an entry from the user's list; return whether it was there."""
     entries = _own_entries()
     existed = entries.pop(name, None) is not None
     if existed:
@@ -301,7 +301,7 @@ def _own_entries() -> dict[str, Entry]:
 
 
 def _write_own(entries: Mapping[str, Entry]) -> Path:
-    import yaml  # 40 ms, which commands that are given files do not need
+    import yaml  # 40 ms to import, needed only for names from a list
 
     path = own_list()
     listed = {name: entry.as_listed() for name, entry in entries.items()}
@@ -329,7 +329,7 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
         raise ModelFileError(f"cannot read {path}: {error.strerror}; fix or delete it") from error
     except RecursionError as error:
         raise ModelFileError(f"{path} is nested too deeply; fix or delete it") from error
-    except (yaml.YAMLError, AttributeError) as error:  # AttributeError: dates that cannot be
+    except (yaml.YAMLError, AttributeError) as error:  # AttributeError: impossible dates
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
         raise ModelFileError(f"{path}{place}: this is not plain YAML; fix or delete it") from error

@@ -32,14 +32,15 @@ DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity
 
 
 def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
-    """The model's file; fetched first if it is on the hub and not here, after `on_fetch` was told.
+    """The model's file; fetched first if it is on the hub and not on this machine.
 
     Parameters
     ----------
     name : str or Path
-        A path, NAME or NAME:QUANTIZATION of the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
-        hf:owner/repo where it has one model, or the address of a file's page. A `Path` is always a file.
+        A path, NAME or NAME:QUANTIZATION from the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
+        hf:owner/repo if it has one model, or the URL of a file's page. A `Path` is always a file.
     on_fetch : callable, optional
+        Called before a transfer, with the file and the number of missing bytes.
 
     Raises
     ------
@@ -61,7 +62,7 @@ def locate_model(name: str | Path) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether this names a file: one that exists, or looks as if it should. A folder hides no model."""
+    """Whether this is a path of a file, by its form or because it exists. A folder hides no listed model."""
     if _is_address(name):
         return False
     if name.endswith(".gguf") or "/" in name or "\\" in name:
@@ -70,10 +71,10 @@ def is_path(name: str) -> bool:
 
 
 def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
-    """The file on the hub; None for a name of the lists that is a file on this machine.
+    """The file on the hub; None if a list gives the name to a file on this machine.
 
-    An address without a file is looked up here, and then, if `ask`, on the hub. A ModelFileError where
-    there is no such model.
+    An address without a file is looked up on this machine, then, if `ask`, on the hub. Raises a
+    ModelFileError if there is no such model.
     """
     if name.startswith(HUB):
         return _find_address(name, ask)
@@ -96,7 +97,7 @@ def find_draft(target: str) -> str | None:
 
 
 def may_have_heads(target: str) -> bool:
-    """Whether prediction heads are worth looking for in a target: not if the lists say that it has none."""
+    """Whether a target may have prediction heads: False only if the lists say that it has none."""
     name = target.partition(":")[0]
     entry = None if is_path(target) else read_catalog().entries.get(name)
     return entry is None or entry.heads is not False
@@ -115,7 +116,7 @@ def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
 
 
 def _find_address(address: str, ask: bool) -> RemoteFile:
-    """The file of an address that may leave out the file, or give only its quantization."""
+    """The file of an address that may lack the file's name, or give only a quantization."""
     repo, _, quantization = address.removeprefix(HUB).partition(":")
     if quantization.endswith(".gguf") or not is_repo(repo):
         return remote_file(address)
@@ -125,7 +126,7 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     if len(here) == 1:
         return here[0]
     if not ask:
-        raise ModelFileError(f"{quoted(address)} is not on this machine, or more than one; name the file")
+        raise ModelFileError(f"{quoted(address)} is not on this machine, or several are; name the file")
     listed = list_models(repo)
     there = matching(listed, repo, quantization)
     if len(there) == 1:
@@ -140,14 +141,14 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
 
 
 def made_path(target: Path, label: str) -> Path:
-    """Where a made draft belongs: beside its target, or in our cache folder where the target is the hub's."""
+    """The path of a draft made here: beside its target, or in our cache folder if that is the hub's."""
     in_hub = any(part.startswith("models--") for part in target.absolute().parts)
     folder = cache_folder() / "drafts" if in_hub else target.parent
     return folder / f"{_stem(target)}.draft-{label}.gguf"
 
 
 def made_drafts(target: Path) -> list[Path]:
-    """The drafts that were made for this target, the newest first."""
+    """The drafts made for this target on this machine, newest first."""
     pattern = f"{escape(_stem(target))}.draft-*.gguf"
     folders = {target.parent.absolute(), (cache_folder() / "drafts").absolute()}
     try:

@@ -1,10 +1,10 @@
-"""huggingface-hub's cache folder: finds, fetches, checks and removes model files there.
+"""Find, fetch, check and remove model files in huggingface-hub's cache folder.
 
     CACHE/models--owner--name/snapshots/COMMIT/FILE links to ../../blobs/HASH
 
-Other programs share the folder. What the hub says is checked before a transfer (names, sizes, addresses), and
-the content after it (the hash): only then the file gets its name. A transfer that was ended, however it was,
-leaves blobs/HASH.incomplete, and the next one goes on from there.
+Other programs share the folder. The hub's metadata (names, sizes, addresses) is checked before a transfer,
+and the hash of the content after it; only then does the file get its name. An interrupted transfer leaves
+blobs/HASH.incomplete, and the next one resumes it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from llamaspec.llama.gguf_file import check_gguf
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
-_RESUMED_SECONDS = 7 * 24 * 3600.0  # a transfer that nobody continued for so long is given up
+_RESUMED_SECONDS = 7 * 24 * 3600.0  # an interrupted transfer this old is deleted
 _IN_USE_SECONDS = 60.0  # another process may still be writing to a file that changed more recently
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
 
-OnFetch = Callable[[RemoteFile, int], None]  # told what is fetched, and how many bytes of it are missing
+OnFetch = Callable[[RemoteFile, int], None]  # called with the file and the number of missing bytes
 
 
 def find_here(file: RemoteFile) -> Path | None:
-    """The file on this machine, its first part if it was split; None unless all parts are here together.
+    """The file on this machine, or its first part if it was split; None unless all parts are here together.
 
-    huggingface-hub itself finds only what belongs to the newest commit that it saw.
+    huggingface-hub itself finds only files of the newest commit that it has seen.
     """
     for state in fetched_states(repo_folder(file.repo)):
         if all((state / part).is_file() for part in file.parts):
@@ -50,10 +50,10 @@ def find_here(file: RemoteFile) -> Path | None:
 
 
 def remove(file: RemoteFile) -> int:
-    """Delete a file and its parts from this machine; returns how many bytes that freed.
+    """Delete a file and its parts from this machine; return the number of bytes freed.
 
-    Content that another name links to stays, and so does what is outside of the repository's folder. Parts of
-    files that a transfer left are deleted, whatever file of the repository they belong to.
+    Content that another name links to stays, and so does anything outside the repository's folder. Leftovers
+    of interrupted transfers are deleted for the whole repository.
     """
     folder = repo_folder(file.repo)
     freed = _sweep(folder / "blobs", _IN_USE_SECONDS, _IN_USE_SECONDS)
@@ -68,13 +68,13 @@ def remove(file: RemoteFile) -> int:
 
 def repo_folder(repo: str) -> Path:
     """The folder of a repository; it need not exist."""
-    from huggingface_hub import constants  # takes a while, and most models are given as files
+    from huggingface_hub import constants  # slow to import, and most models are given as files
 
     return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def fetched_states(folder: Path) -> list[Path]:
-    """The fetched states of a repository: first that of the main branch, then the newest."""
+    """The snapshots of a repository: the main branch first, then newest first."""
     try:
         main = read_file(folder / "refs" / "main", 100).decode(errors="replace").strip()
     except OSError:
@@ -99,7 +99,7 @@ def _remove_link(folder: Path, link: Path) -> int:
 
 
 def _content(link: Path) -> Path:
-    """One step only: a blob may itself link to a store that other programs share."""
+    """Follow one link only: a blob may itself link to a store that other programs share."""
     return Path(os.path.normpath(link.parent / link.readlink())) if link.is_symlink() else link
 
 
@@ -107,12 +107,12 @@ def _content(link: Path) -> Path:
 
 
 def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
-    """Bring a file here, whole and checked; returns its first part, with the others beside it.
+    """Fetch and check a file; return the path of its first part, with the others beside it.
 
     Raises
     ------
     ModelFileError
-        The hub cannot be reached or does not give the file, the disk is too small, or the content is wrong.
+        The hub cannot be reached or refuses the file, the disk is full, or the content is wrong.
     """
     try:
         parts = {part: _ask(file, part) for part in file.parts}
@@ -136,14 +136,14 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         write_file(main, parts[file.file].commit)
     except ModelFileError:
         raise
-    except Exception as error:  # whatever the library makes of a strange answer
+    except Exception as error:  # the library raises many kinds for an unexpected answer
         raise ModelFileError(_reason(file, error)) from error
     return paths[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """What the hub says of a file, as far as it is possible."""
+    """The hub's metadata of a file, after validation."""
 
     commit: str
     tag: str  # the content's hash
@@ -151,7 +151,7 @@ class _Announced:
 
 
 def _ask(file: RemoteFile, part: str) -> _Announced:
-    """Ask before anything is written: huggingface-hub takes the tag and the commit for paths."""
+    """Validate before anything is written: huggingface-hub makes paths from the tag and the commit."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -187,7 +187,7 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
 
 
 def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
-    """Bring one file here, unless its content is, and check it; returns the link to it."""
+    """Fetch one file, unless its content is here, and check it; return the link to it."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -197,7 +197,7 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     for path in (blob, link, lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     if said.n_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
-        hf_hub_download(file.repo, part, revision=said.commit)  # by a protocol that cannot resume
+        hf_hub_download(file.repo, part, revision=said.commit)  # uses a protocol that cannot resume
     with WeakFileLock(lock):
         content = next((path for path in (link, blob) if path.exists()), None) or _transfer(file, part, said)
         try:
@@ -207,22 +207,22 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
             raise
         if content != link:
             content.replace(blob)
-            link.unlink(missing_ok=True)  # it leads nowhere
+            link.unlink(missing_ok=True)  # a broken link
             try:
                 link.symlink_to(os.path.relpath(blob, link.parent))
-            except OSError:  # no links here
+            except OSError:  # this file system has no links
                 blob.replace(link)
     return link
 
 
 def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
-    """Fetch what is missing of a file's content; whatever ends this, the next transfer continues it."""
+    """Fetch the missing bytes of a file; if this is interrupted, the next transfer resumes it."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers, tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
-        """The library's own; ends a transfer that brings far more than was announced."""
+        """The library's bar; also aborts a transfer that is far larger than announced."""
 
         n_done = 0
 
@@ -245,9 +245,9 @@ def _transfer(file: RemoteFile, part: str, said: _Announced) -> Path:
     except BaseException as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         refused = status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        with suppress(OSError):  # such as that it could not be opened
+        with suppress(OSError):  # for example, it could not be opened
             if refused or not 0 < content.stat().st_size <= said.n_bytes:
-                content.unlink()  # it is not the beginning of this file
+                content.unlink()  # not the beginning of this file
         raise
     return content
 
@@ -274,7 +274,7 @@ def _check(content: Path, part: str, expected: str) -> None:
 
 
 def _bar_settings(label: str, n_bytes: int) -> dict[str, Any]:
-    """How bars look; off a terminal there are none, which the library finds out only if there is a stderr."""
+    """Options of progress bars; off without a stderr, for the library only checks for a terminal."""
     is_off = True if sys.stderr is None else None
     return {"total": n_bytes, "unit": "B", "unit_scale": True, "desc": label, "disable": is_off}
 
@@ -284,7 +284,7 @@ def _incomplete(blob: Path) -> Path:
 
 
 def _n_here(blob: Path, said: _Announced) -> int:
-    """How many bytes of a file's content need not be transferred."""
+    """Number of bytes of a file that need no transfer."""
     if blob.exists():
         return said.n_bytes
     with suppress(OSError):
@@ -294,9 +294,9 @@ def _n_here(blob: Path, said: _Announced) -> int:
 
 
 def _sweep(blobs: Path, stale_seconds: float, resumed_seconds: float) -> int:
-    """Delete what ended transfers left, by its age; returns how many bytes that freed.
+    """Delete old leftovers of interrupted transfers; return the number of bytes freed.
 
-    huggingface-hub adds a random part to the name, and cannot continue such a file.
+    huggingface-hub adds a random part to the name and cannot resume such a file, so it goes sooner.
     """
     freed = 0
     for left in blobs.glob("*.incomplete"):
@@ -310,7 +310,7 @@ def _sweep(blobs: Path, stale_seconds: float, resumed_seconds: float) -> int:
 
 
 def file_hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
-    """SHA-256 in 64 digits, or in 40 what git computes of a file that is not in LFS."""
+    """SHA-256 for 64 digits; for 40, git's hash of a file that is not in LFS."""
     digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
     if n_digits != 64:
         digest.update(f"blob {path.stat().st_size}\0".encode())
@@ -329,9 +329,9 @@ def list_models(repo: str) -> list[str]:
         facts = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         names = [sibling.rfilename for sibling in facts.siblings or ()]
         return [name for name in names if name.endswith(".gguf")]
-    except Exception as error:  # whatever the library makes of a strange answer
+    except Exception as error:  # the library raises many kinds for an unexpected answer
         raise ModelFileError(
-            f"cannot see which models {repo} has: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
+            f"cannot list the models of {repo}: {quoted(str(error))}; name one: hf:owner/repo:file.gguf"
         ) from error
 
 

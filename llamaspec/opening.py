@@ -1,4 +1,4 @@
-"""Open a target and what drafts for it: by files or names, or by a plan."""
+"""Load a target and its drafts: from files or names, or from a plan."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def open_pair(
     Parameters
     ----------
     target : str or Path
-        A file, a name of the list of models, or hf:owner/repo:file.
+        A file, a name from the list of models, or hf:owner/repo:file.
     draft : str, Path or sequence of them, optional
-        The same; "auto" is the draft that is known for the target, or else the target's own prediction
-        heads; "mtp" is these heads, "ngram" no model at all. Of several, each drafts for the previous one.
+        The same; "auto" is the draft known for the target, or else the target's own prediction heads; "mtp"
+        is these heads, "ngram" no model at all. Of several, each drafts for the previous one.
     ngram : bool, optional
-        Copy draft tokens from earlier text. Default: yes, but not beside a draft that proposes a fixed number
-        of tokens, because then nothing weighs copies against its tokens.
+        Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
+        length, where nothing compares copies with the model's tokens.
     cache_ram : int, optional
-        Bytes of main memory for finished texts, so that a text that begins like one of them need not be read
-        again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
+        Bytes of main memory for the KV caches of finished sequences, so that a prompt with the same beginning
+        is not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
 
     Raises
     ------
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The draft's vocabulary has too little in common with the target's, or differs where a draft has a
-        draft; or the target has no prediction heads.
+        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
+        target has no prediction heads.
 
     Examples
     --------

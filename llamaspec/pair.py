@@ -1,7 +1,7 @@
-"""A target and its draft, opened together: what a program uses, and what the commands are built on.
+"""A target and its draft, loaded together: the object that programs use and the commands are built on.
 
-One compute thread serves all pairs and their users: several threads, or tasks of asyncio, may generate at the
-same time. The texts of a pair share each evaluation, and every text is the one that it would be alone.
+One compute thread serves all pairs. Several threads or asyncio tasks may generate at the same time: their
+sequences share evaluations, and each gets the text that it would get alone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRe
 
 Result = TypeVar("Result")
 
-MAX_LOGPROBS = 100  # tokens told with each token
+MAX_LOGPROBS = 100  # alternatives reported with each token
 
 
 class Pair:
-    """A target that decides what is said and, if there is one, a draft that proposes it; it may have its own.
+    """A target and, if there is one, its draft; the draft may have a draft of its own.
 
-    Close it, or use it as a context manager; a forgotten pair is freed soon all the same. If `open_pair` made
-    it, it closes its models; a pair over models that were open before leaves them open.
+    Close it, or use it as a context manager; a pair that is no longer referenced is freed, too. A pair from
+    `open_pair` closes its models; a pair made from open models leaves them open.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Pair:
         owns_models: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target, self.draft, self.heads = target, draft, heads  # heads of the target, in place of a draft
+        self.target, self.draft, self.heads = target, draft, heads  # the target's heads replace a draft
         drafts = () if draft is None else (draft, *stages)
-        self.models = (target, *drafts)  # each draft proposes tokens to the one before it
+        self.models = (target, *drafts)  # each draft proposes tokens to the previous model
         self.stages = stages_of(drafts, copies=copying is Copying.ON)
         self.copying = copying
         self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
@@ -71,7 +71,7 @@ class Pair:
         self.load_seconds = load_seconds
         self._owns_models = owns_models
         self.clock = clock  # seconds
-        self._length = AutoLength(sources=self.sources)  # for streams that bring none
+        self._length = AutoLength(sources=self.sources)  # the default for streams
         models: dict[str, Model] = {TARGET: target}
         for level, model in enumerate(self.draft_models):
             models[draft_name(level)] = model
@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def has_heads(self) -> bool:
-        """Whether prediction heads draft."""
+        """Whether prediction heads draft for the target."""
         return self.heads is not None
 
     @property
@@ -118,7 +118,7 @@ class Pair:
         prediction: str | bytes | TokenArray | None = None,
         is_interactive: bool = False,
     ) -> TextStream:
-        """Generate piece by piece; `.run()` on the answer generates to the end at once.
+        """Generate piece by piece; `.run()` on the result generates everything at once.
 
         Parameters
         ----------
@@ -127,31 +127,32 @@ class Pair:
         sampling : Sampling, optional
             Default: llama.cpp's values, temperature 0.8.
         seed : int, optional
-            Default: drawn at random. The same seed gives the same text under the coupled rule, whatever
-            the draft and the policy.
+            Default: random. Under the coupled rule the same seed gives the same text with any draft and
+            any policy.
         max_tokens : int
-            At most this many new tokens.
+            Maximum number of tokens to generate.
         stops : sequence of str
             Strings that end the text.
         spelled : dict of int to bytes, optional
-            Control tokens that have a text in this stream, as `AnswerFormat.spelled` names them.
+            Control tokens to write out, with their spelling; see `AnswerFormat.spelled`.
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to draft; default: as many as pay, learnt from stream to stream.
+            How many tokens to draft. Default: as many as speed things up, learned across streams.
         drafter : Drafter, optional
-            Who drafts; default what the pair was opened with. `NoDrafter()` is plain decoding.
+            Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
+            plain decoding.
         on_prefill : callable, optional
-            Told how many tokens of the prompt have been read, of how many.
+            Called with the number of prompt tokens processed so far, and their total.
         constraint : Constraint, optional
-            What the text must look like: made by `json_schema` or `grammar`.
+            Restricts the text; made by `json_schema` or `grammar`.
         logprobs : int, optional
-            Each piece tells the log-probability of its token and of so many of the most probable tokens.
+            Report the log-probability of each token, and of this many of the most probable tokens.
         prediction : str, bytes or [n] int32, optional
-            What the text is expected to be mostly, such as the file that it edits: it is copied from. The
-            text is the same without.
+            Text that the completion is likely to repeat, such as the file being edited. Draft tokens are
+            copied from it; it does not change the completion.
         is_interactive : bool
-            Somebody waits for it: its first 128 tokens go before the prompts of others.
+            A person is waiting: its first 128 tokens go before other prompts.
 
         Raises
         ------
@@ -162,20 +163,20 @@ class Pair:
         tokens = self._tokens(prompt)
         n_vocabulary = self.target.vocabulary_size
         if max(sampling.logit_bias or (0,)) >= n_vocabulary:
-            raise ValueError(f"a logit bias is for token ids from 0 to {n_vocabulary - 1}")
+            raise ValueError(f"logit bias: token ids must be from 0 to {n_vocabulary - 1}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
-        row_constraint = None if constraint is None else TimedConstraint(constraint.start_sequence())
+        sequence_constraint = None if constraint is None else TimedConstraint(constraint.start_sequence())
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        with ExitStack() as begun:  # what has begun for a text that is refused ends
+        with ExitStack() as begun:  # if the request is refused, close everything that was started
             length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
             begun.callback(length.close)
             if drafter is None:
-                drawing = Drawing(sampling, rule, streams, len(tokens), row_constraint)
+                drawing = Drawing(sampling, rule, streams, len(tokens), sequence_constraint)
                 expected = NO_TOKENS
                 if prediction is not None and len(prediction):
                     expected = self._tokens(prediction, add_special=False)
@@ -188,7 +189,7 @@ class Pair:
                 streams=streams,
                 context_size=self.target.context_size,
                 max_scored=self.target.max_scored,
-                constraint=row_constraint,
+                constraint=sequence_constraint,
                 n_logprobs=logprobs,
             )
             begun.callback(speculation.close)
@@ -199,25 +200,25 @@ class Pair:
         return TextStream(request, self._thread, on_prefill, is_interactive=is_interactive)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
-        """A constraint for `stream`: JSON as a schema wants it, properties in the schema's order.
+        """A constraint for `stream`: JSON that matches a schema, with properties in the schema's order.
 
-        Compiled once, for any number of texts and threads. The first constraint of a pair also reads the
-        vocabulary, which takes up to a second.
+        It may be used by any number of streams and threads. The first constraint of a pair takes up to a
+        second, because it indexes the vocabulary.
 
         Raises
         ------
         ConstraintError
-            The schema is damaged, too large, or uses what llguidance does not know.
+            The schema is invalid, too large, or uses a feature that llguidance lacks.
         """
         return self._grammars.json_schema(schema)
 
     def grammar(self, text: str) -> Constraint:
-        """A constraint for `stream`: texts of a grammar, in llguidance's Lark or llama.cpp's GBNF.
+        """A constraint for `stream`: text that matches a grammar, in llguidance's Lark or llama.cpp's GBNF.
 
         Raises
         ------
         ConstraintError
-            The grammar is damaged, or too large.
+            The grammar is invalid or too large.
         """
         return self._grammars.grammar(text)
 
@@ -226,9 +227,9 @@ class Pair:
         return Grammars(self.target.vocabulary)
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
-        """Run a coroutine that yields what it wants evaluated, beside the streams; returns its result.
+        """Run a coroutine that yields evaluation requests, alongside the streams; return its result.
 
-        Logits that it is sent are valid until its next request.
+        The logits sent to it are valid until its next request.
 
         Examples
         --------
@@ -240,15 +241,15 @@ class Pair:
         return self._thread.run(measurement)
 
     def forget(self) -> None:
-        """Empty all KV caches, as if nothing had been evaluated."""
+        """Clear all KV caches."""
         self._thread.call(self._scheduler.forget)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function in the compute thread, between two evaluations."""
+        """Call a function on the compute thread, between two evaluations."""
         return self._thread.call(function)
 
     def close(self) -> None:
-        """End all streams, and free the models that it owns; from any thread, more than once is allowed."""
+        """End all streams and free the pair's own models; may be called twice, and from any thread."""
         self._thread.close()
         for model in (self.heads, *reversed(self.draft_models), self.target):
             if model is not None and self._owns_models:
@@ -270,7 +271,7 @@ class Pair:
         n_prompt: int = 0,
         constraint: SequenceConstraint | None = None,
     ) -> Drafter:
-        """The drafter that asks the draft model for chains, or the target's prediction heads."""
+        """The drafter that uses only the draft model, or the target's prediction heads; no trees."""
         return self._drafters.asking_model(Drawing(sampling, rule, streams, n_prompt, constraint))
 
     def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:

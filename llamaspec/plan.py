@@ -1,7 +1,7 @@
-"""What drafts for a target: decided once, by `make_plan`, from names and options, before a model is loaded.
+"""Where the draft tokens for a target come from: decided once, by `make_plan`, before a model is loaded.
 
-The commands, `open_pair` and the server all start from a `DraftPlan`; nothing behind it resolves a name or
-decides again. tests/test_plan.py.
+`make_plan` turns names and options into a `DraftPlan`. The commands, `open_pair` and the server all start
+from one; nothing after that resolves a name or decides again. tests/test_plan.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.values import MTP, Copying
 
-NGRAM = "ngram"  # as a draft: only copies of earlier text
+NGRAM = "ngram"  # in place of a draft: only copies of earlier text
 Find = Callable[[str | Path], Path]
 
 
@@ -40,8 +40,8 @@ class DraftPlan:
     """
 
     target: ModelFile
-    drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other one for the one before
-    heads: ModelFile | None = None  # the file of prediction heads: the target's, or one of its own
+    drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other for the previous one
+    heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class DraftPlan:
 
     @property
     def has_heads(self) -> bool:
-        """Whether prediction heads draft."""
+        """Whether prediction heads draft for the target."""
         return self.heads is not None
 
     @property
@@ -70,7 +70,7 @@ class DraftPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing drafts."""
+        """Whether there are no draft tokens: plain decoding."""
         return not self.drafts and self.heads is None and self.copying is Copying.OFF
 
 
@@ -83,14 +83,14 @@ def make_plan(
     draft_options: ModelOptions | None = None,
     find: Find = resolve_model,
 ) -> DraftPlan:
-    """Resolve names and options; only metadata of the files is read.
+    """Resolve names and options into a plan; this reads only the metadata of the files.
 
     Parameters
     ----------
     target, draft
         As for `open_pair`.
     find : callable
-        From a name to its file. `locate_model` fetches nothing.
+        Returns the file of a name. `locate_model` fetches nothing.
 
     Raises
     ------

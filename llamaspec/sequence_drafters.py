@@ -1,4 +1,4 @@
-"""The drafters of one sequence: those of a pair, made ready for a prompt, a rule and a constraint."""
+"""The drafters of one sequence, made from the models of a pair for a rule, a sampling and a constraint."""
 
 from __future__ import annotations
 
@@ -52,30 +52,31 @@ def draft_name(level: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawing:
-    """How the tokens of one sequence are drawn."""
+    """How the tokens of one sequence are sampled."""
 
     sampling: Sampling
     rule: str
     streams: RandomStreams
-    n_prompt: int = 0  # tokens that the constraint does not concern
+    n_prompt: int = 0  # tokens that the constraint does not apply to
     constraint: SequenceConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceDrafters:
-    """Makes drafters for one sequence after the other."""
+    """Makes the drafters of each sequence of a pair."""
 
     target: LlamaModel
     draft: LlamaModel | None
     stages: Sequence[Stage]
-    heads: PredictionHeads | None  # of the target, in place of a draft
+    heads: PredictionHeads | None  # the target's, in place of a draft
     common: CommonTokens | None  # if the draft's vocabulary is not the target's
     copying: Copying
 
     def make(self, drawing: Drawing, length: SequenceLength, prediction: TokenArray = NO_TOKENS) -> Drafter:
-        """All that can draft, for a sequence whose length is decided by `length`.
+        """Everything that can draft for a sequence; `length` decides how much.
 
-        Drafts branch as that says, where both models and the rule can; `prediction` is copied from, too.
+        Drafts are trees if `length`, both models and the rule allow it. `prediction` is another text to copy
+        from.
         """
         drafters: list[Drafter] = []
         has_model = self.draft is not None or self.heads is not None
@@ -93,7 +94,7 @@ class SequenceDrafters:
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
     def asking_model(self, drawing: Drawing, length: SequenceLength | None = None) -> ModelDrafter:
-        """The drafter that asks the draft model alone, or the target's prediction heads."""
+        """The drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
             drafter = self._asking(self.heads, drawing, MTP)
             return replace(drafter, source=Source.MTP, longest=self.heads.longest)
@@ -111,7 +112,7 @@ class SequenceDrafters:
         return self.target.can_branch and self.draft is not None and self.draft.can_branch
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
-        """The drafter of a draft model, with all that drafts for it."""
+        """The drafter of a draft model, with everything that drafts for it."""
         if level == len(self.stages):
             return self._asking(self.stages[-1].models[1], drawing, draft_name(level))
         here, streams = self.stages[level], CascadeStreams(drawing.streams)

@@ -1,8 +1,8 @@
 """A draft model that has a draft of its own: the same draft and verify, one level down.
 
-A helper drafts for the draft model, which verifies that by the same rule, so the law of its draft is kept;
-under the coupled rule it drafts the tokens that it would draft alone. A length policy of its own decides when
-that pays. The helper may be a cascade, too. tests/drafters/test_cascade.py.
+A helper drafts for the draft model, which verifies by the same rule, so its draft tokens keep their
+distribution; under the coupled rule they are the tokens that it would draft alone. A separate length policy
+decides how much the helper drafts. The helper may be a cascade, too. tests/drafters/test_cascade.py.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Metered: TypeAlias = Generator[ForwardRequest, Forward, tuple[Draft, Spent]]
 
 @dataclass(slots=True)
 class CascadeDrafter:
-    """Draws draft tokens from a model, with help."""
+    """Draft tokens from a model that verifies the drafts of a helper."""
 
     model: ModelDrafter  # as it would draft alone
-    helper: Drafter  # drafts for it, with the chance of `streams`
-    length: SequenceLength  # how much of that pays
+    helper: Drafter  # drafts for it, with the randomness of `streams`
+    length: SequenceLength  # how much the helper drafts
     streams: CascadeStreams  # made from the model's own
     max_scored: int | None = None  # positions of one evaluation that the model scores
 
     @property
     def fault(self) -> str | None:
-        """What the model or its helper failed with."""
+        """The error that stopped the model or its helper."""
         return fault_of(self.model, self.helper)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Let the model and its helper read a prompt."""
+        """Process a prompt in the model and its helper."""
         yield from self.model.prepare(context)
         if self.model.fault is None:
             yield from preparing(self.helper, self.model.known(context))
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
-        """Draft until the policy has enough."""
+        """Draft until the policy wants no more."""
         model, draft = self.model, Draft(source=Source.STAGE)
         self.streams.start = len(context)
         context = model.known(context)
@@ -75,7 +75,7 @@ class CascadeDrafter:
             self.helper.close()
 
     def _longer(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: SequenceLength) -> Drafting:
-        """The draft with what a round of the model and its helper adds to it, as far as that is wanted."""
+        """Extend a draft by one round of the model and its helper, as far as more is wanted."""
         model, shown = self.model, self.model.window(path)
         limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
         asked = _HelperLength(limit, self.length, wanted, draft)
@@ -112,7 +112,7 @@ class CascadeDrafter:
 
 
 def used(round_: Round, n: int) -> Round:
-    """A round of which only `n` tokens were wanted: the others count as rejected, for they gained nothing."""
+    """A round of which only `n` tokens were used: the others count as rejected, since they saved nothing."""
     if n >= len(round_.tokens):
         return round_
     n_accepted = max(n - 1, 0)
@@ -120,14 +120,14 @@ def used(round_: Round, n: int) -> Round:
 
 
 def _metered(proposing: Drafting) -> Metered:
-    """A draft, and what it has cost."""
+    """Draft, and record the evaluations and their seconds."""
     spent: Spent = []
     try:
         request = next(proposing)
         while True:
             try:
                 forward = yield request
-            except EVALUATION_FAULTS as error:  # the helper can do without
+            except EVALUATION_FAULTS as error:  # the helper handles it
                 request = proposing.throw(error)
                 continue
             spent.append((request, forward.seconds))
@@ -138,13 +138,13 @@ def _metered(proposing: Drafting) -> Metered:
 
 @dataclass(slots=True, eq=False)
 class _HelperLength(SequenceAtMost):
-    """The helper's length: no more than the draft itself is wanted long."""
+    """The helper's length, limited by the length that is wanted of the draft itself."""
 
     wanted: SequenceLength  # how long the draft is wanted
     draft: Draft  # as far as it is drawn
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether the model could use one more token; it makes the one after them itself."""
+        """Whether the model could use one more token; it adds the token after them itself."""
         if len(draft) >= self.limit or not self.sequence.wants_more(draft):
             return False
         tokens = np.concatenate((self.draft.tokens, draft.tokens, np.zeros(1, np.int32)))

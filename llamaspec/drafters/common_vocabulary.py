@@ -1,6 +1,6 @@
-"""Drafts with a heterogeneous vocabulary: which tokens it has in common with the target's, and their ids.
+"""Drafts with a heterogeneous vocabulary: the tokens shared with the target, and their ids in both.
 
-The draft draws among the common tokens alone. It reads other tokens of the target as several of its own.
+The draft model samples from the shared tokens only. It reads any other target token as several of its own.
 
 References: token-level intersection (TLI), Timor et al., arXiv 2502.05202.
 """
@@ -16,7 +16,7 @@ from llamaspec.protocols import WholeVocabulary
 from llamaspec.sampling.filters import Scores
 from llamaspec.values import NO_TOKENS, TokenArray
 
-LEAST = 0.5  # of an ordinary text's tokens must be common to both vocabularies
+LEAST = 0.5  # share of the tokens of typical text that both vocabularies must have
 NONE = -1  # no such token
 _SPECIAL = b"\xff"  # before the name of a special token: no text holds this byte
 SAMPLE = """\
@@ -34,13 +34,13 @@ the engineers' report (about 1,250 pages) had been translated. "We have time," s
 
 
 class SameTokens:
-    """Vocabularies of `n_draft` and `n_target` tokens with the same numbers; one may have more at its end."""
+    """Vocabularies of `n_draft` and `n_target` tokens with the same ids; one may have more at its end."""
 
     def __init__(self, n_draft: int, n_target: int) -> None:
         self._n_draft, self._n_target = n_draft, n_target
 
     def read(self, context: TokenArray) -> TokenArray:
-        """The context, with token 0 in place of tokens that only the target knows."""
+        """The context, with token 0 in place of tokens that only the target has."""
         if self._n_target <= self._n_draft:
             return context
         return np.where(context < self._n_draft, context, np.int32(0))
@@ -56,7 +56,7 @@ class SameTokens:
         return scores
 
     def among(self, tokens: TokenArray) -> TokenArray:
-        """Those of some ascending tokens of the target that the draft may draw."""
+        """Select the tokens of the target, in ascending order, that the draft may draw."""
         return tokens[: np.searchsorted(tokens, self._n_draft)]
 
 
@@ -66,14 +66,14 @@ class CommonTokens:
     Raises
     ------
     PairError
-        Of an ordinary text's tokens, too few are common.
+        Too few of the tokens of typical text are shared.
     """
 
     def __init__(self, target: WholeVocabulary, draft: WholeVocabulary) -> None:
         self._target, self._target_bos = target, target.bos
         names = _names(target)
         of_target, self._of_name = _by_name(names), _by_name(_names(draft))
-        # [V of the target] the token of the draft with the same text; NONE where there is none
+        # [V of the target] the draft's token with the same text, or NONE
         self.to_draft = np.array([self._of_name.get(name, NONE) for name in names], dtype=np.int32)
         pairs = {of_target[name]: self._of_name[name] for name in of_target.keys() & self._of_name.keys()}
         has_ends = min(target.eos, draft.eos) >= 0
@@ -81,12 +81,12 @@ class CommonTokens:
             pairs[target.eos] = self.to_draft[target.eos] = draft.eos
         self._in_target = np.array(list(pairs), dtype=np.int32)  # [S]
         self._in_draft = np.array(list(pairs.values()), dtype=np.int32)  # [S]
-        # [V of the target] what the draft may draw: no two are the same token of the draft
+        # [V of the target] whether the draft may draw it: no two are the same token of the draft
         self.is_common = np.zeros(len(names), dtype=bool)
         self.is_common[self._in_target] = True
         has_bos = draft.adds_bos and draft.bos >= 0
-        self.begin = np.array([draft.bos], dtype=np.int32) if has_bos else NO_TOKENS  # of every text
-        # How the draft spells each token of the target: so many values from a place on; < 0: not known yet.
+        self.begin = np.array([draft.bos], dtype=np.int32) if has_bos else NO_TOKENS  # of every sequence
+        # The draft's tokens for a target token: `_n_values` of `_values` from `_place`; < 0: not computed.
         self._values, self._place = self.to_draft.copy(), np.arange(len(names))
         self._n_values = np.where(self.to_draft >= 0, 1, -1)
         if self._target_bos >= 0:
@@ -95,12 +95,12 @@ class CommonTokens:
         self.of_text = float(self.is_common[sample].mean()) if len(sample) else 0.0
         if self.of_text < LEAST:
             raise PairError(
-                f"the draft's vocabulary has only {self.of_text:.0%} of the target's tokens in an ordinary "
+                f"the draft's vocabulary has only {self.of_text:.0%} of the target's tokens in typical "
                 "text; choose a draft of the target's family"
             )
 
     def spelled(self, tokens: TokenArray) -> TokenArray:
-        """Tokens of the target in those of the draft, one by one: int32 [m]."""
+        """Translate tokens of the target into the draft's, one by one: int32 [m]."""
         n = self._n_values[tokens]
         if n.min(initial=1) < 0:
             for token in np.unique(tokens[n < 0]).tolist():
@@ -116,7 +116,7 @@ class CommonTokens:
         return spelled
 
     def read(self, context: TokenArray) -> TokenArray:
-        """A whole text of the target in the tokens of the draft: int32 [m]."""
+        """Translate a whole sequence of the target into the draft's tokens: int32 [m]."""
         spelled = self.spelled(context)
         has_begin = context[:1].tolist() == [self._target_bos]
         return spelled if has_begin else np.concatenate((self.begin, spelled))
@@ -128,7 +128,7 @@ class CommonTokens:
         return scores
 
     def among(self, tokens: TokenArray) -> TokenArray:
-        """Those of some tokens of the target that the draft may draw."""
+        """Select the tokens of the target that the draft may draw."""
         return tokens[self.is_common[tokens]]
 
     def _learn(self, token: int, spelled: TokenArray) -> None:
@@ -136,7 +136,7 @@ class CommonTokens:
         self._values = np.concatenate((self._values, spelled))
 
     def _greedy(self, text: bytes) -> TokenArray:
-        """A text in the draft's tokens, each the longest that fits; bytes that it lacks are left out."""
+        """Split text into the draft's tokens, the longest match first; bytes without a token are left out."""
         found: list[int] = []
         begin = 0
         while begin < len(text):
@@ -149,7 +149,7 @@ class CommonTokens:
 
 
 def _names(vocabulary: WholeVocabulary) -> list[bytes]:
-    """[V] what each token is known by: its text, or the name of a special one; empty where it has neither."""
+    """[V] the key of each token: its text, or the name of a special token; empty if it has neither."""
     specials = vocabulary.specials
     return [
         _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)

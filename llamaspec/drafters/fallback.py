@@ -1,6 +1,6 @@
-"""Drafters without a model: none, the tokens that a constraint forces, and the first of several with a draft.
+"""Drafters without a model: no draft, the tokens that a constraint forces, and the first of several drafters.
 
-Drafters may be plain functions or coroutines; `drafting` and `preparing` make coroutines of both.
+The methods of drafters may be plain functions or coroutines; `drafting` and `preparing` handle both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamaspec.values import NO_DRAFT, Distribution, Draft, Source, TokenArray
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
-    """What a drafter proposes."""
+    """The draft of a drafter."""
     proposed = drafter.propose(context, length)
     return proposed if isinstance(proposed, Draft) else (yield from proposed)
 
@@ -34,13 +34,13 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
 
 
 def fault_of(*drafters: Drafter) -> str | None:
-    """What the first of some drafters failed with whose model is asked no more."""
+    """The first error that made one of these drafters stop using its model."""
     faults = (drafter.fault for drafter in drafters if isinstance(drafter, Failing))
     return next((fault for fault in faults if fault is not None), None)
 
 
 class NoDrafter:
-    """Drafts nothing: with it the loop is plain decoding."""
+    """No draft: plain decoding."""
 
     def prepare(self, context: TokenArray) -> None:
         """Needs no preparation."""
@@ -52,7 +52,7 @@ class NoDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ForcedDrafter:
-    """Drafts the only tokens that a constraint allows, such as the keys of a JSON object."""
+    """Drafts tokens that a constraint leaves no alternative to, such as the keys of a JSON object."""
 
     constraint: SequenceConstraint
     n_prompt: int  # tokens before the first that was generated
@@ -73,17 +73,17 @@ class ForcedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class FallbackDrafter:
-    """Asks drafters in turn until one has a draft."""
+    """Tries several drafters in turn until one has a draft."""
 
     drafters: Sequence[Drafter]
 
     @property
     def fault(self) -> str | None:
-        """What the first of them failed with that is asked no more."""
+        """The first error that made one of them stop using its model."""
         return fault_of(*self.drafters)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Let every drafter read the prompt."""
+        """Prepare every drafter for a prompt."""
         for drafter in self.drafters:
             yield from preparing(drafter, context)
 

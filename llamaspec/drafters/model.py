@@ -1,8 +1,8 @@
 """Draft tokens from a small model, one after the other, each from the model's own distribution.
 
-What the draft model has read stays in its KV cache, so every token costs one step. A model that fails is not
-asked again in this sequence; the tokens drawn before stay in the draft, or the law of the text would change.
-tests/drafters/test_model.py counts the evaluations.
+The draft model's KV cache keeps what it has processed, so every token costs one step. A model that fails is
+not used again in this sequence; tokens drawn before the failure stay in the draft, or the distribution of the
+output would change. tests/drafters/test_model.py counts the evaluations.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source,
 
 @dataclass(slots=True)
 class ModelDrafter:
-    """Draws draft tokens from a model; where a constraint leaves no choice, the model is not asked."""
+    """Draws draft tokens from a model; if a constraint leaves only one token, the model is not evaluated."""
 
     vocabulary_size: int  # of the draft model
     context_size: int  # of the draft model, in tokens
-    sampling: Sampling  # the draft's own; the target's is the natural choice
+    sampling: Sampling  # for the draft; usually the target's
     rule: Rule  # draws the tokens
     streams: RandomStreams  # the same as the target's
-    n_tokens: int | None = None  # the target's vocabulary size, where the draft's is another
+    n_tokens: int | None = None  # the target's vocabulary size, if the draft's differs
     model: str = DRAFT  # its name in requests
     source: Source = Source.MODEL
-    tokens: CommonTokens | None = None  # of a heterogeneous vocabulary: it draws these
-    longest: int | None = None  # the most draft tokens of a round that it can make
+    tokens: CommonTokens | None = None  # the shared tokens, if the vocabularies differ
+    longest: int | None = None  # maximum number of draft tokens in a round
     n_prompt: int = 0  # tokens before the first that was generated
-    constraint: SequenceConstraint | None = None  # what the text must look like
-    reading: PromptReading | None = None  # when the model reads a prompt; None = at once
-    n_cached: Callable[[TokenArray], int] | None = None  # tokens of a text that the model need not read
-    fault: str | None = field(default=None, init=False)  # what the model failed with: it drafts no more
-    _is_asleep: bool | None = field(default=None, init=False)  # it has not read the prompt; None = undecided
-    _n_read: int = field(default=0, init=False)  # tokens of the prompt that it has read, while it is asleep
+    constraint: SequenceConstraint | None = None  # restricts the text
+    reading: PromptReading | None = None  # decides when the model processes a prompt; None = at once
+    n_cached: Callable[[TokenArray], int] | None = None  # tokens that are in the model's KV cache
+    fault: str | None = field(default=None, init=False)  # the error after which the model is not used again
+    _is_asleep: bool | None = field(default=None, init=False)  # the prompt is unprocessed; None = undecided
+    _n_read: int = field(default=0, init=False)  # prompt tokens processed while asleep
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Read all but the last token, so that the first draft token costs no more than the next."""
+        """Process all but the last token, so that the first draft token costs as much as the next."""
         if self.reading is not None and self._is_asleep is None:
             self._n_read = 0 if self.n_cached is None else self.n_cached(self.known(context))
             n_unread = max(self.n_prompt, len(context)) - self._n_read
@@ -61,7 +61,7 @@ class ModelDrafter:
             yield from self._read(self.window(self.known(context))[:-1])
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
-        """Draft until the policy has enough, or the draft's KV cache has no room."""
+        """Draft until the policy wants no more, or the draft's KV cache is full."""
         sampler = Sampler(self.sampling, self.n_prompt, self.constraint)
         tokens, draft, known = self._tokens, Draft(source=self.source), self.known(context)
         if self.fault is not None:
@@ -103,13 +103,13 @@ class ModelDrafter:
         try:
             forward = yield ForwardRequest(self.model, prefix, n_logits=0)
         except EVALUATION_FAULTS as error:
-            self.note_fault(error)  # without the draft it is only slower
+            self.note_fault(error)  # decoding goes on without the draft
             return
         if self.reading is not None:
             self.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
 
     def note_fault(self, error: Exception) -> None:
-        """Ask the model no more, unless it had no room: that may have changed in the next round."""
+        """Stop using the model, unless its context was full: there may be room in the next round."""
         if isinstance(error, EvaluationAbortedError):
             raise error
         if not isinstance(error, ContextFullError):
@@ -117,7 +117,7 @@ class ModelDrafter:
 
     @property
     def n_drawn(self) -> int:
-        """Only token ids below this are drawn."""
+        """Token ids below this can be drawn."""
         return min(self.n_tokens or self.vocabulary_size, self.vocabulary_size)
 
     def known(self, context: TokenArray) -> TokenArray:

@@ -1,10 +1,10 @@
-"""Trees of draft tokens from a small model, which reads a whole level in one step.
+"""Trees of draft tokens from a small model, which evaluates a whole level in one step.
 
-The candidates of a position are the greatest log q + g, with the noise g that the target will draw with; the
-first is what a chain would draft. The value of a token is the chance that it is accepted: the product of
-calibrated chances along its path. The target verifies the most valuable ones, as many as pay; the draft reads
-on where what it would find pays for the steps. Only the coupled rule verifies trees.
-tests/drafters/test_tree.py.
+The candidates of a position have the greatest log q + g, with the noise g that the target will sample with;
+the first is the token that a chain would draft. The value of a token is its probability of acceptance: the
+product of calibrated probabilities along its path. The target verifies the most valuable tokens while each is
+worth its cost; the draft model expands tokens while the expected gain exceeds the cost of the step. Only the
+coupled rule verifies trees. tests/drafters/test_tree.py.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from llamaspec.protocols import Drafting, SequenceLength
 from llamaspec.sampling.sampler import Sampler, candidates
 from llamaspec.values import Draft, ForwardRequest, Source, TokenArray
 
-CONTEXT = -1  # in place of a draft token: the text before all of them
+CONTEXT = -1  # in place of the index of a draft token: the text before the draft
 N_CANDIDATES = 4  # for each position
-DEEPEST = 64  # draft tokens that a tree may have in a row
+DEEPEST = 64  # maximum depth of a tree
 
 
 @dataclass(slots=True, eq=False)
 class CandidateTree:
-    """Everything that a draft offers in a round; siblings are in order, the best first."""
+    """All candidates of a round; siblings are in order, the best first."""
 
     tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # index of the one before; -1 = the context
+    parents: list[int] = field(default_factory=list)  # index of the parent; -1 = the context
     confidences: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
-    read: list[int] = field(default_factory=list)  # those that the draft model has read, in this order
+    read: list[int] = field(default_factory=list)  # those that the draft model has evaluated, in this order
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-        """What may follow one of them, or the context."""
+        """Add candidates that follow a token, or the context."""
         self.tokens += tokens
         self.confidences += confidences
         self.parents += [parent] * len(tokens)
         self.ranks += range(len(tokens))
 
     def path(self, node: int) -> TokenArray:
-        """The tokens from the context to one of them: int32 [n]."""
+        """The tokens from the context to a node: int32 [n]."""
         path: list[int] = []
         while node != CONTEXT:
             path.append(self.tokens[node])
@@ -57,9 +57,9 @@ class CandidateTree:
         return np.array(path[::-1], dtype=np.int32)
 
     def draft(self, kept: Sequence[int], source: Source) -> Draft:
-        """Some of them, each with those before it: depth first, the branch of the best ones first.
+        """A draft of some nodes and their ancestors: depth first, the best branch first.
 
-        So accepted tokens mostly lie next to each other in the KV cache.
+        In this order accepted tokens are mostly adjacent in the KV cache.
         """
         below: dict[int, list[int]] = {}
         for i in sorted(kept, reverse=True):
@@ -72,7 +72,7 @@ class CandidateTree:
         return Draft(self._tokens(order), (), confidences, source, self._parents(order))
 
     def request(self, model: str, context: TokenArray, nodes: Sequence[int]) -> ForwardRequest:
-        """Let a model read some of them, each behind those before it."""
+        """Request the evaluation of some nodes, each after its ancestors."""
         if nodes[0] == CONTEXT:
             return ForwardRequest(model, context)
         n_read = len(self.read)
@@ -88,13 +88,13 @@ class CandidateTree:
 
 
 class Growth(Protocol):
-    """How the tree of one round grows."""
+    """Decides how the tree of one round grows."""
 
     def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """Which tokens the draft reads next, in one step; first the context alone; none = enough."""
+        """The nodes that the draft model evaluates next, in one step; first the context; none = stop."""
 
     def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """Which tokens the target verifies: a token only together with those before it."""
+        """The nodes that the target verifies; each with its ancestors."""
 
 
 @runtime_checkable
@@ -102,17 +102,17 @@ class TreeLength(SequenceLength, Protocol):
     """A sequence's length that also lets trees grow."""
 
     def tree(self, grow: Callable[[TreePlan], Growth]) -> Growth | None:
-        """How a tree grows in the coming round, as `grow` makes it; None where a chain is as good."""
+        """The growth of the next round's tree, made by `grow`; None if a chain is as good."""
 
 
 @dataclass(slots=True)
 class TreeDrafter(ModelDrafter):
-    """Drafts trees where the length policy lets them grow, else chains."""
+    """Drafts trees if the length policy allows them, else chains."""
 
     trees: TreeLength = field(kw_only=True)
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
-        """A tree, or a chain."""
+        """Draft a tree or a chain."""
         has_room = len(context) + DEEPEST <= self.context_size
         can_grow = has_room and self.fault is None and self.tokens is None and self.constraint is None
         growth = self.trees.tree(TreeGrowth) if can_grow else None
@@ -135,13 +135,13 @@ class TreeDrafter(ModelDrafter):
 
 @dataclass(slots=True, eq=False)
 class TreeGrowth:
-    """The tree of one round of one sequence, as large as its plan says it pays."""
+    """Grows the tree of one round of one sequence by the expected gain and cost in its plan."""
 
     plan: TreePlan
     _values: list[float] = field(default_factory=list)
 
     def expand(self, tree: CandidateTree) -> list[int]:
-        """What the draft reads next: where looking some levels ahead pays most."""
+        """The nodes whose descendants, some levels ahead, promise the largest net gain."""
         if not len(tree):
             return [CONTEXT]
         values = self._valued(tree)
@@ -164,26 +164,26 @@ class TreeGrowth:
         return chosen
 
     def keep(self, tree: CandidateTree) -> list[int]:
-        """The most valuable tokens, as many as pay."""
+        """The most valuable nodes, as many as are worth their cost."""
         values = self._valued(tree)
         order = (-values).argsort(kind="stable")
         n, _ = _best(values[order], self.plan.prices)
         return sorted(order[:n].tolist())
 
     def _valued(self, tree: CandidateTree) -> Array:
-        """The chance of each candidate that the text takes it: less than that of the one before it."""
+        """Each candidate's probability of acceptance, which is below its parent's."""
         values = self._values
         for i in range(len(values), len(tree)):
             chance = self.plan.acceptance.chance(tree.ranks[i], tree.confidences[i])
             before = values[tree.parents[i]] if tree.parents[i] != CONTEXT else 1.0
-            if tree.ranks[i]:  # no likelier than its better sibling
+            if tree.ranks[i]:  # not above its better sibling's
                 chance = min(chance, values[i - 1] / max(before, 1e-12))
             values.append(chance * before)
         return np.array(values)
 
 
 def _best(values: Array, prices: Array) -> tuple[int, float]:
-    """How many of some tokens to verify, the most valuable first, and what that is worth."""
+    """The number of tokens to verify, the most valuable first, and the net gain."""
     values = values[: len(prices) - 1]
     worth = values.cumsum() - prices[1 : len(values) + 1]
     n = int(worth.argmax()) if len(worth) else 0

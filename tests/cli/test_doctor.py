@@ -185,7 +185,7 @@ def test_a_draft_with_too_little_in_common(target_file: Path, opened: OpenModel)
     draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
     (found,) = foreign_findings(opened("llama"), draft, lambda: 0.0)
     assert (found.level, found.topic) == ("problem", "vocabulary")
-    assert found.text == "the draft's vocabulary has only 0% of the target's tokens in an ordinary text"
+    assert found.text == "the draft's vocabulary has only 0% of the target's tokens in typical text"
     assert found.remedy == "choose a draft of the target's family"
 
 

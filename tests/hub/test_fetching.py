@@ -142,7 +142,7 @@ def test_a_hub_that_says_nothing(env: dict[str, str], name: str) -> None:
 
 def test_a_hub_that_fails_is_asked_once(hub: Hub, cache: Path) -> None:
     hub.listing_status = 503
-    with pytest.raises(ModelFileError, match="cannot see which models acme/big-GGUF has"):
+    with pytest.raises(ModelFileError, match="cannot list the models of acme/big-GGUF"):
         resolve_model("hf:acme/big-GGUF")
     assert hub.n_listings == 1
 

@@ -33,7 +33,7 @@ HOSTILE_REPOS = (
 def test_files_that_are_refused(file: str) -> None:
     with pytest.raises(ValueError):
         RemoteFile("a/b", file)
-    with pytest.raises(ModelFileError, match="is no address") as raised:
+    with pytest.raises(ModelFileError, match="is not an address") as raised:
         remote_file(f"hf:a/b:{file}")
     assert str(raised.value) == printable(str(raised.value))
 
@@ -75,7 +75,7 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
     for address, says in (
         ("hf:acme/two-GGUF", "has several models; name one"),
         ("hf:acme/two-GGUF:Q4_K", r"has no such model; .*two-Q4_K_M.gguf, two-Q4_K_S.gguf"),
-        ("hf:acme/none", "cannot see which models acme/none has|has no such model"),
+        ("hf:acme/none", "cannot list the models of acme/none|has no such model"),
     ):
         with pytest.raises(ModelFileError, match=says):
             resolve_model(address)
