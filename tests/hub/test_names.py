@@ -95,7 +95,7 @@ def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:
     for page in ("acme/big-GGUF/blob/other/big-Q8_0.gguf", "acme", "acme/big-GGUF/blob/main/%2e%2e/x.gguf"):
         with pytest.raises(ModelFileError, match=r"write hf:owner/repo:file\.gguf"):
             find_remote(f"{hub.url}/{page}")
-    with pytest.raises(ModelFileError, match="is no page"):
+    with pytest.raises(ModelFileError, match="is not the page"):
         find_remote("https://elsewhere.example/acme/big-GGUF/blob/main/big-Q8_0.gguf")
 
 
