@@ -16,14 +16,13 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from glob import escape
 from importlib.metadata import version
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
-from llamaspec.files import PartName, cache_folder, file_identity, write_file
+from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.llama.child import Outcome, run_child
-from llamaspec.llama.gguf_file import check_metadata
+from llamaspec.llama.gguf_file import check_metadata, file_parts
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.runtime import available_bytes
 
@@ -76,18 +75,10 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
         _remember(record, path)
 
 
-def _parts(path: Path) -> list[Path]:
-    """The file, or all parts of one that was split."""
-    found = PartName.read(path.name)
-    if found is None:
-        return [path]
-    return sorted(path.parent.glob(f"{escape(found.stem)}-?????-of-?????.gguf")) or [path]
-
-
 def release_key(path: Path) -> str:
     """A key for facts about a model file, as it was last written, under this release of llama.cpp."""
     key = hashlib.sha256(version("llama-cpp-python").encode())
-    for part in _parts(path):
+    for part in file_parts(path):
         key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
     return key.hexdigest()[:32]
 
@@ -101,7 +92,7 @@ def _remember(record: Path, path: Path) -> None:
 
 
 def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
-    n_bytes = sum(part.stat().st_size for part in _parts(path))
+    n_bytes = sum(part.stat().st_size for part in file_parts(path))
     reads_weights = n_bytes <= min(LARGE_BYTES, available_bytes())
     if not reads_weights:
         n_bytes = 0
