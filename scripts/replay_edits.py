@@ -1,24 +1,29 @@
-"""Replay the edits of `llamaspec bench` without a model: what copies cost next to perfect foresight.
+"""Replay edits of whole files without a model: what copies cost next to perfect foresight.
 
 \b
     python scripts/replay_edits.py --vocabulary coder-1.5b-Q4_K_M.gguf
 
-The answers are known: replay_edits.yaml says what changes in each file. The loop, the drafter and the
-automatic length are those of llamaspec; only the target is played, by the known answer, and its seconds come
-from a curve of costs. All figures are in the time of one plain token, so plain decoding takes as many as the
-answer has tokens:
+The answers are known. `ideal` ones are the files of `llamaspec bench` as replay_edits.yaml changes them;
+`real` ones were written by Qwen2.5-Coder 1.5B (Q4_K_M, greedy) for the same prompts; `hold-out` are its
+answers to replay_holdout.yaml, which nothing was tuned on. The loop, the drafter and the automatic length
+are those of llamaspec; only the target is played, by the known answer, and its seconds come from a curve of
+costs. All costs are in the time of one plain token, so plain decoding takes as many as the answer has tokens:
 
-first, later: a text of its own; texts of a pair that has written all of them before
+\b
+first, later: a completion of its own; completions of a pair that has written all of them before
 length: the same copies, each cut exactly where it would be rejected, and made only where that gains
 all: the answer itself is known, and split as is fastest
-drafted, accepted: tokens of `later`
+rejected, short: what later loses to length in copies that were too long, and in all other rounds
+rounds, drafted, accepted: of later
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -31,7 +36,7 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import Weights
-from llamaspec.measure.bench import read_tasks
+from llamaspec.measure.bench import TASKS, read_tasks
 from llamaspec.opening import demo_target
 from llamaspec.protocols import LengthPolicy, PromptReading
 from llamaspec.sampling.acceptance_rules import Coupled
@@ -39,14 +44,21 @@ from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import LONGEST_COPY, Draft, Forward, Round, Source, TokenArray, n_common
 
-ANSWERS = Path(__file__).with_suffix(".yaml")
+HERE = Path(__file__).parent
+CHANGES = HERE / "replay_edits.yaml"
+ANSWERS = HERE / "replay_answers.yaml"
+HOLDOUT = HERE / "replay_holdout.yaml"
+IDEAL, REAL, HOLD_OUT = "ideal", "real", "hold-out"
 GROUP = "edits"
 PLAIN_SECONDS = 0.1  # of a large model on a CPU
-CHUNK = 512  # positions of a prompt that are read at once
-CURVES: dict[str, dict[int, float]] = {  # evaluations of one position by width, measured on three hosts
+CHUNK = 512  # positions of a prompt that are processed at once
+NO_LOGITS = 0.7  # cost of a prompt chunk over that of a verification of the same width, measured
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 512)  # upper ends of the groups of rounds that are counted
+CURVES: dict[str, dict[int, float]] = {  # evaluations of one position by width, measured on four hosts
     "F16": {1: 1, 2: 1.25, 4: 1.46, 8: 1.98, 16: 2.9, 32: 5.1, 64: 9.5},
     "F16, other": {1: 1, 2: 1.56, 4: 1.80, 8: 2.45},
     "Q4_K_M": {1: 1, 2: 1.65, 4: 2.8, 8: 5.8, 16: 7.2, 64: 22},
+    "Q4_K_M, 1 core": {1: 1, 2: 1.9, 4: 3.6, 8: 7.2, 16: 11.4, 32: 22, 64: 36, 128: 60, 206: 104},
 }
 
 Array = npt.NDArray[np.float64]
@@ -66,27 +78,41 @@ class Played:
     """A text that was replayed."""
 
     cost: float  # in plain tokens
-    n_rounds: int
-    n_drafted: int  # tokens that were verified
-    n_accepted: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def n_drafted(self) -> int:
+        """Tokens that were verified."""
+        return sum(len(round_.draft) for round_ in self.rounds)
+
+    @property
+    def n_accepted(self) -> int:
+        """Those of them that were accepted."""
+        return sum(round_.n_accepted for round_ in self.rounds)
 
 
-def edits(vocabulary_file: Path, tasks: Sequence[str] = (GROUP,)) -> list[Edit]:
-    """The edits of the benchmark, in the tokens of a model."""
-    changes: dict[str, list[tuple[str, str]]] = yaml.safe_load(ANSWERS.read_text(encoding="utf-8"))
+def edits(vocabulary_file: Path, answers: str = IDEAL) -> list[Edit]:
+    """Edits and their answers, in the tokens of a model."""
+    changes: dict[str, list[tuple[str, str]]] = _read(CHANGES)
+    written: dict[str, str] = _read(ANSWERS)
     weights = Weights(vocabulary_file, ModelOptions(), vocabulary_only=True)
     try:
         words = weights.vocabulary
-        return [
-            Edit(
-                task.name,
-                words.tokenize(f"{task.prompts[0]}\n".encode()),
-                words.tokenize(edited(task.prompts[0], changes[task.name]).encode(), add_special=False),
-            )
-            for task in read_tasks(names=tasks)
-        ]
+        found = []
+        for task in read_tasks(
+            HOLDOUT if answers == HOLD_OUT else TASKS, (answers if answers == HOLD_OUT else GROUP,)
+        ):
+            prompt = task.prompts[0]
+            answer = edited(prompt, changes[task.name]) if answers == IDEAL else written[task.name]
+            tokens = words.tokenize(answer.encode(), add_special=False)
+            found.append(Edit(task.name, words.tokenize(f"{prompt}\n".encode()), tokens))
+        return found
     finally:
         weights.close()
+
+
+def _read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def edited(prompt: str, changes: Sequence[tuple[str, str]]) -> str:
@@ -94,7 +120,7 @@ def edited(prompt: str, changes: Sequence[tuple[str, str]]) -> str:
     file = prompt[prompt.index("```") :]
     for old, new in changes:
         if old not in file:
-            raise click.ClickException(f"{ANSWERS.name} changes {old!r}, which does not occur")
+            raise click.ClickException(f"{CHANGES.name} changes {old!r}, which does not occur")
         file = file.replace(old, new)
     return file
 
@@ -119,7 +145,7 @@ def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MA
     if isinstance(length, PromptReading):
         for begin in range(0, n_prompt - 1, CHUNK):
             n = min(CHUNK, n_prompt - 1 - begin)
-            length.observe_prompt(n, float(costs[n]) * PLAIN_SECONDS)
+            length.observe_prompt(n, NO_LOGITS * float(costs[n]) * PLAIN_SECONDS)
     drafter.prepare(text[:n_prompt])
     config = Speculation(
         drafter, length, Coupled(), Sampling(temperature=0), SeededStreams(0), len(text) + LONGEST_COPY
@@ -143,12 +169,7 @@ def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MA
         except StopIteration:
             break
     config.close()
-    return Played(
-        sum(round_.verify_seconds for round_ in rounds) / PLAIN_SECONDS,
-        len(rounds),
-        sum(len(round_.draft) for round_ in rounds),
-        sum(round_.n_accepted for round_ in rounds),
-    )
+    return Played(sum(round_.verify_seconds for round_ in rounds) / PLAIN_SECONDS, tuple(rounds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,13 +194,27 @@ def right_copies(edit: Edit, min_match: int = MIN_MATCH_BESIDE_MODEL) -> list[in
     return [n_common(draft.tokens, text[n_prompt + i :]) for i, draft in enumerate(drafts)]
 
 
-def fastest(n_right: Sequence[int], costs: Array) -> float:
-    """The least cost of a text, if at each place so many tokens of a copy are known to be right."""
+def fastest(n_right: Sequence[int], costs: Array) -> Array:
+    """The least cost of the rest of an answer: [n + 1].
+
+    At each of its `n` places so many tokens of a copy are known to be right.
+    """
     best = np.zeros(len(n_right) + 1)
     for i in range(len(n_right) - 1, -1, -1):
         n = min(n_right[i], len(n_right) - i - 1, LONGEST_COPY)
         best[i] = (costs[1 : n + 2] + best[i + 1 : i + n + 2]).min()
-    return float(best[0])
+    return best
+
+
+def losses(played: Played, best: Array) -> tuple[float, float]:
+    """What an answer cost more than `best`: in copies that were partly rejected, and in all other rounds."""
+    lost, begin = [0.0, 0.0], 0
+    for round_ in played.rounds:
+        end = min(begin + round_.n_accepted + 1, len(best) - 1)
+        is_short = round_.n_accepted == len(round_.draft)
+        lost[is_short] += round_.verify_seconds / PLAIN_SECONDS + best[end] - best[begin]
+        begin = end
+    return lost[0], lost[1]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
@@ -188,7 +223,14 @@ def fastest(n_right: Sequence[int], costs: Array) -> float:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A model file whose tokens are used; default: the embedded target.",
 )
-@click.option("--task", "tasks", multiple=True, default=(GROUP,), help="Only this task; may be repeated.")
+@click.option(
+    "--answers",
+    "sets",
+    multiple=True,
+    type=click.Choice([IDEAL, REAL, HOLD_OUT]),
+    default=[IDEAL, REAL, HOLD_OUT],
+    help="Only these answers; may be repeated.",
+)
 @click.option(
     "--curve",
     "curves",
@@ -199,26 +241,37 @@ def fastest(n_right: Sequence[int], costs: Array) -> float:
 )
 @click.option("--min-match", default=MIN_MATCH_BESIDE_MODEL, show_default=True,
               help="Tokens of a match; 2 is usual without a draft model.")  # fmt: skip
-def main(vocabulary: Path | None, tasks: tuple[str, ...], curves: tuple[str, ...], min_match: int) -> None:
-    every = edits(vocabulary or demo_target(), tasks)
-    for name in curves:
-        costs = costs_of(CURVES[name], LONGEST_COPY + 1)
-        shared = AutoLength(sources={Source.NGRAM})
-        for edit in every:
-            play(edit, costs, shared, min_match)
-        print(f"\n| {name} | plain | first | later | length | all | rounds | drafted | accepted |")
-        print(f"|---|{8 * '---:|'}")
-        sums = np.zeros(8)
-        for edit in every:
-            first = play(edit, costs, AutoLength(sources={Source.NGRAM}), min_match)
-            later, n = play(edit, costs, shared, min_match), len(edit.answer)
-            line = (
-                n, first.cost, later.cost, fastest(right_copies(edit, min_match), costs),
-                fastest([n] * n, costs), later.n_rounds, later.n_drafted, later.n_accepted,
-            )  # fmt: skip
-            sums += line
-            print(_row(edit.name, line))
-        print(_row("all", sums))
+def main(vocabulary: Path | None, sets: tuple[str, ...], curves: tuple[str, ...], min_match: int) -> None:
+    for answers in sets:
+        every = edits(vocabulary or demo_target(), answers)
+        for name in curves:
+            _report(f"{answers}, {name}", every, costs_of(CURVES[name], LONGEST_COPY + 1), min_match)
+
+
+def _report(name: str, every: Sequence[Edit], costs: Array, min_match: int) -> None:
+    shared = AutoLength(sources={Source.NGRAM})
+    for edit in every:
+        play(edit, costs, shared, min_match)
+    columns = "plain | first | later | length | all | rejected | short | rounds | drafted | accepted"
+    print(f"\n| {name} | {columns} |\n|---|{10 * '---:|'}")
+    sums, rounds = np.zeros(10), list[Round]()
+    for edit in every:
+        first = play(edit, costs, AutoLength(sources={Source.NGRAM}), min_match)
+        later, n = play(edit, costs, shared, min_match), len(edit.answer)
+        best = fastest(right_copies(edit, min_match), costs)
+        line = (
+            n, first.cost, later.cost, best[0], fastest([n] * n, costs)[0], *losses(later, best),
+            len(later.rounds), later.n_drafted, later.n_accepted,
+        )  # fmt: skip
+        sums += line
+        rounds += later.rounds
+        print(_row(edit.name, line))
+    print(_row("all", sums))
+    print("\n| width | rounds | drafted | accepted |\n|---|---:|---:|---:|")
+    for narrowest, widest in pairwise((0, *WIDTHS)):
+        those = [round_ for round_ in rounds if narrowest < 1 + len(round_.draft) <= widest]
+        numbers = len(those), sum(len(each.draft) for each in those), sum(each.n_accepted for each in those)
+        print(_row(f"to {widest}", numbers))
 
 
 def _row(name: str, numbers: Sequence[float] | Array) -> str:

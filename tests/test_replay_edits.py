@@ -11,7 +11,20 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.measure.bench import read_tasks
 from llamaspec.opening import demo_target
 from llamaspec.values import LONGEST_COPY, Source
-from replay_edits import CURVES, Edit, costs_of, edited, edits, fastest, play, right_copies
+from replay_edits import (
+    CURVES,
+    HOLD_OUT,
+    IDEAL,
+    REAL,
+    Edit,
+    costs_of,
+    edited,
+    edits,
+    fastest,
+    losses,
+    play,
+    right_copies,
+)
 
 FILE = tokens(*range(100, 160))
 EDIT = Edit("edit", FILE, np.concatenate((FILE[:30], tokens(7), FILE[30:])))
@@ -19,9 +32,11 @@ COSTS = costs_of(CURVES["F16"], LONGEST_COPY + 1)
 
 
 def test_every_edit_of_the_benchmark_has_its_answer() -> None:
-    found = edits(demo_target())
-    assert [edit.name for edit in found] == [task.name for task in read_tasks(names=["edits"])]
-    assert all(len(edit.answer) > 200 for edit in found)
+    for answers in (IDEAL, REAL):
+        found = edits(demo_target(), answers)
+        assert [edit.name for edit in found] == [task.name for task in read_tasks(names=["edits"])]
+        assert all(len(edit.answer) > 200 for edit in found)
+    assert len(edits(demo_target(), HOLD_OUT)) == 4
     assert edited("Do it.\n\n```\na b a\n```", [("a", "c"), ("b", "d e")]) == "```\nc d e c\n```"
 
 
@@ -39,18 +54,21 @@ def test_costs_go_on_beyond_the_last_width() -> None:
     ],
 )
 def test_perfect_foresight(n_right: list[int], expected: float) -> None:
-    assert fastest(n_right, costs_of({1: 1, 2: 1.5, 4: 2.5}, 6)) == expected
+    assert fastest(n_right, costs_of({1: 1, 2: 1.5, 4: 2.5}, 6))[0] == expected
 
 
 def test_a_replay_costs_what_its_rounds_cost() -> None:
     plain = play(EDIT, COSTS, FixedLength(0))
     assert plain.cost == pytest.approx(61)
-    assert (plain.n_rounds, plain.n_drafted) == (61, 0)
+    assert (len(plain.rounds), plain.n_drafted) == (61, 0)
     one = play(EDIT, COSTS, FixedLength(1))
-    assert one.cost == pytest.approx(one.n_drafted * COSTS[2] + (one.n_rounds - one.n_drafted) * COSTS[1])
-    assert one.n_rounds + one.n_accepted == 61
+    assert one.cost == pytest.approx(one.n_drafted * COSTS[2] + (len(one.rounds) - one.n_drafted) * COSTS[1])
+    assert len(one.rounds) + one.n_accepted == 61
     auto = play(EDIT, COSTS, AutoLength(sources={Source.NGRAM}))
-    assert fastest([60] * 61, COSTS) < fastest(right_copies(EDIT), COSTS) < auto.cost < one.cost
+    best = fastest(right_copies(EDIT), COSTS)
+    assert fastest([60] * 61, COSTS)[0] < best[0] < auto.cost < one.cost
+    assert sum(losses(auto, best)) == pytest.approx(auto.cost - best[0])
+    assert losses(plain, best)[0] == 0.0
 
 
 def test_what_is_copied_is_right_up_to_the_edit() -> None:

@@ -13,7 +13,7 @@ from llamaspec.values import LONGEST_COPY
 
 FIRST = 16  # tokens
 TRUST = 0.5  # plain tokens that a rejected copy may cost, for each token of its match
-BANK = 32.0  # most plain tokens that earlier copies of the completion can add to that
+BANK = 32.0  # most plain tokens that earlier copies of the completion can add to that, or take away
 
 
 class CopyLength:
@@ -43,5 +43,5 @@ class CopyLength:
 
     def learn(self, n: int, n_accepted: int, gain: float) -> None:
         """A copy of `n` tokens was verified; its round won `gain` plain tokens, or lost them."""
-        self._gain = min(self._gain + gain, BANK)
+        self._gain = max(-BANK, min(self._gain + gain, BANK))
         self._longest = min(max(FIRST, 2 * (self._longest if n_accepted == n else n_accepted)), LONGEST_COPY)

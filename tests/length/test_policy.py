@@ -394,6 +394,18 @@ def test_copies_double_while_they_are_accepted_and_what_they_lose_needs_a_longer
     assert copying(row, 20) <= 8
 
 
+def test_long_copies_that_were_rejected_do_not_end_copying() -> None:
+    """A copy of 205 tokens costs 103 plain tokens; 21 of them are accepted."""
+    widths = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    curve = CostCurve(widths, (1.0, 1.9, 3.6, 7.2, 11.4, 22.0, 36.0, 60.0, 130.0), 0.0)
+    row = AutoLength(LearnedPrior(curve), sources={Source.NGRAM}).start_sequence(drops=True)
+    for i in range(3):
+        row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=1.0))
+    for i, (n, n_accepted) in enumerate(((16, 16), (35, 35), (62, 62), (62, 62), (205, 21), (205, 21))):
+        copied(row, n, n_accepted, 3 + i, float(np.interp(n + 1, widths, curve.verify_seconds)))
+    assert copying(row, 100) >= 8
+
+
 @pytest.mark.parametrize(("beyond", "expected"), [(0.1, 73), (0.01, 482)])
 def test_a_copy_is_as_wide_as_is_cheap_per_token(beyond: float, expected: int) -> None:
     """Where a position costs the same at every width, a wider copy wins little, and the passage may end."""
