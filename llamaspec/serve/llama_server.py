@@ -38,6 +38,7 @@ class FileFields(Fields):
 class NativeBody(OpenAIBody):
     """Fields of both endpoints."""
 
+    n: Literal[1] | None = None  # the response has room for one answer
     n_predict: Count | Literal[-1, 0] | None = None  # 0: only process the prompt; -1: until the end
     t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: any time
     n_probs: TopLogprobs | None = None  # most probable tokens to return with each token

@@ -60,7 +60,7 @@ class OllamaBody(Fields):
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
 
     def wanted_format(self) -> ResponseFormat | None:
         """Return the JSON schema that the answer must match."""

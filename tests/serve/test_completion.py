@@ -44,7 +44,13 @@ def test_probabilities(server: Served) -> None:
 
 @pytest.mark.parametrize(
     ("more", "told"),
-    [({"prompt": []}, "prompt"), ({"prompt": [1 << 30]}, "prompt"), ({"n_predict": -3}, "n_predict")],
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1 << 30]}, "prompt"),
+        ({"n_predict": -3}, "n_predict"),
+        ({"n": 2}, "n: "),
+        ({"n": 2, "stream": True}, "n: "),
+    ],
 )
 def test_a_wrong_field_is_named(server: Served, more: dict[str, Any], told: str) -> None:
     answer = server.post("/completion", {**BODY, **more})

@@ -147,3 +147,8 @@ def test_an_error_is_one_string(server: Served, path: str, body: dict[str, Any],
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
     assert told in answer.json()["error"]
+
+
+def test_the_highest_effort_is_taken(server: Served) -> None:
+    body = {"messages": MESSAGES, "options": OPTIONS, "think": "max", "stream": False}
+    assert server.post("/api/chat", body).status_code == 200
