@@ -236,22 +236,25 @@ def learning(
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end keep what was learnt.
 
-    Unless `quiet`, the first run says that it measures, and the run that first knows it what drafts gain.
+    Unless `quiet`, the first run says that it has measured, and the run that first knows it what drafts gain.
     """
     with open_models(plan, choice, cache_ram) as pair:
         policy = make_policy(pair, decoding)
         restore_reading_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
-        if tells and stored_prior(pair).value is None:
-            say("first run with this pair: its speed is measured while it runs")
+        is_first = stored_prior(pair).value is None
         try:
             yield pair, policy
         finally:
             keep_prior(pair, policy)
             keep_reading_gain(pair)
-            if tells and (found := pair_verdict(pair)) is not None:
-                say(found)
+        if tells and (found := pair_verdict(pair)) is not None:
+            say(found)
+        elif tells and is_first:
+            say(
+                "first run with this pair: its speed was measured meanwhile, and the next ones start from that"
+            )
 
 
 def _warn(pair: Pair) -> None:

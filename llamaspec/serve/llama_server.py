@@ -15,6 +15,7 @@ from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import Count, Fields, TopLogprobs, parse_body
+from llamaspec.serve.errors import not_supported
 from llamaspec.serve.figures import figures, logprob_list
 from llamaspec.serve.forms import Form, WholeAnswer, sse
 from llamaspec.serve.openai_chat import OpenAIBody
@@ -97,6 +98,14 @@ class InfillBody(NativeBody):
 async def _complete(http: Request) -> Response:
     """Continue a text."""
     service, body = service_of(http), await parse_body(http, NativeCompletionBody)
+    if (
+        len(body.prompt) > 1
+        and isinstance(body.prompt, list)
+        and not any(isinstance(p, int) for p in body.prompt)
+    ):
+        raise not_supported(
+            "prompt", "takes one prompt here; send one request for each, or use /v1/completions"
+        )
     return await _respond(http, body, await run_in_threadpool(service.builder.prompt, body.prompt))
 
 

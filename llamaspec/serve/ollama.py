@@ -45,7 +45,19 @@ JSON_LINES = "application/x-ndjson"
 class OllamaOptions(StopField, GenerationBody):
     """`options` of a request."""
 
-    num_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = None  # below 0: until the context is full
+    # Below 0: until the context is full.
+    num_predict: Annotated[int, Field(ge=-1 << 31, lt=1 << 31)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        """Take 42.0 as 42: some clients know only one kind of number."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in given.items()
+        }
 
     @property
     def limit(self) -> int | None:

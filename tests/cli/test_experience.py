@@ -120,8 +120,8 @@ def test_a_draft_step_is_timed_in_the_first_runs_of_a_pair(
     assert len(timed) == SETTLED
 
 
-def test_the_first_run_says_that_it_measures(models: list[Path]) -> None:
-    line = "first run with this pair: its speed is measured while it runs"
+def test_the_first_run_says_that_it_has_measured(models: list[Path]) -> None:
+    line = "first run with this pair"
     silent, first, second = (
         generate("-n", "80", "-t", "0", "hello", *more, models=models) for more in (["--no-stats"], [], [])
     )

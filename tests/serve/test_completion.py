@@ -46,6 +46,7 @@ def test_probabilities(server: Served) -> None:
     ("more", "told"),
     [
         ({"prompt": []}, "prompt"),
+        ({"prompt": ["one", "two"]}, "prompt: takes one prompt"),
         ({"prompt": [1 << 30]}, "prompt"),
         ({"n_predict": -3}, "n_predict"),
         ({"n": 2}, "n: "),
