@@ -249,12 +249,10 @@ def learning(
         finally:
             keep_prior(pair, policy)
             keep_reading_gain(pair)
+        if tells and is_first:
+            say("first run with this pair: its speed was measured meanwhile; the next runs start from that")
         if tells and (found := pair_verdict(pair)) is not None:
             say(found)
-        elif tells and is_first:
-            say(
-                "first run with this pair: its speed was measured meanwhile, and the next ones start from that"
-            )
 
 
 def _warn(pair: Pair) -> None:
