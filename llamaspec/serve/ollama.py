@@ -72,7 +72,7 @@ class OllamaBody(Fields):
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
 
     def wanted_format(self) -> ResponseFormat | None:
         """Return the JSON schema that the answer must match."""
@@ -84,8 +84,10 @@ class OllamaBody(Fields):
     @property
     def reasoning(self) -> tuple[Data, int | None]:
         """Variables of the chat template, and the limit on reasoning in tokens."""
-        effort = self.think if isinstance(self.think, str) else None
-        fields = ReasoningFields(enable_thinking=None if self.think is None else bool(self.think))
+        switches = {"true": True, "false": False}  # some clients send words
+        think = switches.get(self.think, self.think) if isinstance(self.think, str) else self.think
+        effort = think if isinstance(think, str) else None
+        fields = ReasoningFields(enable_thinking=None if think is None else bool(think))
         return fields.reasoning_options(effort)
 
 

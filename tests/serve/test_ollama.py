@@ -11,6 +11,7 @@ import ollama
 import pytest
 
 from llamaspec import Pair
+from llamaspec.serve.ollama import OllamaChatBody
 from serve_soak import SCHEMA
 from serving import PATIENCE_SECONDS, Served, answered
 
@@ -163,6 +164,13 @@ def test_an_error_is_one_string(server: Served, path: str, body: dict[str, Any],
     assert told in answer.json()["error"]
 
 
-def test_the_highest_effort_is_taken(server: Served) -> None:
-    body = {"messages": MESSAGES, "options": OPTIONS, "think": "max", "stream": False}
+@pytest.mark.parametrize("think", ["max", "true", "false"])
+def test_efforts_and_switches_in_words(server: Served, think: str) -> None:
+    body = {"messages": MESSAGES, "options": OPTIONS, "think": think, "stream": False}
     assert server.post("/api/chat", body).status_code == 200
+
+
+def test_a_switch_in_words_is_the_switch() -> None:
+    reasoning = [OllamaChatBody(think=think).reasoning for think in ("false", False, "true", True)]
+    assert reasoning[0] == reasoning[1] == ({"enable_thinking": False}, 0)
+    assert reasoning[2] == reasoning[3] != reasoning[0]
