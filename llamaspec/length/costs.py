@@ -184,7 +184,7 @@ class Costs:
         doubted = n in self.averages and self.averages[n].n < TRUSTED  # it would stay untimed
         return n if doubted or wider[best] >= PAD * wider[0] else n + best
 
-    def calibration(self) -> tuple[int, float] | None:
+    def next_untimed(self) -> tuple[int, float] | None:
         """The width that a plain round should be padded to, to be timed, and the seconds to spare for it.
 
         None once all are known.

@@ -126,9 +126,9 @@ class AutoLength:
             return None
         return float(self.costs.padded_seconds(n_sequences, n_sequences)[0])
 
-    def calibration(self, n_sequences: int) -> int | None:
+    def width_to_time(self, n_sequences: int) -> int | None:
         """The width to pad a round of so many completions to, so that its cost is known; None for none."""
-        wanted = self.costs.calibration() if self.sources and n_sequences == 1 else None
+        wanted = self.costs.next_untimed() if self.sources and n_sequences == 1 else None
         return wanted[0] if wanted is not None and wanted[1] <= self.credit else None
 
     def experience(self) -> LearnedPrior:
@@ -340,13 +340,13 @@ class AutoSequence:
             return
         self._copy_prices, self._rate = (seconds - seconds[0]) / n_drafting, 1.0 / self._plain
         self._prices = self._copy_prices[: n + 1]
-        self._calibrated = policy.calibration(n_sequences)
+        self._calibrated = policy.width_to_time(n_sequences)
         if source not in policy.sources or self._calibrated is not None or not self.n_written:
             return  # the first token comes before a draft reads the prompt
         spent = self._prices + self._step * np.arange(n + 1)
         rates = (1.0 + expected_accepted(self._acceptance[source].probability(), n)) / (self._plain + spent)
         known = costs.widest_narrow  # what wider evaluations cost is a guess: they are timed without a draft
-        if n_sequences == 1 < known and costs.calibration() is not None and not rates[:known].argmax():
+        if n_sequences == 1 < known and costs.next_untimed() is not None and not rates[:known].argmax():
             rates, spent, self._prices = rates[:known], spent[:known], self._prices[:known]
             n = len(rates) - 1
         could_pay = bool((expected_accepted(SURE, n)[1:] > self._rate * spent[1:]).any())

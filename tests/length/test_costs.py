@@ -73,16 +73,16 @@ def test_a_first_timing_that_was_held_up_is_corrected_by_the_second() -> None:
 def test_each_width_is_timed_once_and_later_once_more() -> None:
     """Plain rounds are padded to them; the seconds to spare are what wider ones are expected to cost more."""
     costs, spare = timed({1: 10.0}), []
-    assert Costs().calibration() is None, "first plain decoding"
-    while (wanted := costs.calibration()) is not None:
+    assert Costs().next_untimed() is None, "first plain decoding"
+    while (wanted := costs.next_untimed()) is not None:
         width, seconds = wanted
         spare.append((width, round(seconds, 1)))
         costs.observe_verify(width, 10.0 + 2.0 * (width - 1))
     assert spare == [(2, 2.0), (4, 6.0), (8, 14.0), (16, 30.0), (2, 8.0), (4, 24.0), (8, 56.0), (16, 120.0)]
     exact = timed({1: 10.0}, costs=Costs(allowed={1, 3, 12, 64}))
-    assert (exact.calibration() or (None,))[0] == 3
-    assert timed({1: 10.0}, costs=Costs(pads=False)).calibration() is None
-    assert timed({1: 10.0}, costs=Costs(allowed={1})).calibration() is None
+    assert (exact.next_untimed() or (None,))[0] == 3
+    assert timed({1: 10.0}, costs=Costs(pads=False)).next_untimed() is None
+    assert timed({1: 10.0}, costs=Costs(allowed={1})).next_untimed() is None
 
 
 def test_a_machine_that_gets_slower_as_a_whole_is_followed_at_all_widths() -> None:
@@ -128,13 +128,13 @@ def test_costs_of_a_busy_first_run_are_mended() -> None:
     costs.observe_first_step(0.02)
     costs.observe_verify(1, 0.1)
     assert costs.step_seconds == pytest.approx(0.02)
-    while (wanted := costs.calibration()) is not None:
+    while (wanted := costs.next_untimed()) is not None:
         costs.observe_verify(wanted[0], 0.12)
     assert costs.seconds(2) < 0.3
     costs.observe_first_step(0.5)
     costs.observe_verify(1, 0.1)
     assert costs.step_seconds < 0.03, "one that is timed slower was held up"
-    assert Costs(spoilt).calibration() is None
+    assert Costs(spoilt).next_untimed() is None
 
 
 def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None:
