@@ -104,7 +104,8 @@ def codex(trial: Trial) -> Iterator[Result]:
     )
     if trial.script is not None:
         _, env = _codex_folder(trial)
-        answers, turns = [written, LONG, "Done."], [[*ask, TASK], [*again, LONG], [*again, "And now?"]]
+        more = LONG[: len(LONG) // 2]  # it stays when the conversation is shortened
+        answers, turns = [written, LONG, "Done."], [[*ask, TASK], [*again, more], [*again, "And now?"]]
         yield trial.task(COMPACTS, _says_done, *turns, answers=answers, overflows=True, env=env)
 
 
@@ -114,7 +115,9 @@ def _codex_folder(trial: Trial) -> tuple[Path, dict[str, str]]:
     provider = f'{{name = "llamaspec", base_url = "{trial.api}", wire_api = "responses"}}'
     told = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
     told += 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n'
-    told += f"model_auto_compact_token_limit = {N_CTX * 9 // 10}\n"
+    told += (
+        f"model_auto_compact_token_limit = {2 * N_CTX}\n"  # so that only the server's error makes it shorten
+    )
     if trial.script is None:
         (home / "brief.md").write_text(BRIEF.format("exec_command"))
         told += f'model_instructions_file = "{home / "brief.md"}"\nweb_search = "disabled"\n'
