@@ -30,9 +30,7 @@ def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
         "compared with plain decoding",
     ):
         assert part in answer.stderr
-    assert re.search(
-        r"drafting (was (faster|slower) than plain|gained nothing)", answer.stderr.splitlines()[-1]
-    )
+    assert re.search(r"drafting (was (faster|slower) than plain|gained nothing)", answer.stderr)
 
 
 def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:
