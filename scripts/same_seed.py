@@ -98,7 +98,7 @@ class _Case:
             prompts[0] = self._prefix
         others = [asyncio.create_task(self._ask(prompt, n_tokens=3 * self.n_tokens)) for prompt in prompts]
         await asyncio.sleep(0.3 if shares else 0.05)
-        completion = await self._ask(self.prompt, is_cached=True if shares else None)
+        completion = await self._ask(self.prompt)  # how much is cached depends on how far the others are
         await asyncio.gather(*others)
         return completion
 
