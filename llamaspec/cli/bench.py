@@ -67,8 +67,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--task", "names", multiple=True, metavar="NAME",
                  help="Only this task or group of tasks; may be repeated."),
     click.option("--quick", is_flag=True,
-                 help="One question, one program to write and one edit, with short answers: less than two "
-                 "minutes for a small model."),
+                 help="One question, one program to write and one edit, with short answers."),
     click.option("--max-tokens", "-n", type=Integer(min=1), metavar="N",
                  help="Maximum tokens per answer; default: set by the task, 1024 for edits, else 256."),
     click.option("--temperature", "-t", type=Number(min=0.0), default=0.0, show_default=True,

@@ -7,9 +7,11 @@ tests/serve/test_ollama.py.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from time import monotonic_ns
 from typing import Annotated, Any, Literal
 
@@ -217,8 +219,13 @@ def _about(service: Service) -> Data:
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip
     return {"name": name, "model": name, "modified_at": _time(service.created),
-            "size": target.path.stat().st_size, "digest": file_identity(target.path),
-            "details": details}  # fmt: skip
+            **_file(target.path), "details": details}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def _file(path: Path) -> Data:
+    """Size and identity of a model file; clients ask for them again and again."""
+    return {"size": path.stat().st_size, "digest": file_identity(path)}
 
 
 def _time(seconds: float | None = None) -> str:
