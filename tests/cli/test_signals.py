@@ -1,42 +1,86 @@
-"""Signals at random moments, as scripts/random_signals.py sends them; what they leave at a terminal."""
+"""Signals at random moments: a command at a terminal leaves it as it was, and no traceback."""
 
 from __future__ import annotations
 
+import os
+import pty
 import random
 import signal
+import sys
 import termios
+import time
 from pathlib import Path
+from typing import Any
 
+import pexpect
 import pytest
 
-from command import PROMPT, naming
-from patience import until, until_it_waits
-from random_signals import SIGNALS, Terminal, environment, try_one
+from command import PROMPT, environment, naming
+from patience import PATIENCE, until, until_it_waits
+
+# Writes a mark when llamaspec's own code begins: before that, Python itself answers a signal.
+START = """
+import os, sys
+def started(event, arguments):
+    if event == "import" and arguments[0] == "llamaspec.cli.main":
+        os.write(1, b"started")
+sys.addaudithook(started)
+from llamaspec.__main__ import main
+main()
+"""
+SIGNALS = {signal.SIGINT: {0, 130, -2}, signal.SIGTERM: {0, -15}, signal.SIGHUP: {0, -1}, signal.SIGPIPE: {0}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config").mkdir()
-    return tmp_path
+def at_terminal(*arguments: str | Path) -> pexpect.spawn[bytes]:
+    """A command at a terminal of its own."""
+    command = [sys.executable, "-c", START, *map(str, arguments)]
+    child = pexpect.spawn(command[0], command[1:], env=environment({"TERM": "xterm"}), timeout=PATIENCE)
+    child.expect_exact("started")
+    return child
+
+
+@pytest.fixture(scope="module")
+def usual() -> list[Any]:
+    """The settings of a new terminal."""
+    master, terminal = pty.openpty()
+    found = termios.tcgetattr(terminal)
+    os.close(master)
+    os.close(terminal)
+    return found
+
+
+def ended(child: pexpect.spawn[bytes], usual: list[Any]) -> int:
+    """Wait for the end; the exit code of a command that left its terminal as it was."""
+    child.expect(pexpect.EOF)
+    shown: bytes = child.before
+    assert termios.tcgetattr(child.child_fd) == usual
+    child.close()
+    for trace in (b"Traceback", b"Exception ignored", b"internal error", b"Fatal Python"):
+        assert trace not in shown
+    assert shown.rfind(b"\x1b[?25l") <= shown.rfind(b"\x1b[?25h"), "the cursor is hidden"
+    assert shown.rfind(b"\x1b[?2004h") <= shown.rfind(b"\x1b[?2004l"), "pasting is bracketed"
+    return int(child.exitstatus if child.signalstatus is None else -child.signalstatus)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_at_random_moments(models: list[Path], folder: Path, number: signal.Signals) -> None:
-    options = ["-n", "300", "--timeline", "{folder}/timeline.html"]
-    command = ["generate", *map(str, naming(models)), PROMPT, *options]
-    delay = random.Random(int(number)).random()
-    _, faults = try_one("generate", command, number, delay, folder)
-    assert faults == []
+def test_signals_at_random_moments(
+    models: list[Path], tmp_path: Path, usual: list[Any], number: signal.Signals
+) -> None:
+    timeline = tmp_path / "timeline.html"
+    child = at_terminal("generate", *naming(models), PROMPT, "-n", "300", "--timeline", timeline)
+    time.sleep(random.Random(int(number)).random())
+    child.kill(number)
+    assert ended(child, usual) in SIGNALS[number]
+    assert not timeline.exists() or timeline.read_text().rstrip().endswith("</html>")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
-    talker: list[Path], folder: Path, number: signal.Signals
+    talker: list[Path], usual: list[Any], number: signal.Signals
 ) -> None:
-    """Line editing has it without echo; a shell of the time before would have been left so."""
-    terminal = Terminal(["chat", *map(str, naming(talker))], environment(folder))
-    until(lambda: termios.tcgetattr(terminal._slave) != terminal._before)
-    until_it_waits(terminal.process.pid)
-    terminal.process.send_signal(number)
-    assert terminal.ended() == -number
-    assert terminal.faults() == []
+    """Line editing turns echo off; a shell that starts afterwards would not show what is typed."""
+    child = at_terminal("chat", *naming(talker))
+    until(lambda: termios.tcgetattr(child.child_fd) != usual)
+    until_it_waits(child.pid)
+    child.kill(number)
+    assert ended(child, usual) == -number
