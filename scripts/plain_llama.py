@@ -19,6 +19,7 @@ import numpy.typing as npt
 from llamaspec.llama import runtime
 
 Logits = npt.NDArray[np.float32]  # [n, V]
+N_CTX = 512
 
 
 class PlainLlama:
@@ -30,16 +31,7 @@ class PlainLlama:
         llama.cpp refuses the file or the context.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        n_ctx: int = 512,
-        n_sequences: int = 1,
-        n_snapshots: int = 0,
-        n_threads: int = 1,
-        full_window: bool = False,
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         runtime.start()
         runtime.clear_errors()
         loading = lib.llama_model_default_params()
@@ -48,21 +40,16 @@ class PlainLlama:
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {path}: {runtime.failure_reason()}")
         options = lib.llama_context_default_params()
-        options.n_ctx = options.n_batch = options.n_ubatch = n_ctx
-        options.n_seq_max = n_sequences
-        options.n_rs_seq = n_snapshots
-        options.n_threads = options.n_threads_batch = n_threads
-        options.swa_full = full_window
-        options.kv_unified = True
+        options.n_ctx = options.n_batch = options.n_ubatch = N_CTX
+        options.n_threads = options.n_threads_batch = 1
         self.context = lib.llama_init_from_model(self.model, options)
         if not self.context:
             lib.llama_model_free(self.model)
-            raise ValueError(f"llama.cpp makes no context of {n_ctx} tokens for {path}")
-        self.memory = lib.llama_get_memory(self.context)
+            raise ValueError(f"llama.cpp makes no context of {N_CTX} tokens for {path}")
         self.vocabulary = lib.llama_model_get_vocab(self.model)
         self.n_vocabulary = lib.llama_vocab_n_tokens(self.vocabulary)
         self.n_filled = 0
-        self._batch = lib.llama_batch_init(n_ctx, 0, 1)
+        self._batch = lib.llama_batch_init(N_CTX, 0, 1)
 
     def __enter__(self) -> PlainLlama:
         return self
@@ -102,16 +89,8 @@ class PlainLlama:
 
     def clear(self) -> None:
         """Forget everything."""
-        if self.memory:
-            lib.llama_memory_clear(self.memory, True)
+        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
         self.n_filled = 0
-
-    def forget_from(self, position: int) -> bool:
-        """Forget the tokens from `position` on; False when this kind of memory cannot."""
-        done = bool(lib.llama_memory_seq_rm(self.memory, 0, position, -1))
-        if done:
-            self.n_filled = min(self.n_filled, position)
-        return done
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
         """The `n` most probable tokens behind a prompt, one at a time; the end token stops nothing."""

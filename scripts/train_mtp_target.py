@@ -2,7 +2,7 @@
 
 \b
     python scripts/train_mtp_target.py              # the embedded target, into build/models/mtp-target.gguf
-    python scripts/widen_gguf.py build/models/mtp-target.gguf --layers 10 --quantize Q4_0 --check
+    python scripts/widen_gguf.py build/models/mtp-target.gguf --layers 10 --quantize Q4_0
 
 The one idea: the model stays as it is, and one layer more learns what it says next from its hidden rows.
 The file is of the architecture step35, which can say exactly what the Llama says and has heads.
@@ -30,7 +30,7 @@ from llamaspec.draft_making.student import Llama
 from mtp_target import step35, train, trunk
 from mtp_target.torch_head import Head
 from plain_llama import PlainLlama
-from widening.source import Source, UnsuitableFileError
+from widening import Source, UnsuitableFileError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "scripts" / "prompts.yaml"

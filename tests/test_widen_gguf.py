@@ -17,10 +17,7 @@ from mtp_target import step35
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_llama, write_mamba
 from widen_gguf import quantize
-from widening.forks import compare
-from widening.plan import Plan, Widening
-from widening.source import Source
-from widening.write import write
+from widening import Source, Widening, write
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "widen_gguf.py"
 TEXT = b"def tiny(model):\n    return model + 1\n"
@@ -31,7 +28,7 @@ GROUPED = Recipe(seed=5, width=96, n_heads=6, n_kv_heads=2)
 
 def widened(source: Path, widening: Widening) -> Path:
     wide = source.with_name(f"{source.stem}-{widening.label}.gguf")
-    write(Plan(Source(source), widening), wide, lambda name, n_bytes: None)
+    write(Source(source), widening, wide)
     return wide
 
 
@@ -42,7 +39,6 @@ def widened(source: Path, widening: Widening) -> Path:
         Widening(3, dtype="F32"),
         Widening(4, dtype="F32", kv_factor=2),
         Widening(2, n_layers=3, dtype="F16"),
-        Widening(2, n_layers=3, dtype="F16", n_experts=4),
     ],
     ids=lambda widening: widening.label,
 )
@@ -97,38 +93,24 @@ def test_a_head_over_the_same_llama_drafts_the_same_when_it_is_wide(tmp_path: Pa
 def test_the_numbers_of_a_quantised_source_are_kept_to_the_bit(tmp_path: Path) -> None:
     """Repeating is all that happens to a matrix, so even its blocks come back when it is quantised again."""
     source = write_llama(tmp_path / "source.gguf", Recipe(dtype="q8_0"))
-    quantized = quantize(widened(source, Widening(1, dtype="F32")), "Q8_0", 1)
+    quantized = quantize(widened(source, Widening(1, dtype="F32")), "Q8_0")
     with PlainLlama(source) as one, PlainLlama(quantized) as two:
         tokens = one.tokenize(TEXT)
         np.testing.assert_array_equal(one.logits(tokens), two.logits(tokens))
 
 
-def test_a_comparison_follows_the_first_text_and_names_forks(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "source.gguf", SEPARATE)
-    wide = widened(source, Widening(3, n_layers=4, dtype="F32"))
-    same = compare(source, wide, [TEXT, b"import os"], 20)
-    assert same.holds
-    assert (same.n_tokens, same.largest_error < 0.05) == (40, True)
-    other = compare(source, write_llama(tmp_path / "other.gguf", SEPARATE.draft(0.5)), [TEXT], 20)
-    assert not other.holds
-    assert f"the first at token {other.forks[0].n_same} of" in str(other)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["{source}", "-r", "2", "--layers", "3", "--quantize", "Q8_0", "--check", "--threads", "1"], ""),
+        (["{source}", "-r", "2", "--layers", "3", "--quantize", "Q8_0"], ""),
         (["{source}", "--layers", "1"], "has 2 layers already"),
-        (["{source}", "-r", "0"], "the factor must be >= 1"),
         (["{source}", "-r", "4", "--kv-factor", "3"], "must divide 4, got 3"),
-        (["{source}", "--experts", "3"], "cannot use 4"),
-        (["{folder}"], "is not a file"),
         (["{mamba}"], "architecture mamba"),
         (["{cut}"], "no complete GGUF"),
     ],
 )
 def test_the_command(arguments: list[str], told: str, tmp_path: Path) -> None:
-    places = {"source": write_llama(tmp_path / "source.gguf", TIED), "folder": tmp_path}
+    places = {"source": write_llama(tmp_path / "source.gguf", TIED)}
     places["mamba"] = write_mamba(tmp_path / "mamba.gguf")
     places["cut"] = truncated(places["source"], tmp_path / "cut.gguf")
     words = [argument.format(**places) for argument in arguments]

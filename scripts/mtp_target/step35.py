@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
-from widening.source import Source
+from widening import Source
 
 ARCHITECTURE = "step35"
 CHANGED = ("GGUF.", "llama.", "general.architecture", "general.name", "general.size_label")

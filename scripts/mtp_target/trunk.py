@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llamaspec.draft_making.student import RMS_EPSILON, ROPE_BASE, Llama, Shape
-from widening.source import Source, UnsuitableFileError
+from widening import Source, UnsuitableFileError
 
 
 @dataclass(frozen=True)
