@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -112,6 +113,7 @@ class Pair:
         rule: str = DEFAULT_RULE,
         policy: LengthPolicy | None = None,
         drafter: Drafter | None = None,
+        copies: bool = True,
         on_prefill: Progress | None = None,
         constraint: Constraint | None = None,
         logprobs: int | None = None,
@@ -142,6 +144,8 @@ class Pair:
         drafter : Drafter, optional
             Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
             plain decoding.
+        copies : bool
+            False: draft no copies of earlier text. A `prediction` is copied all the same.
         on_prefill : callable, optional
             Called with the number of prompt tokens processed so far, and their total.
         constraint : Constraint, optional
@@ -180,7 +184,8 @@ class Pair:
                 expected = NO_TOKENS
                 if prediction is not None and len(prediction):
                     expected = self._tokens(prediction, add_special=False)
-                drafter = self._drafters.make(drawing, length, expected)
+                drafters = self._drafters if copies else replace(self._drafters, copying=Copying.OFF)
+                drafter = drafters.make(drawing, length, expected)
             speculation = Speculation(
                 drafter=drafter,
                 length=length,

@@ -69,6 +69,15 @@ class _Commands(click.Group):
             ctx.fail(f"No such command {name!r}, did you mean {' or '.join(close)}?")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an option without its value names the command, too: click's parser leaves it out."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if error.ctx is None and (name := ctx.invoked_subcommand) is not None:
+                error.ctx = click.Context(self.commands[name], parent=ctx, info_name=name)
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _SUBCOMMANDS.items()])

@@ -116,7 +116,9 @@ def serve(
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             url = url_of(opened)
-            lines = (f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url))
+            lines = [f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url)]
+            if service.verdict is not None:
+                lines.append(f"so far, {service.verdict}")
 
             def ready() -> None:
                 for line in lines:

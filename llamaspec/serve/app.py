@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import (
@@ -44,7 +45,7 @@ from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
-from llamaspec.serve.service import CLIENT_LEFT, Service
+from llamaspec.serve.service import CLIENT_LEFT, Service, service_of
 
 FINAL_SECONDS = 10  # after the grace time, for answers to send their error
 Handler = Callable[[Request], Awaitable[Response]]
@@ -106,6 +107,7 @@ def _answering(handler: Handler) -> Handler:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
+            service_of(http).tell_fault(error)
             return error_response(http.url.path, error)
 
     return answer
@@ -163,7 +165,7 @@ def serving(
     builder, counted = RequestBuilder(pair, template, settings.parallel), Metrics()
     queue = RequestQueue(pair, policy, counted, settings.parallel, settings.max_queue)
     prefixes = PrefixWatch(pair.target.vocabulary)
-    service = Service(pair, settings, builder, queue, counted, prefixes, write)
+    service = Service(pair, settings, builder, queue, counted, prefixes, write, pair_verdict(pair))
     try:
         yield make_app(service), service
     finally:

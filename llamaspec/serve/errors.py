@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from llamaspec.chat.template import NoTemplateError
 from llamaspec.errors import LlamaspecError, PromptError
 
 _TYPES = {  # of errors, by HTTP status; any other is an invalid_request_error
@@ -89,18 +88,16 @@ def not_supported(field: str, message: str = "not supported yet") -> RequestErro
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Return any exception as an error for the client; an internal error shows only its type."""
+    """Return any exception as an error for the client.
+
+    Only checks of the request and the prompt blame the client. An internal error shows only its type.
+    """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ValidationError):
         return _invalid(error)
-    if isinstance(error, NoTemplateError):
-        remedy = "use /v1/completions, or start the server with --chat-template"
-        return RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
-    if isinstance(error, (PromptError, ValueError)):
-        return RequestError(400, str(error))
     if isinstance(error, LlamaspecError):
-        return RequestError(500, str(error))
+        return RequestError(400 if isinstance(error, PromptError) else 500, str(error))
     return RequestError(500, f"internal error: {type(error).__name__}")
 
 

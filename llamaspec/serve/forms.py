@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic_core import from_json
@@ -84,7 +84,7 @@ class Form(ABC):
         """A stream that ends before anything is generated."""
         return Response(self._begin() + self._error(exception), media_type=self.media_type)
 
-    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+    async def stream(self, events: Events, on_error: Callable[[Exception], object]) -> AsyncIterator[bytes]:
         """The response as a stream; an exception becomes its last event."""
         yield self._begin() or self._keep_alive(0, PromptProgress())
         try:
@@ -96,6 +96,7 @@ class Form(ABC):
                 else:
                     yield self._add(index, event)
         except Exception as exception:  # noqa: BLE001  # the client gets the error
+            on_error(exception)
             yield self._error(exception)
             return
         yield self._end()

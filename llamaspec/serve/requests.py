@@ -22,7 +22,6 @@ from llamaspec.chat.template import (
     RESERVED,
     ChatTemplate,
     Message,
-    NoTemplateError,
     TemplateError,
     conversation,
     in_words,
@@ -33,7 +32,7 @@ from llamaspec.pair import Pair
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import GenerationBody, SpeculativeFields
 from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
-from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported
+from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.tools import ToolUse
 from llamaspec.values import TokenArray
 
@@ -143,7 +142,8 @@ class RequestBuilder:
     def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
         template = self.template
         if template is None:
-            raise NoTemplateError("the model has no chat template")
+            remedy = "use /v1/completions, or start the server with --chat-template"
+            raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
         messages = template.with_one_system(request.asked)
         tools, (kwargs, _), begun = request.tool_use.offered, request.reasoning, request.begun
         if not self.takes_tools:

@@ -23,13 +23,12 @@ from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy
+from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
-from llamaspec.values import Copying, Round, TokenArray
+from llamaspec.values import Round, TokenArray
 
 MAX_UNREAD = 64  # events of a sequence that may wait for the client; then no more are fetched
 MAX_RETRY_SECONDS = 60
@@ -320,22 +319,10 @@ def _server_stopping() -> RequestError:
 def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
     """The stream of a job."""
     wanted, drafting, vocabulary = job.parameters, job.drafting, pair.target.vocabulary
-    rule = drafting.rule or DEFAULT_RULE
+    is_plain = drafting.enabled is False or drafting.max_draft == 0
     constraints = iter((wanted.constraint, wanted.constraint_after_cut))
 
-    def drafter(n_prompt: int, constraint: Constraint | None) -> Drafter | None:
-        """The drafter of the job; None: the pair's own."""
-        if drafting.enabled is not False and drafting.max_draft != 0:
-            if drafting.ngram is not False or pair.copying is Copying.OFF:
-                return None
-            if pair.draft is not None:
-                row = None if constraint is None else constraint.start_sequence()
-                streams = SeededStreams(job.seed)
-                return pair.model_drafter(job.sampling, rule, streams, n_prompt, row)
-        return NoDrafter()
-
     def open_part(prompt: TokenArray, max_tokens: int) -> TextStream:
-        constraint = next(constraints)
         return pair.stream(
             prompt,
             sampling=job.sampling,
@@ -343,11 +330,12 @@ def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress
             max_tokens=max_tokens,
             stops=job.stops,
             spelled=wanted.answer_format.spelled(vocabulary.controls),
-            rule=rule,
+            rule=drafting.rule or DEFAULT_RULE,
             policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
-            drafter=drafter(len(prompt), constraint),
+            drafter=NoDrafter() if is_plain else None,
+            copies=drafting.ngram is not False,
             on_prefill=on_prefill,
-            constraint=constraint,
+            constraint=next(constraints),
             logprobs=job.n_logprobs,
             prediction=job.prediction,
             is_interactive=job.is_interactive,

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from llamaspec.errors import printable
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.pair import Pair
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import GenerationParameters
+from llamaspec.serve.errors import as_request_error
 from llamaspec.serve.figures import work_of
 from llamaspec.serve.forms import Form, collected
 from llamaspec.serve.metrics import Metrics
@@ -56,6 +60,7 @@ class Service:
     metrics: Metrics
     prefixes: PrefixWatch
     write: Write  # lines of the log
+    verdict: str | None  # what drafts gain for the pair, as earlier runs have measured
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     _told: set[str] = field(default_factory=set)  # names that the log has mentioned
 
@@ -67,6 +72,18 @@ class Service:
     def tell(self, message: str) -> None:
         """Write one line to the log, whatever the message contains."""
         self.write(log_line(printable(message), self.settings.log_format))
+
+    def tell_fault(self, error: Exception) -> None:
+        """Write one line about an error that is not the client's; for a bug, with its place in the code."""
+        if as_request_error(error).status != HTTPStatus.INTERNAL_SERVER_ERROR:
+            return
+        if isinstance(error, LlamaspecError):
+            self.tell(f"error: {error}")
+            return
+        # The message may contain text from the client.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.name}, {Path(place.filename).name} line {place.lineno}"
+        self.tell(f"internal error: {type(error).__name__} in {where}; please report it")
 
     def _tell_once(self, message: str, names: Set[str]) -> None:
         """Write one line with those names that the log has not mentioned yet."""
@@ -102,7 +119,8 @@ class Service:
         deadline = None if timeout is None else time.monotonic() + timeout
         events = submission.events(deadline, self.settings.keep_alive_seconds)
         if body.stream:
-            return EventStream(form.stream(events), form.media_type, submission.cancel, deadline)
+            parts = form.stream(events, self.tell_fault)
+            return EventStream(parts, form.media_type, submission.cancel, deadline)
         try:
             answers = await _while_connected(collected(events, len(jobs)), http.receive)
         finally:

@@ -83,8 +83,12 @@ async def _props(http: Request) -> Response:
         "rows": {"running": len(running), "waiting": n_waiting},
     }
     sources = sorted(source.value for source in pair.sources)
-    lengths = service.metrics.draft_length_by_rows()
-    about["speculative"] = {"sources": sources, "rule": DEFAULT_RULE, "draft_length_by_rows": lengths}
+    about["speculative"] = {
+        "sources": sources,
+        "rule": DEFAULT_RULE,
+        "draft_length_by_rows": service.metrics.draft_length_by_rows(),
+        "verdict": service.verdict,
+    }
     return JSONResponse(about)
 
 

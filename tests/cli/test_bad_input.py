@@ -204,6 +204,8 @@ def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says
         (["other"], "No such command 'other'; see `llamaspec -h`"),
         (["--other"], "No such option"),
         (["compare", "-r", "0"], "; see `llamaspec compare -h`"),
+        (["serve", "-c"], "Option '-c' requires an argument; see `llamaspec serve -h`"),
+        (["worker", "--port"], "Option '--port' requires an argument; see `llamaspec worker -h`"),
         (["generate", "-n", "abc"], "'--max-tokens' / '-n': must be an integer ≥ 1; see"),
         (["generate", "-k", "65"], "'-k': must be auto or an integer from 0 to 64; see"),
         (["bench", "-t", "-1"], "'-t': must be a number ≥ 0; see"),

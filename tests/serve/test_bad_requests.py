@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import json_depth
 from llamaspec.serve.errors import RequestError, as_request_error, error_response
+from llamaspec.serve.requests import RequestBuilder
 from serving import PATIENCE_SECONDS, Served, served
 
 HI = [{"role": "user", "content": "hi"}]
@@ -248,3 +250,26 @@ def test_a_compressed_body_is_refused_by_name(server: Served) -> None:
     )
     assert response.status_code == 415
     assert "gzip" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("broken", [(RequestBuilder, "jobs"), (Pair, "stream")])
+def test_a_fault_of_the_server_is_not_the_clients(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str], streams: bool
+) -> None:
+    """Any ValueError was a 400, so that the client looked for its own mistake, and nothing was logged."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a secret")
+
+    body = {"prompt": "a", "max_tokens": 1, "stream": streams}
+    with served(demo) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(*broken, fail)
+            answer = server.post(TEXT, body)
+        assert answer.status_code == 500 or streams
+        assert '"message":"internal error: ValueError","type":"server_error"' in answer.text
+        (line,) = (line for line in server.log if "internal error" in line)
+        assert re.search(r"ValueError in fail, test_bad_requests.py line \d+", line)
+        assert "secret" not in line + answer.text
+        assert server.post(TEXT, body).status_code == 200

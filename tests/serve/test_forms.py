@@ -116,7 +116,7 @@ def forms(
     """The object and the events."""
 
     async def events() -> str:
-        return b"".join([part async for part in make().stream(of(said))]).decode()
+        return b"".join([part async for part in make().stream(of(said), print)]).decode()
 
     async def whole() -> dict[str, Any]:
         return json.loads(json.dumps(make().whole(await collected(of(said), 1))))  # type: ignore[no-any-return]
@@ -197,7 +197,7 @@ def test_messages(name: str) -> None:
         return MessagesForm("m", MESSAGES, 9, STOPPING)
 
     async def text() -> bytes:
-        return b"".join([part async for part in form().stream(of(name))])
+        return b"".join([part async for part in form().stream(of(name), print)])
 
     stream = asyncio.run(text())
 
@@ -272,7 +272,7 @@ def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Event])
             yield 1, delta
 
     async def events() -> str:
-        return b"".join([part async for part in ChatForm("m", body, NONE).stream(both())]).decode()
+        return b"".join([part async for part in ChatForm("m", body, NONE).stream(both(), print)]).decode()
 
     choices = [chunk["choices"][0] for _, chunk in parse_events(asyncio.run(events())) if chunk != "[DONE]"]
     for i in range(2):
@@ -325,7 +325,7 @@ def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
         raise RuntimeError("a secret of ours")
 
     async def events(form: Any) -> str:
-        return b"".join([part async for part in form.stream(broken())]).decode()
+        return b"".join([part async for part in form.stream(broken(), print)]).decode()
 
     made = [
         asyncio.run(events(form))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, Pair, Sampling
+from llamaspec.measure.store import store_gains
 from serving import CONTEXT, Served, open_demo, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
@@ -75,6 +76,17 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
 
 
+def test_what_earlier_runs_have_measured_is_told(demo: Pair, own_cache: None) -> None:
+    """Other commands told it; the page reads it from here."""
+    for gains in (None, {"code": 1.58}):
+        if gains is not None:
+            store_gains(demo, gains)
+        with served(demo) as server:
+            told = server.client.get("/props").json()["speculative"]["verdict"]
+        wanted = "on this machine this pair is about 1.6 times as fast for code (measured by llamaspec bench)"
+        assert told == (wanted if gains else None)
+
+
 def test_tokens_and_back(server: Served, demo: Pair) -> None:
     text = "def f(x):\n    return 'grün'"
     ids = server.post("/tokenize", {"content": text}).json()["tokens"]
@@ -112,6 +124,15 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
         copied = server.post("/v1/completions", body).json()
         not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
+
+
+def test_without_copies_all_other_drafts_remain(demo_files: tuple[Path, Path]) -> None:
+    """The server decided anew who drafts, and forgot the draft of the draft."""
+    target, draft = demo_files
+    body = {**BODY, "speculative": {"ngram": False, "rounds": True}}
+    with open_demo((target, [draft, draft])) as pair, served(pair) as server:
+        rounds = server.post("/v1/completions", body).json()["rounds"]
+    assert {each["source"] for each in rounds if each["drafted"]} == {"stage"}
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,7 @@ async function look() {
   try {
     const about = await props($("key").value);
     $("model").textContent = about.model_alias;
+    $("verdict").textContent = about.speculative.verdict ? `So far, ${about.speculative.verdict}.` : "";
     problem(about.has_chat_template ? "" : "This model has no chat template: start the server with --chat-template.");
   } catch (error) {
     problem(error.message);
