@@ -23,7 +23,8 @@ from typing import Any
 import click
 import httpx
 
-from serve_load import FILE, serving
+from llamaspec.measure.served_arms import ServerCommand, serving
+from serve_load import FILE
 
 LONGEST = 1_960  # tokens of a prompt
 SHORTEST = 40
@@ -45,7 +46,9 @@ def main(target: Path, draft: Path, seeds: int, tokens: int, threads: int | None
     command = [sys.executable, "-m", "llamaspec", "serve", "--target", str(target), "--draft", str(draft)]
     command += ["-c", "10000", "--parallel", str(N_BESIDE + 1), "--cache-ram", "0"]
     command += [] if threads is None else ["--threads", str(threads)]
-    with serving(command if by_default else [*command, "--exact"]) as url:
+    command += [] if by_default else ["--exact"]
+    with serving([ServerCommand("llamaspec serve", tuple(command))]) as servers:
+        url = str(servers["llamaspec serve"].client.base_url)
         different, deepest = asyncio.run(_compare(url, seeds, tokens))
     found = {"exact": not by_default, "seeds": seeds, "tokens": tokens, "deepest": deepest}
     click.echo(json.dumps({**found, "different": different}))

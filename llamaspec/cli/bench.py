@@ -153,7 +153,8 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     try:
         with _ended_by_signals(), ExitStack() as started:
             with SlowProgress("starting the servers"):
-                asks = started.enter_context(serving(arms))
+                servers = started.enter_context(serving(arms))
+            asks = {name: server.ask for name, server in servers.items()}
 
             def heard(request: Request, arm: str, answer: Answer) -> None:
                 number = len(samples) // len(arms) + 1

@@ -12,14 +12,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.measure.served_arms import Answer, Ask, RefusedError
+from llamaspec.measure.served_arms import Answer, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
 WARM_UP = "Count from one to thirty, in words."
@@ -30,6 +30,14 @@ _BYTES_PER_TOKEN = 2  # at least, of nearly any text: English has about 4
 _TOKENS_PER_MESSAGE = 32  # at most, that a chat template writes beside
 
 Message = dict[str, str]  # role and content
+Ask: TypeAlias = Callable[[Mapping[str, Any]], Answer]  # (body of a chat request)
+T = TypeVar("T")
+
+
+def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
+    """Return the arms in the order of one turn: another one begins each time."""
+    shift = turn % len(arms)
+    return [*arms[shift:], *arms[:shift]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +223,11 @@ def ask_all(
     for name in order:
         messages = [{"role": "user", "content": WARM_UP}]
         asks[name]({**settings, "messages": messages, "max_tokens": WARM_UP_TOKENS})
-    requests, n_asked = requests_of(tasks), 0
+    requests = requests_of(tasks)
     for repeat in range(n_repeats):
         said: dict[int, dict[str, list[Message]]] = {}  # by conversation and arm
         refused: set[int] = set()
-        for request in requests:
+        for number, request in enumerate(requests, repeat * len(requests)):
             here, user = request.conversation, request.turn.user
             if here in refused:
                 continue
@@ -228,11 +236,10 @@ def ask_all(
                 user = f"[{repeat * len(requests) + here + 1}]\n{user}"
             for messages in said[here].values():
                 messages.append({"role": "user", "content": user})
-            more = {**request.fields, **settings, "seed": n_asked}
-            shift, n_asked = n_asked % len(order), n_asked + 1
+            more = {**request.fields, **settings, "seed": number}
             try:
                 answers: dict[str, Answer] = {}
-                for name in order[shift:] + order[:shift]:
+                for name in in_turn(order, number):
                     answers[name] = asks[name]({**more, "messages": [*said[here][name]]})
                     heard(request, name, answers[name])
             except RefusedError as error:

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,17 +36,17 @@ _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": T
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """A server: what starts it, but for its port, and what its environment has beside ours."""
+class ServerCommand:
+    """The command that starts a server, without its port, and the environment that it adds to ours."""
 
     name: str
-    command: tuple[str, ...]
+    words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def own_arms(
     options: Sequence[str], also: Sequence[str], against: Path | None, n_parallel: int = 1
-) -> Iterator[Arm]:
+) -> Iterator[ServerCommand]:
     """llamaspec without drafts, with the options of `serve`, with more of them, and another checkout."""
     here = Path(__file__).resolve().parents[2]
     ways = [(PLAIN, here, _PLAINLY), (AUTO, here, [])]
@@ -61,10 +60,12 @@ def own_arms(
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # not what lies where we were started
         fixed = ("--parallel", str(n_parallel), "--request-timeout", "0", "--grace", "1")
-        yield Arm(name, (*command, *fixed, *more), environment)
+        yield ServerCommand(name, (*command, *fixed, *more), environment)
 
 
-def peer_arms(program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1) -> Iterator[Arm]:
+def peer_arms(
+    program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1
+) -> Iterator[ServerCommand]:
     """llama-server without drafts, and with each type of them, or with those that are known to be good.
 
     The files are the same, and all that is not said here is at its defaults, as people run it: it also keeps
@@ -88,7 +89,9 @@ def peer_arms(program: str, plan: DraftPlan, types: Sequence[str] = (), n_parall
         if kind.startswith("draft-") and not drafting:
             raise LlamaspecError(f"--spec-types {kind} needs a --draft that is a model; leave it out")
         chosen = [] if kind == "none" else ["--spec-type", kind]
-        yield Arm(f"{PEER}, {kind}", (*command, *chosen, *(draft if kind.startswith("draft-") else [])))
+        yield ServerCommand(
+            f"{PEER}, {kind}", (*command, *chosen, *(draft if kind.startswith("draft-") else []))
+        )
 
 
 def program_version(program: str) -> str | None:
@@ -128,15 +131,67 @@ class Answer:
         return self.first_seconds + (n_tokens - 1) / rate
 
 
-Ask = Callable[[Mapping[str, Any]], Answer]  # (body of a chat request)
-
-
 class RefusedError(LlamaspecError):
-    """A server does not answer this request, such as one that is too long for its context."""
+    """A server refuses a request, such as one that is too long for its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server."""
+
+    name: str
+    client: httpx.Client
+
+    def ask(self, body: Mapping[str, Any]) -> Answer:
+        """Send a chat request and read the whole stream.
+
+        Raises
+        ------
+        RefusedError
+            The server does not answer this request.
+        LlamaspecError
+            The server has ended.
+        """
+        thoughts, reply, first = "", "", None
+        usage: Mapping[str, Any] = {}
+        timings: Mapping[str, Any] = {}
+        begin = time.perf_counter()
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json={**body, **_STREAM}) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise RefusedError(f"{self.name} refused it: {_reason(response.read())}")
+                for line in response.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RefusedError(f"{self.name} ended it: {event['error']}")
+                    delta = (event.get("choices") or [{}])[0].get("delta") or {}
+                    new_thoughts, new_reply = delta.get("reasoning_content") or "", delta.get("content") or ""
+                    if first is None and new_thoughts + new_reply:
+                        first = time.perf_counter() - begin
+                    thoughts, reply = thoughts + new_thoughts, reply + new_reply
+                    usage, timings = event.get("usage") or usage, event.get("timings") or timings
+        except httpx.HTTPError as error:
+            told = str(error) or type(error).__name__
+            raise LlamaspecError(
+                f"the server of {self.name!r} ended: {told}; look whether memory is short"
+            ) from error
+        seconds = time.perf_counter() - begin
+        return Answer(
+            text=thoughts + reply,
+            reply=reply,
+            n_prompt_tokens=usage.get("prompt_tokens", 0),
+            n_tokens=usage.get("completion_tokens", 0),
+            seconds=seconds,
+            first_seconds=seconds if first is None else first,
+            n_drafted=timings.get("draft_n"),
+            n_accepted=timings.get("draft_n_accepted"),
+        )
 
 
 @contextmanager
-def serving(arms: Sequence[Arm]) -> Iterator[dict[str, Ask]]:
+def serving(commands: Sequence[ServerCommand]) -> Iterator[dict[str, Server]]:
     """Run the servers until the block ends.
 
     Raises
@@ -145,12 +200,11 @@ def serving(arms: Sequence[Arm]) -> Iterator[dict[str, Ask]]:
         One does not start; the message has its last line.
     """
     with ExitStack() as stack:
-        clients = {arm.name: stack.enter_context(_serving(arm)) for arm in arms}
-        yield {name: partial(_ask, name, client) for name, client in clients.items()}
+        yield {each.name: Server(each.name, stack.enter_context(_running(each))) for each in commands}
 
 
 @contextmanager
-def _serving(arm: Arm) -> Iterator[httpx.Client]:
+def _running(command: ServerCommand) -> Iterator[httpx.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -158,20 +212,20 @@ def _serving(arm: Arm) -> Iterator[httpx.Client]:
     with tempfile.TemporaryFile() as log, ExitStack() as stack:
         try:
             process = subprocess.Popen(
-                [*arm.command, "--port", str(port)],
+                [*command.words, "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**environment, **arm.environment},
+                env={**environment, **command.environment},
                 start_new_session=True,  # Ctrl-C at the terminal is for us alone
             )
         except OSError as error:
-            raise LlamaspecError(f"cannot start {arm.command[0]}: {error.strerror}") from error
+            raise LlamaspecError(f"cannot start {command.words[0]}: {error.strerror}") from error
         stack.callback(_end, process)
         url = f"http://127.0.0.1:{port}"
         one_each = httpx.Limits(max_keepalive_connections=0)  # a server may end an idle one at any time
         client = httpx.Client(base_url=url, timeout=None, limits=one_each, trust_env=False)
-        _await_ready(arm.name, stack.enter_context(client), process, log)
+        _await_ready(command.name, stack.enter_context(client), process, log)
         yield client
 
 
@@ -209,40 +263,3 @@ def _reason(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return body.decode(errors="replace")
-
-
-def _ask(name: str, client: httpx.Client, body: Mapping[str, Any]) -> Answer:
-    thoughts, reply, first = "", "", None
-    usage: Mapping[str, Any] = {}
-    timings: Mapping[str, Any] = {}
-    begin = time.perf_counter()
-    try:
-        with client.stream("POST", "/v1/chat/completions", json={**body, **_STREAM}) as response:
-            if response.status_code != httpx.codes.OK:
-                raise RefusedError(f"{name} refused it: {_reason(response.read())}")
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RefusedError(f"{name} ended it: {event['error']}")
-                delta = (event.get("choices") or [{}])[0].get("delta") or {}
-                new_thoughts, new_reply = delta.get("reasoning_content") or "", delta.get("content") or ""
-                if first is None and new_thoughts + new_reply:
-                    first = time.perf_counter() - begin
-                thoughts, reply = thoughts + new_thoughts, reply + new_reply
-                usage, timings = event.get("usage") or usage, event.get("timings") or timings
-    except httpx.HTTPError as error:
-        told = str(error) or type(error).__name__
-        raise LlamaspecError(f"the server of {name!r} ended: {told}; look whether memory is short") from error
-    seconds = time.perf_counter() - begin
-    return Answer(
-        text=thoughts + reply,
-        reply=reply,
-        n_prompt_tokens=usage.get("prompt_tokens", 0),
-        n_tokens=usage.get("completion_tokens", 0),
-        seconds=seconds,
-        first_seconds=seconds if first is None else first,
-        n_drafted=timings.get("draft_n"),
-        n_accepted=timings.get("draft_n_accepted"),
-    )

@@ -16,6 +16,7 @@ from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import (
     WARM_UP,
+    Ask,
     BenchTask,
     Turn,
     ask_all,
@@ -24,7 +25,7 @@ from llamaspec.measure.bench import (
     read_tasks,
     requests_of,
 )
-from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, Ask, RefusedError, own_arms, peer_arms
+from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, RefusedError, own_arms, peer_arms
 from llamaspec.plan import DraftPlan, ModelFile
 
 EDITS = [
@@ -170,16 +171,16 @@ def test_a_quick_run_is_one_request_of_each_kind() -> None:
 def test_llama_server_gets_the_same_files_and_settings() -> None:
     options = ModelOptions(threads=3, n_ctx=2048, gpu_layers=7, flash_attention="on", cache_type_v="q8_0")
     files = DraftPlan(ModelFile(Path("t.gguf"), options), (ModelFile(Path("d.gguf"), ModelOptions()),))
-    arms = {arm.name: " ".join(arm.command) for arm in peer_arms("server", files)}
+    arms = {arm.name: " ".join(arm.words) for arm in peer_arms("server", files)}
     names = [f"llama-server, {kind}" for kind in ("none", "draft-simple", "ngram-simple", "ngram-mod")]
     assert [*arms] == names
     plain = "server -m t.gguf -np 1 -c 2048 -t 3 -ngl 7 -fa on -ctk f16 -ctv q8_0"
     more = ["", " --spec-type draft-simple -md d.gguf", " --spec-type ngram-simple", " --spec-type ngram-mod"]
     assert [*arms.values()] == [plain + each for each in more]
     with_heads = replace(files, drafts=(), heads=files.target)
-    assert [arm.command[-1] for arm in peer_arms("server", with_heads)][1] == "draft-mtp"
+    assert [arm.words[-1] for arm in peer_arms("server", with_heads)][1] == "draft-mtp"
     file_of_heads = replace(files, drafts=(), heads=ModelFile(Path("h.gguf"), options))
-    assert [*peer_arms("server", file_of_heads)][1].command[-4:] == (
+    assert [*peer_arms("server", file_of_heads)][1].words[-4:] == (
         "--spec-type",
         "draft-mtp",
         "-md",
@@ -191,7 +192,7 @@ def test_llama_server_gets_the_same_files_and_settings() -> None:
     assert [arm.name for arm in two] == [PEER_PLAIN, "llama-server, ngram-mod"], (
         "the baseline is always there"
     )
-    assert " -np 2 " in " ".join(two[0].command)
+    assert " -np 2 " in " ".join(two[0].words)
     assert [arm.name for arm in peer_arms("server", files, ["none"])] == [PEER_PLAIN]
     with pytest.raises(LlamaspecError, match="--spec-types draft-simple needs a --draft"):
         [*peer_arms("server", alone, ["draft-simple"])]
@@ -205,6 +206,6 @@ def test_checkouts_are_started_from_their_folders(tmp_path: Path) -> None:
     fixed = ["--parallel", "1", "--request-timeout", "0", "--grace", "1"]
     plainly = ["--no-draft", "--no-ngram", "-k", "0"]
     for arm, more in zip(arms, (plainly, [], ["-k", "2", "--exact"], []), strict=True):
-        assert [*arm.command[3:]] == ["serve", "--draft", "d.gguf", *fixed, *more]
+        assert [*arm.words[3:]] == ["serve", "--draft", "d.gguf", *fixed, *more]
     folders = [arm.environment["PYTHONPATH"].split(os.pathsep)[0] for arm in arms]
     assert folders == 3 * [str(Path(llamaspec.__file__).parents[1])] + [str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The scripts that drive a server: a short soak by clients of every kind, and the load script."""
+"""A short soak of a server by clients of every kind."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-import pytest
 
-import serve_load
 from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarSequence
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import SequenceState, Submission
-from serve_load import AUTO, BASE, Arm, Case, Load, figures
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
-from serving import CONTEXT, Served, open_demo, said, served, until
+from serving import CONTEXT, open_demo, said, served, until
 
 N_CLIENTS, N_REQUESTS = 4, 25  # of each client
 OF_A_REQUEST = (
@@ -65,44 +62,3 @@ def test_growth_is_seen() -> None:
     assert growth(steady)["grew"] == []
     leaking = [(100.0 + i, 20 + i, 8 + i) for i in range(50)]
     assert growth(leaking)["grew"] == ["rss_mib", "descriptors", "threads"]
-
-
-# tokens per second of each turn; the second turn ran on a machine that was half as fast
-SPEEDS = {
-    AUTO: (30.0, 16.0, 33.0),
-    BASE: (20.0, 10.0, 24.0),
-    "llama-server, no draft": (22.0, 9.0, 21.0),
-    "llama-server n_max=2": (25.0, 20.0, 22.0),
-}
-
-
-def load(arm: str, turn: int, n_clients: int = 1, **more: float) -> Load:
-    speed = SPEEDS[arm][turn] * n_clients
-    measured = {"first_seconds": 0.1 + turn, "gap_p50": 0.02, "gap_p99": 0.5, "draft_length": 3.0 / n_clients}
-    return Load("big-Q4_0.gguf", arm, n_clients, 1.0, turn, 60, 60 / speed, **{**measured, **more})
-
-
-def loads(*clients: int) -> list[Load]:
-    return [load(arm, turn, n) for n in clients for turn in range(3) for arm in SPEEDS]
-
-
-def test_medians_of_speeds_and_of_ratios_of_the_same_turn() -> None:
-    found = {each.arm: each for each in figures(loads(1))}
-    own = found[AUTO]
-    assert own.speed == pytest.approx(30.0)
-    assert own.to_base == pytest.approx(1.5)  # of 1.5, 1.6 and 1.375
-    assert own.to_peer == pytest.approx(1.2)  # of 1.2, 0.8 and 1.5: n_max=2 is the faster arm
-    assert own.first_seconds == pytest.approx(1.1)
-    assert found[BASE].to_base == 1.0
-    assert found["llama-server, no draft"].to_peer == pytest.approx(0.88)
-
-
-def test_a_load(server: Served) -> None:
-    """This server drafts 3 tokens, but for the last rounds of a text."""
-    case = Case(2, 0.0, 1, 2, 12)
-    found = serve_load._measure(Path("x/big.gguf"), Arm(AUTO, server.url), case, ["def f(x):", "import os"])
-    assert (found.target, found.arm, found.n_clients, found.turn) == ("big.gguf", AUTO, 2, 1)
-    assert found.n_tokens == 2 * 2 * 12
-    assert 2.0 < found.draft_length <= 3.0
-    assert 0.0 < found.gap_p50 <= found.gap_p99 < found.seconds
-    assert 0.0 < found.first_seconds < found.seconds
