@@ -13,11 +13,11 @@ from typing import Literal
 
 import httpx
 
-from interop_parts.relay import Change, Exchange, Relay
-from interop_parts.servers import Script
+from interop_parts.server import Exchange, Script
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "any"
+CALL_MARKS = (b"<tool_call>", b"</tool_call>")
 State = Literal["ok", "answered", "failed", "skipped"]
 Command = Sequence[str | Path]
 
@@ -35,8 +35,10 @@ class Result:
 class Trial:
     """Where one client runs."""
 
-    relay: Relay
-    script: Script | None  # None: a real model
+    url: str  # of the server
+    exchanges: list[Exchange]
+    script: Script
+    is_real: bool  # whether a real model answers
     installed: Path  # with the client's program
     folder: Path
     seconds: float
@@ -44,22 +46,20 @@ class Trial:
     @property
     def api(self) -> str:
         """The URL that OpenAI's clients want."""
-        return f"{self.relay.url}/v1"
+        return f"{self.url}/v1"
+
+    @property
+    def hello(self) -> Path:
+        """The file that most agents are to write."""
+        return self.folder / "work" / "hello.txt"
 
     def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
-        """Forget earlier requests; these are the answers to come, where they are not a model's own."""
-        self.relay.exchanges.clear()
-        self.relay.changes.clear()
-        if self.script is not None:
-            self.script.begin(answers, with_tools=with_tools)
-
-    def fresh(self) -> Path:
-        """An empty folder to work in."""
+        """Make the folder empty, and forget earlier requests; None: the model answers."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        (self.folder / "home").mkdir(parents=True)
-        work = self.folder / "work"
-        work.mkdir()
-        return work
+        for name in ("home", "work"):
+            (self.folder / name).mkdir(parents=True)
+        self.exchanges.clear()
+        self.script.begin(answers, with_tools=with_tools)
 
     def run(self, *command: str | Path, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
         """The exit code, None if it was too slow, and the output of a command in the folder of this trial."""
@@ -75,7 +75,6 @@ class Trial:
             "OPENAI_API_KEY": "none",
             "OPENAI_API_BASE": self.api,
             "OPENAI_BASE_URL": self.api,
-            "PYTHONPATH": str(ROOT / "scripts"),
             "TERM": "dumb",
             "CI": "1",
             **(env or {}),
@@ -102,67 +101,74 @@ class Trial:
     def task(
         self,
         check: str,
-        is_done: Callable[[str], bool],
-        *commands: Command,
-        answers: Sequence[str] | None = None,
+        turns: Sequence[Command],
+        answers: Sequence[str],
+        files: Mapping[str, str] | None = None,
+        *,
         with_tools: bool = True,
-        changes: Sequence[Change] = (),
         overflows: bool = False,
+        is_done: Callable[[str], bool] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Result:
-        """Run an agent, with a command for each of its turns, and judge its effect.
+        """Run an agent in a new folder, with a command for each of its turns, and judge its effect.
 
-        `is_done` is handed the output of the last command. `answers`: what a script says, `with_tools` only
-        to requests that offer tools. `changes` apply to a real model only. `overflows`: the context is too
-        small for some request, but not for the last.
+        Parameters
+        ----------
+        check : str
+            What is tried.
+        turns : sequence of commands
+        answers : sequence of str
+            What is said unless a real model answers; `with_tools` only to requests that offer tools.
+        files : mapping, optional
+            What the folder begins with, beside an empty `home`.
+        overflows : bool
+            The context is too small for some request, but not for the last.
+        is_done : callable, optional
+            Handed the output of the last turn; by default whether `hello` was written.
+        env : mapping, optional
         """
-        self.begin(answers, with_tools=with_tools)
-        if self.script is None:
-            self.relay.changes += changes
-        for command in commands:
+        self.begin(None if self.is_real else answers, with_tools=with_tools)
+        for name, content in (files or {}).items():
+            (self.folder / name).write_text(content)
+        for command in turns:
             code, output = self.run(*command, env=env)
-        asked = [each for each in self.relay.exchanges if each.path.startswith("/v1/") and each.request]
+        asked = [each for each in self.exchanges if each.path.startswith("/v1/") and each.request]
         told = _told(asked) + ("" if code is not None else f", stopped after {self.seconds:g} s")
-        failed = _failed(asked, overflows, f"exit code {code}: {output.strip()[-200:]}")
-        if failed is not None:
-            return Result(check, "failed", f"{told}: {failed}")
-        if self.script is not None and answers is not None and not is_done(output):
-            return Result(check, "failed", f"{told}: not done; {output.strip()[-200:]}")
-        return Result(check, "ok" if is_done(output) else "answered", told)
+        did = f"exit code {code}: {output.strip()[-200:]}"
+        failed = _failed(asked, overflows, did)
+        if failed is None and not (is_done or self._wrote_hello)(output):
+            if self.is_real:
+                return Result(check, "answered", told)
+            failed = f"not done; {did}"
+        return Result(check, "ok", told) if failed is None else Result(check, "failed", f"{told}: {failed}")
+
+    def _wrote_hello(self, _: str) -> bool:
+        return self.hello.is_file() and self.hello.read_text(errors="replace").strip() == "hello"
 
 
 def _told(asked: Sequence[Exchange]) -> str:
     how = "streamed" if any(each.is_stream for each in asked) else "whole"
-    told = f"{len(asked)} requests, {how}"
     counted = {
         "calls": sum(each.has_call for each in asked),
-        "cut": sum(each.is_cut for each in asked),
         "results sent back": sum(each.brings_result for each in asked),
         "too long": sum(each.overflows for each in asked),
     }
-    return told + "".join(f", {n} {name}" for name, n in counted.items() if n)
+    return f"{len(asked)} requests, {how}" + "".join(f", {n} {name}" for name, n in counted.items() if n)
 
 
-def _failed(asked: Sequence[Exchange], overflows: bool, otherwise: str) -> str | None:
-    """What went wrong between client and server; `otherwise`: what the client did instead of asking."""
-    wrong = next(
-        (
-            each
-            for each in asked
-            if each.status not in (None, httpx.codes.OK) and not (overflows and each.overflows)
-        ),
-        None,
-    )
-    if wrong is not None:
-        return f"{wrong.path}: {wrong.status} {wrong.answer[:200].decode(errors='replace')}"
+def _failed(asked: Sequence[Exchange], overflows: bool, did: str) -> str | None:
+    """What went wrong between client and server; `did`: what the client did instead of asking."""
+    for each in asked:
+        if each.status not in (None, httpx.codes.OK) and not (overflows and each.overflows):
+            return f"{each.path}: {each.status} {each.answer[:200].decode(errors='replace')}"
+        if any(mark in each.answer for mark in CALL_MARKS):
+            return "marks of a call are text of an answer"
     if not asked:
-        return f"it asked nothing; {otherwise}"
+        return f"it asked nothing; {did}"
     if not any(each.is_whole for each in asked):
         return "before an answer ended"
-    if any(each.leaks for each in asked):
-        return "marks of a call are text of an answer"
     if overflows and not any(each.overflows for each in asked):
         return "every request fitted the context"
     if asked[-1].overflows:
-        return f"it did not shorten the conversation; {otherwise}"
+        return f"it did not shorten the conversation; {did}"
     return None

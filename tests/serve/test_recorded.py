@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from interop_parts.recorded import Recorded, recorded
-from interop_parts.servers import Script, call, cut, scripted_server
+from interop_parts.server import Script, call, cut, scripted_server
 from serve_soak import TEMPLATE
 from serving import PATIENCE_SECONDS, parse_events
+
+LONG = "one two three four. " * 2000  # fits the context of a scripted server once, not twice
+
+
+class Recorded(NamedTuple):
+    """A request of a client."""
+
+    about: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    overflows: bool  # whether it is too long for a scripted server
+
+
+def recorded(client: str) -> list[Recorded]:
+    """The requests of a client; `fields_of` names an earlier one, whose other fields a request repeats.
+
+    "(long text)" stands for `LONG`.
+    """
+    text = (Path(__file__).with_name("recorded") / f"{client}.json").read_text()
+    told = json.loads(text.replace("(long text)", LONG))
+    found: list[Recorded] = []
+    for i, each in enumerate(told["requests"]):
+        shared = found[each["fields_of"]].body if "fields_of" in each else {}
+        about, headers = each.get("about", f"request {i}"), told.get("headers", {})
+        body = {**shared, **each["body"]}
+        found.append(Recorded(about, each["path"], headers, body, "overflows" in each))
+    return found
+
 
 AGENTS = ("aider", "claude-code", "codex", "opencode")
 REQUESTS = [(name, request) for name in AGENTS for request in recorded(name)]
@@ -32,7 +62,7 @@ def script() -> Script:
 @pytest.fixture(scope="module")
 def http(script: Script) -> Iterator[httpx.Client]:
     with (
-        scripted_server(script, STRICT + TEMPLATE) as url,
+        scripted_server(script, template=STRICT + TEMPLATE) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
     ):
         yield client

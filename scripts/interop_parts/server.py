@@ -1,24 +1,22 @@
-"""`llamaspec serve` with real models, or with answers that are given: then all of it runs but the model.
+"""The server that clients are driven against, in this process: its answers are given, or a model's own.
 
 A given answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and
-sent as any other. Requests for which none is given are answered by the embedded pair.
+sent as any other. Requests for which none is given are answered by the model.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import click
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec import AutoLength, ModelOptions, open_pair
 from llamaspec.chat.parse import AnswerParser
@@ -32,7 +30,7 @@ from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import Event, Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
-ROOT = Path(__file__).resolve().parents[2]
+DEMO_TARGET, DEMO_DRAFT = demo_target(), demo_draft()
 LETTERS = 4  # of a token, about
 N_CTX = 1 << 14  # agents have long instructions, and one conversation is to be too long
 
@@ -71,6 +69,61 @@ class Script:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
+@dataclass
+class Exchange:
+    """A request, and as much of its answer as there is yet."""
+
+    path: str
+    request: bytes = b""
+    status: int | None = None  # None: the answer has not begun
+    is_stream: bool = False
+    is_whole: bool = False
+    answer: bytearray = field(default_factory=bytearray)
+
+    @property
+    def has_call(self) -> bool:
+        """Whether the answer calls a tool."""
+        return b'"tool_calls":[{' in self.answer or b'"type":"function_call"' in self.answer
+
+    @property
+    def brings_result(self) -> bool:
+        """Whether the request has the result of a call."""
+        return b'"role":"tool"' in self.request or b'"function_call_output"' in self.request
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the request was too long for the context."""
+        return b'"code":"context_length_exceeded"' in self.answer
+
+
+class Recorder:
+    """Stands in front of the server's application, and keeps what was asked and answered."""
+
+    def __init__(self, app: ASGIApp, exchanges: list[Exchange]) -> None:
+        self._app, self._exchanges = app, exchanges
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        exchange = Exchange(scope["path"])
+        self._exchanges.append(exchange)
+
+        async def received() -> Message:
+            message = await receive()
+            exchange.request += message.get("body", b"")
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                exchange.status, exchange.is_stream = message["status"], kind.startswith(b"text/event-stream")
+            else:
+                exchange.answer += message.get("body", b"")
+                exchange.is_whole = not message.get("more_body", False)
+            await send(message)
+
+        await self._app(scope, received, sent)
+
+
 def _events(text: str, job: Job) -> Iterator[Event]:
     parser = AnswerParser(job.parameters.answer_format, job.parameters.tools)
     for letter in text:
@@ -83,8 +136,19 @@ def _events(text: str, job: Job) -> Iterator[Event]:
 
 
 @contextmanager
-def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
-    """The URL of a server in a thread of this process, with a chat template that knows tools."""
+def scripted_server(
+    script: Script,
+    exchanges: list[Exchange] | None = None,
+    *,
+    target: Path = DEMO_TARGET,
+    draft: Path | None = DEMO_DRAFT,
+    template: str | None = TEMPLATE,
+    n_ctx: int = N_CTX,
+) -> Iterator[str]:
+    """The URL of a server in a thread of this process; it adds to `exchanges`.
+
+    The embedded pair gets a chat template that knows tools; `template` None is that of the target.
+    """
     settings, is_ready = ServeSettings(port=0), threading.Event()
     usual = RequestQueue.submit
 
@@ -96,16 +160,17 @@ def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
         submission.send(submission.states[0], *_events(text, jobs[0]))
         return submission
 
-    options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)
+    options = ModelOptions(n_ctx=n_ctx, n_cells=n_ctx)
     with (
         patch.object(RequestQueue, "submit", submit),
-        open_pair(demo_target(), demo_draft(), target_options=options, draft_options=options) as pair,
+        open_pair(target, draft, target_options=options, draft_options=options) as pair,
         open_socket(settings) as opened,
-        serving(
-            pair, AutoLength(), ChatTemplate.of(pair.target, template), settings, lambda _: None
-        ) as served,
+        serving(pair, AutoLength(), ChatTemplate.of(pair.target, template), settings, lambda _: None) as (
+            app,
+            service,
+        ),
     ):
-        server = Server(*served, is_ready.set)
+        server = Server(Recorder(app, [] if exchanges is None else exchanges), service, is_ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
         thread.start()
         is_ready.wait()
@@ -114,27 +179,3 @@ def scripted_server(script: Script, template: str = TEMPLATE) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
-
-
-@contextmanager
-def real_server(target: Path, draft: Path | None, n_ctx: int) -> Iterator[str]:
-    """The URL of `llamaspec serve` with real models."""
-    options = ["--port", "0", "--n-ctx", str(n_ctx), "--ctx-per-request", str(n_ctx), "--target", str(target)]
-    options += [] if draft is None else ["--draft", str(draft)]
-    command = [sys.executable, "-m", "llamaspec", "serve", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    assert process.stderr is not None
-    try:
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if "is served at" in line:
-                break
-        else:
-            raise click.ClickException(f"llamaspec serve ended: {''.join(lines[-3:]).strip()}")
-        threading.Thread(target=lambda: all(process.stderr or ()), daemon=True).start()
-        yield lines[-1].split()[-1]
-    finally:
-        process.terminate()
-        process.wait(60)
