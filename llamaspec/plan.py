@@ -13,7 +13,7 @@ from pathlib import Path
 from llamaspec.catalog import quoted
 from llamaspec.errors import PairError
 from llamaspec.hub import AUTO, find_draft, locate_model, may_have_heads, resolve_model
-from llamaspec.llama.nextn import check_heads, heads_in_file, what_it_reads
+from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.values import MTP, Copying
 
@@ -115,7 +115,7 @@ def make_plan(
     elif names == [NGRAM]:
         copying, names = Copying.ON, []
     files = [find(name) for name in names]
-    if len(files) == 1 and what_it_reads(files[0]):
+    if len(files) == 1 and is_shared_head(files[0]):
         heads, files = files[0], []
     if heads is not None:
         own = draft_options or options

@@ -46,7 +46,7 @@ from llamaspec.llama.sequences import Rows
 from llamaspec.llama.threads import ThreadGovernor, governors
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits, TokenArray
+from llamaspec.values import ForwardRequest, Logits
 
 STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
@@ -151,7 +151,7 @@ class Context:
         self.decode(segments)
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
-            self._keep_hidden(new)
+            self._keep_hidden(batch, segments)
         logits, end, answers = self.logits(n_scored), 0, []
         for _, request in batch:
             start, end = end, end + request.n_scored
@@ -234,15 +234,13 @@ class Context:
             new = np.concatenate((new, request.draft))
         return Segment(held.number, held.n, new, request.n_scored)
 
-    def _keep_hidden(self, evaluated: Sequence[tuple[int, TokenArray]]) -> None:
-        """Note the hidden rows of what has just been committed."""
-        n, end = sum(len(tokens) for _, tokens in evaluated), 0
-        rows = self.hidden_rows(n)
-        for row, tokens in evaluated:
-            start, end = end, end + len(tokens)
+    def _keep_hidden(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
+        """Note the hidden rows of the text that has just been committed, not those of padding or a tree."""
+        rows, end = self.hidden_rows(sum(len(segment.tokens) for segment in segments)), 0
+        for (row, _), segment in zip(batch, segments, strict=False):
+            start, end = end, end + len(segment.tokens)
             sequence = self.cache.sequence(row)
-            n_text = self.cache.n_text(row, len(tokens))
-            sequence.hidden.add(sequence.n - n_text, rows[start : start + n_text])
+            sequence.hidden.add(segment.start, rows[start : start + sequence.n - segment.start])
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))

@@ -39,26 +39,26 @@ class Reading:
     n_scored: int  # 1 = logits and the hidden row of the last token are wanted; else 0
     hidden_size: int  # E
     hidden: HiddenRows  # the target's
-    own_first: int  # position of the first of the heads' own rows
-    own: Sequence[Rows]  # [E] each
+    own: HiddenRows  # the heads' own, behind the text
 
     def can_start(self, start: int) -> bool:
         """Whether the hidden rows are known that go with the tokens from `start` on."""
-        first, end = max(start, 1) - 1, self.n_text - 1
-        own_first, own_end = max(start, self.n_text) - 1, len(self.tokens) - 1
-        return (first >= end or self.hidden.first <= first < end <= self.hidden.end) and (
-            own_first >= own_end or self.own_first <= own_first < own_end <= self.own_first + len(self.own)
-        )
+        return all(known.has(first, end) for known, first, end in self._needed(start))
 
     def rows(self, start: int) -> Rows:
         """These hidden rows: [n - start, E]; zeros for the first token of a text."""
         rows = np.zeros((len(self.tokens) - start, self.hidden_size), dtype=np.float32)
-        first, end = max(start, 1), min(self.n_text, len(self.tokens))
-        if first < end:
-            rows[first - start : end - start] = self.hidden.rows(first - 1, end - 1)
-        for position in range(max(start, self.n_text), len(self.tokens)):
-            rows[position - start] = self.own[position - 1 - self.own_first]
+        for known, first, end in self._needed(start):
+            if first < end:
+                rows[first + 1 - start : end + 1 - start] = known.rows(first, end)
         return rows
+
+    def _needed(self, start: int) -> tuple[tuple[HiddenRows, int, int], ...]:
+        """The positions whose rows go with the tokens from `start` on: start and end."""
+        return (
+            (self.hidden, max(start, 1) - 1, self.n_text - 1),
+            (self.own, max(start, self.n_text) - 1, len(self.tokens) - 1),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ compares what a used cache answers with what a fresh one answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -27,27 +27,7 @@ from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.sequences import HiddenRows, Rows
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
-
-_UNKNOWN = HiddenRows()
-
-
-@dataclass(slots=True, eq=False)
-class _OwnRows:
-    """The hidden rows that the heads made themselves behind a row's text."""
-
-    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # text and draft tokens up to the last row
-    rows: tuple[Rows, ...] = ()  # [E] each, of the last positions of `tokens`
-
-    @property
-    def first(self) -> int:
-        """Position of the first row."""
-        return len(self.tokens) - len(self.rows)
-
-    def of(self, tokens: TokenArray) -> tuple[Rows, ...]:
-        """The rows, as far as they belong to the beginning of some tokens."""
-        n = len(self.tokens)
-        return self.rows if n < len(tokens) and bool((self.tokens == tokens[:n]).all()) else ()
+from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray, n_common
 
 
 class PredictionHeads:
@@ -111,7 +91,8 @@ class PredictionHeads:
             self.close()
             raise
         self.batch_size = self.prompt_chunk = self._heads[0].context.batch_size
-        self._own: dict[int, _OwnRows] = {}  # by row
+        # By row: text and draft tokens, and the hidden rows that the heads made of the last of them.
+        self._own: dict[int, tuple[TokenArray, HiddenRows]] = {}
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests: how many tokens of each need not be read, or why there is no draft.
@@ -153,7 +134,7 @@ class PredictionHeads:
             for n, (scores, rows) in zip(asked, head.evaluate([readings[n] for n in asked]), strict=True):
                 logits[n] = scores
                 if len(rows):
-                    self._keep(readings[n], rows[-1].copy())
+                    self._keep(readings[n], rows[-1:])
         return logits
 
     def can_share(self, row: int) -> bool:
@@ -206,23 +187,27 @@ class PredictionHeads:
         self._target.check(request)
         if request.n_scored > 1 or len(request.draft):
             raise ValueError("a prediction head scores the last token only")
-        tokens, cached, own = request.tokens, self._target.cached(row), self._own.get(row, _OwnRows())
+        tokens, cached = request.tokens, self._target.cached(row)
         n_evaluated = 0 if cached is None else cached.shared(tokens)
+        drafted, own = self._own.get(row, (NO_TOKENS, HiddenRows()))
+        if not len(drafted) == n_common(drafted, tokens) < len(tokens):
+            own = HiddenRows()
         return Reading(
             row=row,
             tokens=tokens,
             n_text=min(n_evaluated + 1, len(tokens)),
             n_scored=request.n_scored,
             hidden_size=self._hidden_size,
-            hidden=_UNKNOWN if cached is None else cached.hidden,
-            own_first=own.first,
-            own=own.of(tokens),
+            hidden=HiddenRows() if cached is None else cached.hidden,
+            own=own,
         )
 
-    def _keep(self, reading: Reading, row: Rows) -> None:
-        """Note the hidden row behind the last token: the next draft token needs it."""
-        before = reading.own if len(reading.tokens) > reading.n_text else ()
-        self._own[reading.row] = _OwnRows(reading.tokens, (*before, row))
+    def _keep(self, reading: Reading, rows: Rows) -> None:
+        """Note the hidden row behind the last token, [1, E]: the next draft token needs it."""
+        is_drafted = len(reading.tokens) > reading.n_text
+        own = reading.own if is_drafted else HiddenRows()
+        own.add(len(reading.tokens) - 1, rows)
+        self._own[reading.row] = reading.tokens, own
 
 
 def _least(answers: Sequence[int | ContextFullError]) -> int | ContextFullError:

@@ -200,11 +200,6 @@ class KVCache:
         waiting = [sequence for other, sequence in self._of_row.items() if other not in rows]
         return self._trees.grow(self._of_row[row], request, waiting)
 
-    def n_text(self, row: int, n_new: int) -> int:
-        """How many of a row's positions that were just committed are text, not draft tokens of a tree."""
-        tree = self._trees.cached.get(self._of_row[row].number)
-        return n_new if tree is None else n_new - (len(tree.tokens) - tree.n_old)
-
     def begin(self, n_scored: int) -> None:
         """An evaluation starts: until `commit`, cells may hold what is not noted."""
         self._is_evaluating = True

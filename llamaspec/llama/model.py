@@ -21,6 +21,7 @@ from llamaspec.errors import ContextFullError, ModelFileError
 from llamaspec.llama import runtime
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import Prepared
+from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.prompt_reader import MIN_GAIN, make_reader
@@ -33,7 +34,6 @@ from llamaspec.values import CHUNK, TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MOST_STORED = 4, 8 << 30  # of the free memory, and bytes
-PARTS = frozenset({"dflash", "eagle3", "gemma4-assistant"})  # architectures of drafts for one target
 N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
 

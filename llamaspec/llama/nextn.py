@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.gguf_file import check_gguf, file_parts, read_gguf
 
@@ -42,7 +40,7 @@ class HeadsInFile:
         """Why they cannot be used, in a few words; None where they can."""
         if not self.n_heads:
             return "has no prediction heads"
-        if not can_compute_heads():
+        if _ext is None:
             return "has prediction heads, but this build of llama.cpp cannot compute them"
         if self.architecture in SEVERAL_HEADS or (self.architecture in ONE_HEAD and self.n_heads == 1):
             return None
@@ -50,19 +48,8 @@ class HeadsInFile:
         return f"has {heads}, which llama.cpp cannot compute for {self.architecture!r}"
 
 
-def can_compute_heads() -> bool:
-    """Whether this build of llama.cpp has the functions that heads need."""
-    return _ext is not None and hasattr(lib.llama_model_params(), "load_mtp")
-
-
 def heads_in_file(path: Path) -> HeadsInFile:
-    """Look at a file and its other parts, without loading it.
-
-    Raises
-    ------
-    ModelFileError
-        The file is no model.
-    """
+    """Look at a file and its other parts, without loading it; ModelFileError if it is no model."""
     check_gguf(path)
     try:
         found = read_gguf(path)
@@ -81,15 +68,7 @@ def heads_in_file(path: Path) -> HeadsInFile:
 
 
 def check_heads(path: Path) -> HeadsInFile:
-    """The heads of a file, which can be used.
-
-    Raises
-    ------
-    PairError
-        They cannot, or there are none.
-    ModelFileError
-        The file is no model.
-    """
+    """The heads of a file, which can be used; else PairError, or ModelFileError if it is no model."""
     found = heads_in_file(path)
     if found.fault is not None:
         raise PairError(f"{path} {found.fault}; name a draft model, or look draft tokens up in earlier text")
@@ -113,28 +92,21 @@ def hidden_rows(context: Any) -> Any:
 
 SHARED = "gemma4-assistant"  # a head in a file of its own
 NEEDS_MORE = {"dflash": "DFlash", "eagle3": "EAGLE-3"}  # of the target than llama.cpp's interface hands out
+PARTS = frozenset({SHARED, *NEEDS_MORE})  # architectures that cannot be evaluated without their target
 
 
-def what_it_reads(path: Path) -> str | None:
-    """What a prediction head in a file of its own reads of its target; None for other files.
-
-    Raises
-    ------
-    PairError
-        It is one that cannot be used.
-    """
+def is_shared_head(path: Path) -> bool:
+    """Whether a file is a head that reads the target's KV cache; PairError if it cannot be used."""
     try:
         architecture = read_gguf(path).architecture
     except OSError:
-        return None  # what is wrong is said by whoever loads the file
+        return False  # whoever loads the file says why
     if architecture in NEEDS_MORE:
         raise PairError(
             f"{path} drafts by {NEEDS_MORE[architecture]}, which llamaspec does not have; name a draft model"
         )
-    if architecture != SHARED:
-        return None
-    if not can_compute_heads():
+    if architecture == SHARED and _ext is None:
         raise PairError(
             f"{path} is a prediction head, which this build of llama.cpp cannot compute; update it"
         )
-    return "the target's KV cache"
+    return architecture == SHARED

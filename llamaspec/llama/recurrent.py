@@ -82,10 +82,6 @@ class RecurrentCache:
 
     find = sequence
 
-    def n_text(self, row: int, n_new: int) -> int:
-        """All new positions are text: states do not branch."""
-        return n_new
-
     def shared(self, tokens: TokenArray) -> int:
         """How many of the first tokens are held, and can be gone back to."""
         n = self._held.shared(tokens)

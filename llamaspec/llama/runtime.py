@@ -25,7 +25,6 @@ from llama_cpp._ggml import libggml
 
 from llamaspec.errors import ClosedError, printable
 
-_Unraisable = Callable[["sys.UnraisableHookArgs"], Any]  # a sys.unraisablehook
 _LONGEST_REASON = 500  # characters; files may name things at any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
@@ -89,65 +88,31 @@ def flash_attention() -> bool | None:
     return _log.flash_attention
 
 
-class _CallbackErrors(threading.local):
-    """What callbacks of this thread have raised in each open block of `raising_callbacks`, innermost last."""
-
-    def __init__(self) -> None:
-        self.blocks: list[list[BaseException]] = []
-
-
-class _Hook:
-    """Stands in for sys.unraisablehook while any thread has an open block.
-
-    Callbacks run in the thread that calls llama.cpp, so each thread gets what its own have raised.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n_blocks = 0  # open in all threads
-        self._errors = _CallbackErrors()
-        self._usual = self._installed = sys.unraisablehook
-
-    def open_block(self) -> list[BaseException]:
-        """Collect what callbacks of this thread raise from now on."""
-        with self._lock:
-            if self._n_blocks == 0:
-                self._usual, self._installed = sys.unraisablehook, self._over(sys.unraisablehook)
-                sys.unraisablehook = self._installed
-            self._n_blocks += 1
-        self._errors.blocks.append([])
-        return self._errors.blocks[-1]
-
-    def close_block(self) -> None:
-        """End the innermost block of this thread; the last one of all puts the usual hook back."""
-        self._errors.blocks.pop()
-        with self._lock:
-            self._n_blocks -= 1
-            if self._n_blocks == 0 and sys.unraisablehook is self._installed:
-                sys.unraisablehook = self._usual
-
-    def _over(self, usual: _Unraisable) -> _Unraisable:
-        def hook(unraisable: sys.UnraisableHookArgs) -> None:
-            blocks, error = self._errors.blocks, unraisable.exc_value
-            if blocks and error is not None and "ctypes" in (unraisable.err_msg or ""):
-                blocks[-1].append(error)
-            else:
-                usual(unraisable)
-
-        return hook
-
-
-_hook = _Hook()
-
-
 @contextmanager
 def raising_callbacks() -> Iterator[None]:
-    """Raise what Python callbacks raise in a call of llama.cpp after it; ctypes would print it and go on."""
-    raised = _hook.open_block()
+    """Raise what Python callbacks raise in a call of llama.cpp after it; ctypes would print it and go on.
+
+    Callbacks run in the thread that calls llama.cpp, so each thread gets what its own have raised. Blocks of
+    several threads may end in any order: a hook that stays behind passes everything on to the one before it.
+    """
+    raised: list[BaseException] = []
+    usual, thread, is_open = sys.unraisablehook, threading.get_ident(), True
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        is_ours = is_open and threading.get_ident() == thread
+        error = unraisable.exc_value
+        if is_ours and error is not None and "ctypes" in (unraisable.err_msg or ""):
+            raised.append(error)
+        else:
+            usual(unraisable)
+
+    sys.unraisablehook = hook
     try:
         yield
     finally:
-        _hook.close_block()
+        is_open = False
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = usual
     if raised:
         raise raised[0]
 

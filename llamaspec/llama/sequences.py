@@ -1,4 +1,4 @@
-"""Token sequences that a KV cache holds, and the target's hidden rows, which prediction heads read."""
+"""Token sequences that a KV cache holds, and the hidden rows that prediction heads read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ TAIL_ROWS = 65  # hidden rows kept of a text that ended: what a round may have l
 
 
 class HiddenRows:
-    """The target's hidden rows of the last positions of a sequence, which its prediction heads read."""
+    """Hidden rows of the last positions of a sequence, which prediction heads read."""
 
     def __init__(self) -> None:
         self.first = 0  # position of the first row
         self.end = 0  # position behind the last row
         self._rows: Rows = np.empty((0, 0), dtype=np.float32)  # [capacity, E]; the first `end - first` count
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether the rows of some positions are known."""
+        return start >= end or self.first <= start < end <= self.end
 
     def rows(self, start: int, end: int) -> Rows:
         """The rows of some positions, all of them known: a view."""
