@@ -109,7 +109,7 @@ class SequenceDrafters:
 
     @property
     def _can_branch(self) -> bool:
-        return self.target.can_branch and self.draft is not None and self.draft.can_branch
+        return self.draft is not None and not (self.target.keeps_states or self.draft.keeps_states)
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a draft model, with everything that drafts for it."""

@@ -29,13 +29,12 @@ from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import (
     BATCH,
-    CACHE_BYTES,
     CACHE_TYPES,
+    DEFAULT_CONTEXT,
     FLASH_ATTENTION,
     N_BRANCHES,
     N_SEQUENCES,
     ModelOptions,
-    default_context_size,
     device_of,
     find_devices,
 )
@@ -48,6 +47,8 @@ from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits
 
+CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
+CONTEXT_BYTES = 1 << 30  # and no more than the weights, or than this if they are smaller
 STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
 
 
@@ -57,12 +58,7 @@ class Context:
     A head without a KV cache of its own reads that of `other`. Contexts of which one evaluates at a time may
     share `abort`. Contexts whose finished texts serve each other share `store` and `owner`.
 
-    Raises
-    ------
-    MemoryFullError
-        The machine has no room for the KV cache.
-    ModelFileError
-        The model does not generate text.
+    MemoryFullError if the machine has no room for the KV cache; ModelFileError if it generates no text.
     """
 
     def __init__(
@@ -161,12 +157,8 @@ class Context:
     def decode(self, segments: Sequence[Segment]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed.
 
-        Raises
-        ------
-        EvaluationAbortedError
-            `abort` was called.
-        EvaluationError, MemoryFullError
-            llama.cpp failed. The KV cache is empty.
+        EvaluationAbortedError if `abort` was called; EvaluationError or MemoryFullError if llama.cpp failed.
+        Then the KV cache is empty.
         """
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
@@ -303,10 +295,6 @@ def _can_restore_states(weights: Weights) -> bool:
     return weights.keeps_states and weights.window is None
 
 
-def _bytes_per_token(weights: Weights, options: ModelOptions) -> float:
-    return weights.kv_bytes_per_token(CACHE_BYTES[options.cache_type_k], CACHE_BYTES[options.cache_type_v])
-
-
 def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     """Of a context that nobody asked for: by main memory, or by that of the devices that take the model."""
     n_bytes, room = int(lib.llama_model_size(weights.pointer)), runtime.available_bytes()
@@ -318,16 +306,29 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
         room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
     if weights.keeps_states:
         n_bytes, room = 0, room // 4  # every text has a context of its own
-    return default_context_size(
-        weights.trained_context_size, _bytes_per_token(weights, options), n_bytes, room
-    )
+    per_token = weights.kv_bytes_per_token(options)
+    return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
+
+
+def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes: int, room: int) -> int:
+    """Tokens of a context whose size nobody asked for, with `room` bytes of free memory.
+
+    As many as the model was trained for if they fit, else 4096, doubled as often as fits.
+    """
+    n = min(DEFAULT_CONTEXT, trained)
+    budget = min(room // CONTEXT_SHARE, max(weights_bytes, CONTEXT_BYTES))
+    if trained * kv_bytes_per_token <= budget:
+        return trained
+    while 2 * n <= trained and 2 * n * kv_bytes_per_token <= budget:
+        n *= 2
+    return n
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
     if leaves_main_memory(weights, options):
         return
-    n_bytes, room = _bytes_per_token(weights, options) * n_cells, runtime.available_bytes()
+    n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, runtime.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, this machine has "

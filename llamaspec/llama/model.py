@@ -92,7 +92,10 @@ class LlamaModel:
         self.weights = weights or Weights(path, self.options, on_load)
         self._owns_weights = weights is None
         self.vocabulary = self.weights.vocabulary
+        self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
         self.trained_context_size = self.weights.trained_context_size
+        # Some layers keep states: no padding, no trees of draft tokens, a context for each row.
+        self.keeps_states = self.weights.keeps_states
         self._abort = AbortFlag()
         self.store = store or PrefixStore(default_store_bytes(self.weights.facts().weights_bytes))
         self._owner = object()
@@ -117,18 +120,13 @@ class LlamaModel:
         self._reader = make_reader(self.weights, self.options, context, self._open)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
-            0 if self.weights.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
+            0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
-
-    @property
-    def vocabulary_size(self) -> int:
-        """V, the number of logits for each position."""
-        return self.vocabulary.size
 
     @property
     def n_cells(self) -> int | None:
         """Tokens that all sequences together can cache; None where each has a context of its own."""
-        return None if self.weights.keeps_states else self._contexts[0].cache.size
+        return None if self.keeps_states else self._contexts[0].cache.size
 
     def n_cached(self, tokens: TokenArray) -> int:
         """How many of the first of some tokens need not be evaluated again."""
@@ -159,20 +157,10 @@ class LlamaModel:
         if self._reader is not None:
             self._reader.gain = gain
 
-    @property
-    def can_pad(self) -> bool:
-        """Whether an evaluation may have positions that nobody wants: not where layers keep states."""
-        return not self.weights.keeps_states
-
     def can_share(self, row: int) -> bool:
         """Whether other rows may take part in the next evaluation of a row, and padding."""
         is_apart = self._reader is not None and self._reader.is_reading(row)
-        return not (self.weights.keeps_states or is_apart)
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether it evaluates trees of draft tokens: not where layers keep states."""
-        return not self.weights.keeps_states
+        return not (self.keeps_states or is_apart)
 
     @property
     def description(self) -> str:
@@ -190,14 +178,11 @@ class LlamaModel:
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests: how many tokens of each are cached, or why there is no room.
 
-        Raises
-        ------
-        ValueError
-            A request is not possible: llama.cpp would abort the process.
+        ValueError if a request is not possible: llama.cpp would abort the process.
         """
         for _, request, _ in batch:
             self.check(request)
-        if self.weights.keeps_states:
+        if self.keeps_states:
             return [self._prepare_alone(entry) for entry in batch]
         answers = self._contexts[0].prepare(batch)
         if self._reader is not None:
@@ -209,14 +194,10 @@ class LlamaModel:
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits + K, V] float32, valid until the next call.
 
-        Raises
-        ------
-        EvaluationAbortedError
-            `abort` was called.
-        EvaluationError, MemoryFullError, ScoresError
-            llama.cpp failed, or the scores are not numbers. The KV cache is empty.
+        EvaluationAbortedError if `abort` was called. EvaluationError, MemoryFullError or ScoresError if
+        llama.cpp failed, or the scores are not numbers; then the KV cache is empty.
         """
-        if self.weights.keeps_states:
+        if self.keeps_states:
             return [self._evaluate_alone(row, request) for row, request in batch]
         if self._reader is None or len(batch) > 1 or batch[0][1].n_scored:
             return self._contexts[0].evaluate(batch, n_padding)
@@ -235,7 +216,7 @@ class LlamaModel:
 
     def release(self, row: int) -> None:
         """The row has ended. What is cached of it may serve others, until its room is needed."""
-        context = self._of_row.pop(row, None) if self.weights.keeps_states else self._contexts[0]
+        context = self._of_row.pop(row, None) if self.keeps_states else self._contexts[0]
         if self._reader is not None:
             self._reader.release(row)
         if context is not None:
@@ -265,7 +246,7 @@ class LlamaModel:
 
     def cached(self, row: int) -> CachedSequence | None:
         """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
-        context = self._of_row.get(row) if self.weights.keeps_states else self._contexts[0]
+        context = self._of_row.get(row) if self.keeps_states else self._contexts[0]
         return None if context is None else context.cache.find(row)
 
     def cache_use(self) -> tuple[int, int]:
@@ -307,7 +288,7 @@ class LlamaModel:
         """Raise ValueError where llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
-        if request.is_tree and not self.can_branch:
+        if request.is_tree and self.keeps_states:
             raise ValueError("this model evaluates chains of draft tokens, not trees")
         if request.parents is not None and n_leaves(request.parents) > N_BRANCHES:
             raise ValueError(f"a tree of draft tokens has at most {N_BRANCHES} branches")

@@ -1,4 +1,4 @@
-"""How a model is loaded: options, the devices of this machine, and the default context size."""
+"""How a model is loaded: its options, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from llamaspec.llama.runtime import ggml_function
 
 MAX_DRAFT = 64  # draft tokens in one round
 DEFAULT_CONTEXT = 4096  # tokens of the smallest default context, unless the model was trained on fewer
-CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
-CONTEXT_BYTES = 1 << 30  # and no more than the weights, or than this if they are smaller
 BATCH = 512  # largest number of positions that llama.cpp evaluates at once
 DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
 N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
@@ -37,27 +35,11 @@ CACHE_TYPES = {
     "q4_1": lib.GGML_TYPE_Q4_1,
     "q4_0": lib.GGML_TYPE_Q4_0,
 }
-CACHE_BYTES = {  # per element, from the block sizes of ggml's formats
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q5_1": 24 / 32,
-    "q5_0": 22 / 32,
-    "q4_1": 20 / 32,
-    "q4_0": 18 / 32,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How one model is loaded.
-
-    Raises
-    ------
-    ValueError
-        A field is outside its range.
-    """
+    """How one model is loaded; ValueError if a field is outside its range."""
 
     n_ctx: int | None = None  # tokens of the longest text; None = as trained, as far as memory allows
     gpu_layers: int | None = None  # None = all that the backend takes
@@ -141,10 +123,7 @@ class ModelOptions:
 def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions:
     """Options with which CPUs compute a text's logits as if it were alone, as far as its weights allow.
 
-    Raises
-    ------
-    ValueError
-        Attention would need other options, which the caller has chosen.
+    ValueError if the caller has chosen options with which attention cannot do that.
     """
     options = replace(options, reads_apart=False)  # with other kernels
     if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
@@ -188,13 +167,7 @@ def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def device_handles(names: Sequence[str]) -> list[int]:
-    """llama.cpp's handles of devices of this machine.
-
-    Raises
-    ------
-    DeviceError
-        There is no such device.
-    """
+    """llama.cpp's handles of devices of this machine; DeviceError if there is no such device."""
     known = {_name(handle): handle for handle in _handles()}
     for name in names:
         if name not in known:
@@ -219,6 +192,14 @@ def device_of(handle: int) -> Device:
     )
 
 
+def cache_bytes(kind: str) -> float:
+    """Bytes of one number of a cache type."""
+    block_bytes = ggml_function("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
+    block_length = ggml_function("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
+    number = CACHE_TYPES[kind]
+    return float(block_bytes(number) / block_length(number))
+
+
 def as_size(n: int) -> str:
     """Bytes for people."""
     return f"{n / 2**30:.1f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
@@ -234,38 +215,3 @@ def _handles() -> list[int]:
 def _name(handle: int) -> str:
     name: bytes = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
     return name.decode("utf-8", errors="replace")
-
-
-def default_context_size(
-    trained: int, kv_bytes_per_token: float, weights_bytes: int, room: int | None
-) -> int:
-    """Return the number of tokens of a context whose size was not asked for.
-
-    Parameters
-    ----------
-    trained : int
-        Tokens that the model was trained for; the context is never longer.
-    kv_bytes_per_token : float
-    weights_bytes : int
-    room : int, optional
-        Bytes of free memory; None if the system does not say.
-
-    Returns
-    -------
-    int
-        `trained` if that fits, else 4096 doubled as often as fits.
-
-    Examples
-    --------
-    >>> default_context_size(131072, 32768.0, 800_000_000, 8 << 30)
-    32768
-    """
-    n = min(DEFAULT_CONTEXT, trained)
-    if room is None:
-        return n
-    budget = min(room // CONTEXT_SHARE, max(weights_bytes, CONTEXT_BYTES))
-    if trained * kv_bytes_per_token <= budget:
-        return trained
-    while 2 * n <= trained and 2 * n * kv_bytes_per_token <= budget:
-        n *= 2
-    return n

@@ -18,12 +18,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf, check_parts, kv_row_sizes, read_gguf
-from llamaspec.llama.options import (
-    ModelOptions,
-    device_handles,
-    find_devices,
-    gpus_among,
-)
+from llamaspec.llama.options import ModelOptions, cache_bytes, device_handles, find_devices, gpus_among
 from llamaspec.llama.rpc import connect
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
@@ -53,16 +48,8 @@ class ModelFacts:
 class Weights:
     """Loaded weights and their vocabulary.
 
-    Parameters
-    ----------
-    path : Path
-        A GGUF file.
-    options : ModelOptions
-        `gpu_layers`, `repack`, `placement` and `heads` count here, the rest for contexts.
-    on_load : callable, optional
-        Told the fraction that is loaded.
-    vocabulary_only : bool
-        Read metadata and vocabulary, and no tensors; nothing can be evaluated.
+    Of `options`, `gpu_layers`, `repack`, `placement` and `heads` count here, the rest for contexts. With
+    `vocabulary_only` no tensors are read, and nothing can be evaluated.
 
     Raises
     ------
@@ -154,16 +141,14 @@ class Weights:
             keeps_positions=not self.is_recurrent,
         )
 
-    def kv_bytes_per_token(self, bytes_per_key: float, bytes_per_value: float) -> float:
+    def kv_bytes_per_token(self, options: ModelOptions) -> float:
         """What one token takes in the KV cache; 0 if there are only states."""
-        key, value = self._kv_elements
-        return bytes_per_key * key + bytes_per_value * value
+        key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
+        return sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in self._kv_row_sizes)
 
     @functools.cached_property
-    def _kv_elements(self) -> tuple[int, int]:
-        """Elements of all keys and of all values that are cached for one token."""
-        rows = [] if self.is_recurrent else kv_row_sizes(read_gguf(self.path))
-        return sum(key for key, _ in rows), sum(value for _, value in rows)
+    def _kv_row_sizes(self) -> list[tuple[int, int]]:
+        return [] if self.is_recurrent else kv_row_sizes(read_gguf(self.path))
 
     def close(self) -> None:
         """Free the weights, once no context needs them; more than once is allowed."""

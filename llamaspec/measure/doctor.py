@@ -19,7 +19,7 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.llama.options import CACHE_BYTES, Device, ModelOptions, as_size
+from llamaspec.llama.options import Device, ModelOptions, as_size, cache_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.machine import CROWDED, Machine, look_at_machine
@@ -236,7 +236,7 @@ def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
     types = options.cache_type_k, options.cache_type_v
     yield check(
         f"{role} KV types", f"keys {types[0]}, values {types[1]}",
-        role != "draft" or min(CACHE_BYTES[kind] for kind in types) >= CACHE_BYTES["q8_0"],
+        role != "draft" or min(map(cache_bytes, types)) >= cache_bytes("q8_0"),
         ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
         "draft.cache_type_k", "draft.cache_type_v",
     )  # fmt: skip

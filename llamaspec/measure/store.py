@@ -154,7 +154,7 @@ def auto_length(
             tell(kept.fault)
         return kept.value
 
-    pads = pair.target.can_pad
+    pads = not pair.target.keeps_states
     for stage in pair.stages:
         prior = usable(_read(_path_of_stage(stage), LearnedPrior))
         stage.length = AutoLength(prior, sources=stage.sources, pads=pads)

@@ -38,7 +38,7 @@ from llamaspec import (
 )
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
 from llamaspec.llama import runtime
-from llamaspec.llama.options import default_context_size
+from llamaspec.llama.context import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
@@ -165,12 +165,11 @@ GIB = 1 << 30
         (40_000, 1 << 10, GIB, 64 * GIB, 40_000),
         (131_072, 128 << 10, 5 * GIB, 2 * GIB, 4096),  # the least
         (2048, 128 << 10, 5 * GIB, 2 * GIB, 2048),
-        (131_072, 1 << 10, GIB, None, 4096),
         (1 << 20, 0.0, GIB, GIB, 1 << 20),
     ],
 )
 def test_a_context_that_nobody_asked_for(
-    trained: int, per_token: float, weights: int, room: int | None, size: int
+    trained: int, per_token: float, weights: int, room: int, size: int
 ) -> None:
     assert default_context_size(trained, per_token, weights, room) == size
 
@@ -219,7 +218,7 @@ def test_a_token_takes_as_much_of_the_cache_as_is_expected(
 ) -> None:
     """llama.cpp itself tells what a token takes, with 12 bytes besides in each of at most two caches."""
     model = opened(kind, Recipe(**changes))
-    expected = model.weights.kv_bytes_per_token(2, 2)
+    expected = model.weights.kv_bytes_per_token(ModelOptions())
     assert expected <= model.try_memory().bytes_per_token <= expected + 24
 
 

@@ -112,7 +112,7 @@ def test_a_tree_with_too_many_branches_is_refused(opened: OpenModel) -> None:
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
 def test_states_do_not_branch(opened: OpenModel, kind: str) -> None:
     model = opened(kind)
-    assert not model.can_branch
+    assert model.keeps_states
     with pytest.raises(ValueError, match="chains"):
         model.prepare([(0, tree(10, [-1, -1]), 0)])
     assert model.forward(tree(10, [-1, 0, 1])).shape[0] == 4
