@@ -5,8 +5,7 @@ So the command can start, and show its help, without numpy and llama.cpp.
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.engine.generation import Completion, Piece, StopReason
-from llamaspec.engine.statistics import Summary
+from llamaspec.engine.generation import Completion, Piece, StopReason, Summary
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import (
     ClosedError,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamaspec.engine.generation import Completion, StopReason
-from llamaspec.engine.statistics import summarize
+from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.values import Distribution, Draft, Round, Source
 
 

@@ -18,8 +18,7 @@ from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.transcript import tokenize_inside
 from llamaspec.engine.detokenize import Span, take_characters
-from llamaspec.engine.generation import Completion, Piece, StopReason
-from llamaspec.engine.statistics import summarize
+from llamaspec.engine.generation import Completion, Piece, StopReason, summarize
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from llamaspec.engine.slot import Slot
+from llamaspec.engine.sequence import Slot
 from llamaspec.protocols import Model
 from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, ForwardRequest
 

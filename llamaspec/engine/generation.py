@@ -6,6 +6,8 @@ It yields requests, rounds and events, and knows models only by name. tests/engi
 from __future__ import annotations
 
 import itertools
+import statistics
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from llamaspec.drafters.fallback import preparing
 from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.statistics import Summary
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, PromptError
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.protocols import Vocabulary
@@ -77,6 +78,92 @@ class Ended:
 
 
 TextEvent: TypeAlias = "Prefilled | Written | Ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Costs and gains of a completion, summed over its rounds."""
+
+    n_tokens: int  # tokens that the completion kept, end-of-text token included
+    n_rounds: int
+    n_rounds_without_draft: int
+    n_rounds_cut: int  # rounds that the end of the completion cut short
+    n_drafted: int  # draft tokens, including those that were dropped before verification
+    n_verified: int  # draft tokens that the target evaluated
+    n_accepted: int  # accepted draft tokens; the target's own token of each round does not count
+    accepted_histogram: tuple[int, ...]  # [i] = rounds in which i draft tokens were accepted
+    draft_seconds: float
+    verify_seconds: float
+    overhead_seconds: float
+    plain_seconds: float | None = None  # estimate for a round without a draft, alone; None if unknown
+    speed_up: float | None = None  # estimate against plain decoding; None if unknown or nothing was verified
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall clock of all rounds, without prompt processing."""
+        return self.draft_seconds + self.verify_seconds + self.overhead_seconds
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted draft tokens divided by verified ones; None if none was verified."""
+        return self.n_accepted / self.n_verified if self.n_verified else None
+
+    @property
+    def mean_tokens_per_round(self) -> float | None:
+        """Accepted draft tokens plus the target's own, averaged over all rounds."""
+        return (self.n_accepted + self.n_rounds) / self.n_rounds if self.n_rounds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that the completion kept, divided by `decode_seconds`."""
+        return self.n_tokens / self.decode_seconds if self.decode_seconds > 0 else None
+
+
+def summarize(rounds: Sequence[Round], n_tokens: int) -> Summary:
+    """Sum up the rounds of a completion that kept `n_tokens` tokens; only the last may have been cut."""
+    counts = Counter(round_.n_accepted for round_ in rounds)
+    plain_seconds = _plain_seconds(rounds)
+    return Summary(
+        n_tokens=n_tokens,
+        n_rounds=len(rounds),
+        n_rounds_without_draft=sum(round_.n_drafted == 0 for round_ in rounds),
+        n_rounds_cut=int(sum(round_.n_accepted + 1 for round_ in rounds) > n_tokens),
+        n_drafted=sum(round_.n_drafted for round_ in rounds),
+        n_verified=sum(round_.n_verified for round_ in rounds),
+        n_accepted=sum(round_.n_accepted for round_ in rounds),
+        accepted_histogram=tuple(counts[i] for i in range(max(counts, default=-1) + 1)),
+        draft_seconds=sum(round_.draft_seconds for round_ in rounds),
+        verify_seconds=sum(round_.verify_seconds for round_ in rounds),
+        overhead_seconds=sum(round_.overhead_seconds for round_ in rounds),
+        plain_seconds=plain_seconds.get(1),
+        speed_up=_speed_up(rounds, plain_seconds),
+    )
+
+
+def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
+    """Seconds of a round without a draft, by the number of sequences that share its evaluation.
+
+    They are the length policy's latest estimate. If it has none, they are the median of these rounds.
+    """
+    plain = [each.seconds - each.draft_seconds for each in rounds if each.width == 1]
+    known = {1: statistics.median(plain)} if plain else {}
+    return known | {each.n_sequences: each.plain_seconds for each in rounds if each.plain_seconds is not None}
+
+
+def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> float | None:
+    """How many times as fast as plain decoding the rounds were.
+
+    Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. No
+    round costs less than a plain one, so the tokens of a round bound the result.
+    """
+    rounds = [round_ for round_ in rounds if not round_.n_prefill]
+    seconds = sum(round_.seconds for round_ in rounds)
+    is_known = all(round_.n_sequences in plain_seconds for round_ in rounds)
+    if not (is_known and seconds and any(round_.n_verified for round_ in rounds)):
+        return None
+    n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
+    plain = sum((round_.n_accepted + 1) * plain_seconds[round_.n_sequences] for round_ in rounds)
+    return min(plain / seconds, n_tokens / len(rounds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from llamaspec.engine.batching import Batching, Group
-from llamaspec.engine.sequence import RunningSequence, as_exception
-from llamaspec.engine.slot import Slot
-from llamaspec.engine.stopwatch import Clock, Stopwatch
+from llamaspec.engine.sequence import Clock, RunningSequence, Slot, Stopwatch, as_exception
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, n_common
@@ -127,7 +125,7 @@ class Scheduler:
         if is_out:
             for model in self._models.values():
                 model.release(slot.sequence.number)
-        slot.sequence.swap(is_out=is_out)
+        slot.sequence.is_swapped_out = is_out
 
     def _prepare(self, name: str, asking: Sequence[tuple[Slot, ForwardRequest]]) -> int:
         """Make room in a model for requests; return how many of them can be evaluated now."""
@@ -231,7 +229,8 @@ class Scheduler:
                 model.release(slot.sequence.number)
             except BaseException as raised:  # noqa: BLE001, PERF203  # raised to the reader
                 error = error or raised
-        slot.end(error)
+        slot.request = None
+        slot.sequence.end(error)
 
     def _sort(self) -> None:
         """Put the sequence that has waited longest first."""

@@ -21,9 +21,9 @@ from llamaspec.engine.generation import (
     TextEvent,
     Written,
     generate,
+    summarize,
 )
 from llamaspec.engine.sequence import RunningSequence
-from llamaspec.engine.statistics import summarize
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.sampling.constraint import TimedConstraint
@@ -109,7 +109,7 @@ class TextStream:
         notify : callable, optional
             Called by the compute thread whenever `ready` may have something new.
         """
-        self._begun(notify).listen(notify)
+        self._begun(notify).notify = notify
 
     def ready(self) -> list[Piece]:
         """The pieces that exist by now; starts generating, and does not wait.
@@ -190,7 +190,7 @@ class TextStream:
     def _begun(self, notify: Callable[[], object] | None = None) -> RunningSequence[TextEvent]:
         if self._sequence is None:
             request = self._request
-            self._sequence = self._thread.start(
+            sequence: RunningSequence[TextEvent] = RunningSequence(
                 generate(request),
                 request.speculation.length.width,
                 n_prompt=len(request.prompt),
@@ -198,6 +198,8 @@ class TextStream:
                 is_interactive=self._is_interactive,
                 notify=notify,  # from its first event on
             )
+            self._thread.start(sequence)
+            self._sequence = sequence
         return self._sequence
 
     def _take_event(self) -> None:

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.sequence import MAX_UNREAD, Event, Generating, RunningSequence, Width, unpadded
+from llamaspec.engine.sequence import MAX_UNREAD, Event, Generating, RunningSequence
 from llamaspec.errors import ClosedError
 from llamaspec.values import Forward, ForwardRequest
 
@@ -48,45 +48,14 @@ class ComputeThread:
         weakref.finalize(self, self._seat.leave)
         _stop_at_exit()
 
-    def start(
-        self,
-        completion: Generating[Event],
-        width: Width = unpadded,
-        *,
-        n_prompt: int = 0,
-        limit: int | None = None,
-        is_interactive: bool = False,
-        notify: Callable[[], object] | None = None,
-    ) -> RunningSequence[Event]:
-        """Start a sequence, from any thread. It joins the others at the next step.
-
-        Parameters
-        ----------
-        completion : coroutine
-        width : callable
-            As `SequenceLength.width`.
-        n_prompt, limit : int
-            Tokens of the prompt, and of the whole sequence at most.
-        is_interactive : bool
-            Whether the sequence goes before those that are not.
-        notify : callable, optional
-            Called by the compute thread after each event.
-        """
-        sequence: RunningSequence[Event] = RunningSequence(
-            next(self._numbers),
-            completion,
-            width,
-            n_prompt=n_prompt,
-            limit=limit,
-            is_interactive=is_interactive,
-            notify=notify,
-        )
+    def start(self, sequence: RunningSequence[Any]) -> None:
+        """Start a sequence, from any thread. It joins the others at the next step."""
+        sequence.number = next(self._numbers)
         try:
             self._post(lambda: self._scheduler.add(sequence), lambda: sequence.end(None))
         except BaseException:  # Ctrl-C, or no thread can be started: there will be no reader
-            sequence.cancel()
+            sequence.is_cancelled = True
             raise
-        return sequence
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
         """Wait for the next event of a sequence; None after its end.
@@ -104,14 +73,15 @@ class ComputeThread:
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:
         """End a sequence within one evaluation, from any thread. Returns at once; other sequences go on."""
-        sequence.cancel()
+        sequence.is_cancelled = True
         if self._seat.is_here:
             self._scheduler.abort(sequence)
             self._seat.wake()
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that generates nothing, such as a measurement, and return its result."""
-        sequence = self.start(_with_result(measurement))
+        sequence = RunningSequence(_with_result(measurement))
+        self.start(sequence)
         try:
             event = self.next_event(sequence)
         except BaseException:

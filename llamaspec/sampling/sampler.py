@@ -11,7 +11,7 @@ import numpy as np
 
 from llamaspec.protocols import RandomStreams, SequenceConstraint, Stream
 from llamaspec.sampling.filters import Sampling, Scores, distribution
-from llamaspec.values import Distribution, Draft, Logits, TokenArray
+from llamaspec.values import Distribution, Draft, Logits, Logprobs, TokenArray, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,27 @@ def candidates(
     weights = np.exp(perturbed - perturbed[order[0]])
     chances = weights[order] / weights.sum()
     return q.tokens[order].tolist(), chances.tolist()
+
+
+def logprobs(scores: Scores, token: int, n_top: int) -> Logprobs:
+    """The log-probabilities of one token, and of the `n_top` most probable ones, ties to the lowest ids.
+
+    They are of softmax(scores): before bias, penalties, a constraint, truncation and temperature.
+    """
+    highest = float(scores.max())
+    total = highest + float(np.log(np.exp(scores.astype(np.float64) - highest).sum()))
+    top: list[tuple[int, float]] = []
+    if n := min(n_top, len(scores)):
+        candidates = np.flatnonzero(scores >= np.partition(scores, -n)[-n])
+        best = candidates[np.argsort(-scores[candidates], kind="stable")[:n]]
+        top = [(i, float(scores[i]) - total) for i in best.tolist()]
+    return Logprobs(float(scores[token]) - total, tuple(top))
+
+
+def round_logprobs(
+    logits: Logits, draft: Draft, verification: Verification, n_top: int
+) -> tuple[Logprobs, ...]:
+    """Of each token of a round, from the target's logits [1 + K, V] float32."""
+    nodes = (-1, *verification.path)
+    tokens = [*draft.tokens[list(verification.path)].tolist(), verification.next_token]
+    return tuple(logprobs(logits[node + 1], token, n_top) for node, token in zip(nodes, tokens, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llamaspec.chat.deltas import TokenLogprobs
-from llamaspec.engine.statistics import Summary
+from llamaspec.engine.generation import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.scheduling import Finished, Submission
@@ -65,7 +65,7 @@ def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
         "accepted_histogram": list(summary.accepted_histogram),
         **_milliseconds(summary),
         "mask_ms": 1e3 * done.mask_seconds,
-        "speedup_estimate": end.speedup,
+        "speedup_estimate": summary.speed_up,
         "unused_draft": None if done.unused_draft is None else done.unused_draft._asdict(),
         "draft_fault": done.draft_fault,
     }
@@ -85,7 +85,7 @@ def work_of(submission: Submission) -> dict[str, Any]:
         "cached_tokens": sum(each.n_cached for each in done),
         "generated_tokens": n_generated,
         "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
-        "speedup_estimate": ends[-1].speedup if ends else None,
+        "speedup_estimate": ends[-1].completion.summary.speed_up if ends else None,
         "cancelled": submission.is_cancelled,
     }
 

@@ -28,7 +28,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
-from llamaspec.values import Round, TokenArray
+from llamaspec.values import TokenArray
 
 MAX_UNREAD = 64  # events of a sequence that may wait for the client; then no more are fetched
 MAX_RETRY_SECONDS = 60
@@ -49,7 +49,6 @@ class Finished:
     """The end of a sequence."""
 
     completion: Completion
-    speedup: float | None  # estimated, against plain decoding
     n_reasoning: int = 0  # tokens
 
     @property
@@ -242,7 +241,7 @@ class RequestQueue:
         if not stream.is_over and not self._is_late(state, stream):
             return None
         done = stream.completion
-        return Finished(done, speedup(done.rounds), stream.n_thought)
+        return Finished(done, stream.n_thought)
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
         """Whether a sequence has used its time and has a whole line."""
@@ -343,22 +342,3 @@ def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress
 
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
     return AnswerStream(job.prompt, job.max_tokens, open_part, parser, vocabulary, wanted.reasoning_budget)
-
-
-def speedup(rounds: Sequence[Round]) -> float | None:
-    """Estimate how many times as fast as plain decoding a completion was; None if nothing was verified.
-
-    A plain round counts with the latest estimate of its seconds. Rounds that shared their evaluation with a
-    prompt do not count, because their own share is unknown. No round costs less than a plain one, so the
-    tokens of a round bound the result.
-    """
-    rounds = [round_ for round_ in rounds if not round_.n_prefill]
-    if not any(round_.n_verified for round_ in rounds):
-        return None
-    latest = {round_.n_sequences: round_.plain_seconds for round_ in rounds}
-    expected = [latest[round_.n_sequences] for round_ in rounds]
-    seconds = sum(round_.seconds for round_ in rounds)
-    tokens = [round_.n_accepted + 1 for round_ in rounds]
-    plain = sum(n * each for n, each in zip(tokens, expected, strict=True) if each)
-    is_known = seconds > 0 and None not in expected
-    return min(plain / seconds, sum(tokens) / len(tokens)) if is_known else None

@@ -21,8 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llamaspec import AutoLength, ModelOptions, open_pair
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.engine.generation import Completion, StopReason
-from llamaspec.engine.statistics import summarize
+from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.opening import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
@@ -132,7 +131,7 @@ def _events(text: str, job: Job) -> Iterator[Event]:
     reason = StopReason.LIMIT if isinstance(text, Cut) else StopReason.END
     n_tokens = len(text) // LETTERS + 1
     figures = summarize([], n_tokens)
-    yield Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0), None)
+    yield Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0))
 
 
 @contextmanager

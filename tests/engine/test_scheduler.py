@@ -12,7 +12,7 @@ import pytest
 from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.sequence import MAX_UNREAD
+from llamaspec.engine.sequence import MAX_UNREAD, RunningSequence
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
 from llamaspec.protocols import SequenceLength
@@ -83,11 +83,10 @@ def test_rows_join_and_leave_between_evaluations() -> None:
 
 def test_who_waits_is_told_of_a_text_that_ends_before_its_start_returns() -> None:
     class Quick(Stepped):
-        def start(self, *args: Any, **options: Any) -> Any:
-            sequence = super().start(*args, **options)
+        def start(self, sequence: RunningSequence[Any]) -> None:
+            super().start(sequence)
             while self.step():
                 pass
-            return sequence
 
     models, told = {TARGET: target()}, []
     of = stream(Quick(models), models, seed=1, drafter=NoDrafter(), max_tokens=1)

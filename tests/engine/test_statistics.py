@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
-from llamaspec.engine.statistics import Summary, summarize
+from llamaspec.engine.generation import Summary, summarize
+from llamaspec.values import Round
 from rounds import a_round
 
 ROUNDS = [
@@ -29,18 +33,48 @@ def test_what_rounds_add_up_to() -> None:
         verify_seconds=3.25,
         overhead_seconds=4.25,
         plain_seconds=1.0,
+        speed_up=pytest.approx(8 / 9),
     )
     assert summarize(ROUNDS, 7).n_rounds_cut == 1
 
 
-def test_speed_is_compared_with_plain_rounds_of_the_same_text() -> None:
-    """8 tokens in 13 seconds: 4, and three times the median of 1, 3 and 8 seconds without a draft."""
+ALONE = a_round((1, 2, 3), accepted=2, seconds=(0.5, 2.0, 0.5))
+SHARED = replace(a_round((4, 5), accepted=1, seconds=(0.25, 2.0, 0.25)), n_sequences=4)
+PLAIN = a_round(seconds=(0.0, 0.5, 0.125))
+
+
+def believing(seconds: dict[int, float], rounds: Sequence[Round]) -> list[Round]:
+    """Rounds of which a policy knew what plain ones take, by the rows beside each."""
+    return [replace(round_, plain_seconds=seconds.get(round_.n_sequences)) for round_ in rounds]
+
+
+def gain(rounds: Sequence[Round]) -> float | None:
+    return summarize(rounds, sum(len(round_.tokens) for round_ in rounds)).speed_up
+
+
+def test_the_speed_next_to_plain_decoding() -> None:
+    """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
+    made, seconds = [ALONE, SHARED, PLAIN], {1: 1.0, 4: 2.5}
+    told = gain(believing(seconds, made))
+    assert told == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
+    assert gain(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
+    for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another belief
+        assert gain([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
+    beside = replace(SHARED, n_prefill=30, verify_seconds=0.01)  # a prompt: not to be compared
+    assert gain(believing(seconds, [*made, beside])) == told
+    assert gain(believing(seconds, [beside])) is None
+    assert gain(believing({1: 1.0}, made)) is None  # four rows were never seen without drafts
+    assert gain(believing(seconds, [a_round((1,), seconds=(0.0, 0.0, 0.0))])) is None
+    assert gain([]) is None
+    assert gain(made) is None
+
+
+def test_without_a_policy_that_times_rounds_the_plain_ones_of_the_text_count() -> None:
+    """8 tokens in 16 seconds, and the median of 1, 3 and 8 seconds without a draft."""
     plain = [a_round((), seconds=(0.0, seconds, 0.0)) for seconds in (1.0, 8.0, 3.0)]
     drafted = a_round((1, 2, 3, 4), accepted=4, seconds=(1.0, 2.0, 1.0))
     found = summarize([*plain, drafted], 8)
-    assert found.plain_seconds == 3.0
-    assert (found.decode_seconds, found.plain_excess) == (16.0, 3.0)
-    assert found.speed_up == 8 * 3.0 / 13.0
+    assert (found.plain_seconds, found.speed_up) == (3.0, 8 * 3.0 / 16.0)
     assert summarize(plain, 3).speed_up is None  # nothing was drafted
     assert summarize([drafted], 5).speed_up is None  # nothing to compare with
 

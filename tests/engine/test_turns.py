@@ -12,7 +12,7 @@ import pytest
 from fakes import Batch, Clock, FakeModel, Length
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.batching import INTERACTIVE_SECONDS
-from llamaspec.engine.slot import INTERACTIVE_TOKENS
+from llamaspec.engine.sequence import INTERACTIVE_TOKENS
 from llamaspec.engine.stream import TextStream
 from llamaspec.values import CHUNK, DRAFT, TARGET, WAIT_SECONDS, Logits
 from stepped import Stepped

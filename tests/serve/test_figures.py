@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,8 @@ from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.figures import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.scheduling import Finished, speedup
-from llamaspec.values import Round, Source
+from llamaspec.serve.scheduling import Finished
+from llamaspec.values import Source
 from rounds import a_round, a_text
 from serving import Gate, Served, served, until
 
@@ -135,7 +134,8 @@ def test_what_a_sequence_that_generated_nothing_counts() -> None:
 
 def test_the_timings_of_an_answer() -> None:
     """10 of 40 tokens of the prompt were read in 50 ms; 6 tokens written in 6.125 s."""
-    assert figures(Finished(replace(TEXT, mask_seconds=0.375), 1.25), NONE)["timings"] == {
+    text = replace(TEXT, mask_seconds=0.375, summary=replace(TEXT.summary, speed_up=1.25))
+    assert figures(Finished(text), NONE)["timings"] == {
         "cache_n": 30,
         "prompt_n": 10,
         "prompt_ms": pytest.approx(50.0),
@@ -157,35 +157,13 @@ def test_the_timings_of_an_answer() -> None:
         "draft_fault": None,
         "speedup_estimate": 1.25,
     }
-    cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0), None), NONE)["timings"]
+    cached = figures(Finished(replace(TEXT, n_cached=40, prefill_seconds=0.0)), NONE)["timings"]
     assert (cached["prompt_n"], cached["prompt_per_token_ms"], cached["prompt_per_second"]) == (0, None, None)
-
-
-def believing(seconds: dict[int, float], rounds: Sequence[Round]) -> list[Round]:
-    """Rounds of which a policy knew what plain ones take, by the rows beside each."""
-    return [replace(round_, plain_seconds=seconds.get(round_.n_sequences)) for round_ in rounds]
-
-
-def test_the_speed_next_to_plain_decoding() -> None:
-    """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
-    made, seconds = [ALONE, SHARED, PLAIN], {1: 1.0, 4: 2.5}
-    told = speedup(believing(seconds, made))
-    assert told == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
-    assert speedup(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
-    for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another belief
-        assert speedup([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
-    beside = replace(SHARED, n_prefill=30, verify_seconds=0.01)  # a prompt: not to be compared
-    assert speedup(believing(seconds, [*made, beside])) == told
-    assert speedup(believing(seconds, [beside])) is None
-    assert speedup(believing({1: 1.0}, made)) is None  # four rows were never seen without drafts
-    assert speedup(believing(seconds, [a_round(seconds=(0.0, 0.0, 0.0))])) is None
-    assert speedup([]) is None
-    assert speedup(made) is None
 
 
 def test_a_prompt_with_several_choices_counts_once() -> None:
     other = replace(TEXT, n_prompt_tokens=7, n_cached=5)
-    ends = [Finished(TEXT, None, 2), Finished(TEXT, None, 3), Finished(other, None), Finished(other, None, 4)]
+    ends = [Finished(TEXT, 2), Finished(TEXT, 3), Finished(other), Finished(other, 4)]
     assert openai_usage(ends, n=2) == {
         "prompt_tokens": 47,
         "completion_tokens": 24,

@@ -32,8 +32,7 @@ from llamaspec.chat.deltas import (
 )
 from llamaspec.chat.families import HERMES, AnswerFormat
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.engine.generation import Completion, StopReason
-from llamaspec.engine.statistics import summarize
+from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
 from llamaspec.serve.forms import collected
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
@@ -50,7 +49,7 @@ CHAT = ChatBody.model_validate({"messages": [], "stream_options": {"include_usag
 
 
 def end(reason: StopReason = USUAL) -> Finished:
-    return Finished(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), None, 2)
+    return Finished(Completion("", (1, 2), 9, reason, (), summarize([], 3), 0.5, 4), 2)
 
 
 SAID: dict[str, list[Event]] = {

@@ -292,7 +292,7 @@ def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
     assert text == said(alone, "def f(", 1, 5)
 
 
-@pytest.mark.parametrize("fails", ["speedup", "completion", "metrics"])
+@pytest.mark.parametrize("fails", ["completion", "metrics"])
 def test_an_end_with_a_fault_is_told_all_the_same(
     demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -309,9 +309,7 @@ def test_an_end_with_a_fault_is_told_all_the_same(
             with monkeypatch.context() as patch:
                 first = queue.submit([job(demo, "def f(", 1, 5)])
                 second = queue.submit([job(demo, "import os", 2, 5)])
-                if fails == "speedup":
-                    patch.setattr("llamaspec.serve.scheduling.speedup", fail)
-                elif fails == "completion":
+                if fails == "completion":
                     patch.setattr(AnswerStream, "completion", property(fail))
                 else:
                     patch.setattr(Metrics, "ended", fail)

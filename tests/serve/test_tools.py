@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from llamaspec import Pair, open_pair
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.template import Message, ToolCall
-from llamaspec.engine.generation import Completion, StopReason
-from llamaspec.engine.statistics import summarize
+from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.openai_chat import ChatBody
