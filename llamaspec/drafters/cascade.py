@@ -7,13 +7,11 @@ decides how much the helper drafts. The helper may be a cascade, too. tests/draf
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, fault_of, preparing
+from llamaspec.drafters.fallback import drafting, fault_of, metered, preparing
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.fixed import SequenceAtMost
@@ -22,10 +20,7 @@ from llamaspec.sampling.acceptance_rules import counterfactual
 from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.sampling.sampler import LogitsTarget, Sampler
-from llamaspec.values import Distribution, Draft, Forward, ForwardRequest, Round, Source, TokenArray
-
-Spent: TypeAlias = list[tuple[ForwardRequest, float]]  # evaluations, and the seconds of each
-Metered: TypeAlias = Generator[ForwardRequest, Forward, tuple[Draft, Spent]]
+from llamaspec.values import Distribution, Draft, ForwardRequest, Round, Source, TokenArray
 
 
 @dataclass(slots=True)
@@ -79,7 +74,7 @@ class CascadeDrafter:
         model, shown = self.model, self.model.window(path)
         limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
         asked = _HelperLength(limit, self.length, wanted, draft)
-        made, spent = yield from _metered(drafting(self.helper, path, asked))
+        made, spent = yield from metered(drafting(self.helper, path, asked))
         made = made.first(limit)
         helped = made.first(max(self.length.n_verified(made), 0))
         forward = yield ForwardRequest(model.model, shown, draft=helped.tokens, parents=helped.parents)
@@ -117,23 +112,6 @@ def used(round_: Round, n: int) -> Round:
         return round_
     n_accepted = max(n - 1, 0)
     return replace(round_, path=round_.path[:n_accepted], next_token=int(round_.tokens[n_accepted]))
-
-
-def _metered(proposing: Drafting) -> Metered:
-    """Draft, and record the evaluations and their seconds."""
-    spent: Spent = []
-    try:
-        request = next(proposing)
-        while True:
-            try:
-                forward = yield request
-            except EVALUATION_FAULTS as error:  # the helper handles it
-                request = proposing.throw(error)
-                continue
-            spent.append((request, forward.seconds))
-            request = proposing.send(forward)
-    except StopIteration as end:
-        return end.value, spent
 
 
 @dataclass(slots=True, eq=False)

@@ -5,9 +5,11 @@ The methods of drafters may be plain functions or coroutines; `drafting` and `pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.protocols import (
     Closing,
     Drafter,
@@ -17,7 +19,9 @@ from llamaspec.protocols import (
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.values import NO_DRAFT, Distribution, Draft, Source, TokenArray
+from llamaspec.values import NO_DRAFT, Distribution, Draft, Forward, ForwardRequest, Source, TokenArray
+
+Result = TypeVar("Result")
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
@@ -31,6 +35,25 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     prepared = drafter.prepare(context)
     if prepared is not None:
         yield from prepared
+
+
+def metered(
+    asking: Generator[ForwardRequest, Forward, Result],
+) -> Generator[ForwardRequest, Forward, tuple[Result, list[tuple[ForwardRequest, float]]]]:
+    """Run a coroutine; return its result, and its evaluations with the seconds of each."""
+    spent: list[tuple[ForwardRequest, float]] = []
+    try:
+        request = next(asking)
+        while True:
+            try:
+                forward = yield request
+            except EVALUATION_FAULTS as error:
+                request = asking.throw(error)
+                continue
+            spent.append((request, forward.seconds))
+            request = asking.send(forward)
+    except StopIteration as end:
+        return end.value, spent
 
 
 def fault_of(*drafters: Drafter) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import preparing
+from llamaspec.drafters.fallback import metered, preparing
 from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
@@ -238,10 +238,9 @@ def generate(request: GenerationRequest) -> Generating[TextEvent]:
         writer = _Writer(request)
         try:
             yield from _prefill(request)
+            reason = yield from _decode(request, writer)
         except ContextFullError:  # other sequences hold the room
-            yield Ended(StopReason.CONTEXT, ())
-            return
-        reason = yield from _decode(request, writer)
+            reason = StopReason.CONTEXT
         yield Ended(reason, writer.rest())
     finally:
         request.speculation.close()
@@ -269,49 +268,30 @@ def _prepare_drafter(
     request: GenerationRequest, read: TokenArray
 ) -> Generator[ForwardRequest, Forward, float]:
     """Let the drafter process the part of the prompt that the target has processed; return its seconds."""
-    seconds, preparation = 0.0, preparing(request.speculation.drafter, read)
-    wanted = _advance(preparation)
-    while wanted is not None:
-        try:
-            forward = yield wanted
-        except EVALUATION_FAULTS as error:  # noqa: PERF203
-            wanted = _advance(preparation, error=error)
-        else:
-            seconds += forward.seconds
-            wanted = _advance(preparation, forward)
-    return seconds
+    _, spent = yield from metered(preparing(request.speculation.drafter, read))
+    return sum(seconds for _, seconds in spent)
 
 
 def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, StopReason]:
     """Speculate until the completion ends; return the reason."""
     with closing(speculate(request.prompt, request.limit, request.speculation)) as loop:
-        wanted = _advance(loop)
+        wanted = next(loop, None)
         while wanted is not None:
             try:
                 answer = yield wanted
             except EVALUATION_FAULTS as error:
-                try:
-                    wanted = _advance(loop, error=error)  # a drafter can go on without its model
-                except ContextFullError:
-                    return StopReason.CONTEXT
+                wanted = loop.throw(error)  # a drafter can go on without its model
                 continue
             if isinstance(wanted, Round):
                 yield writer.keep(answer)  # before the next draft, which may fail
                 if writer.reason is not None:
                     request.speculation.length.observe(answer)  # as the loop would, before its next draft
                     return writer.reason
-            wanted = _advance(loop, answer)
+            try:
+                wanted = loop.send(answer)
+            except StopIteration:
+                break
     return request.reason_at_limit
-
-
-def _advance(
-    coroutine: Generator[Any, Any, Any], answer: Any = None, *, error: Exception | None = None
-) -> Any:
-    """Resume a coroutine; return what it yields next, or None at its end."""
-    try:
-        return coroutine.send(answer) if error is None else coroutine.throw(error)
-    except StopIteration:
-        return None
 
 
 class _Writer:

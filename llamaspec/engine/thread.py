@@ -17,9 +17,8 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD, Event, Generating, RunningSequence
@@ -89,7 +88,7 @@ class ComputeThread:
             raise
         if event is None:
             raise ClosedError("the pair was closed")
-        return event.result
+        return event[0]
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the compute thread between two evaluations, and return its result."""
@@ -287,11 +286,6 @@ def _stop_at_exit() -> None:
     atexit.register(lambda: _shared.stop())
 
 
-@dataclass(frozen=True, slots=True)
-class _Result(Generic[Result]):
-    result: Result
-
-
-def _with_result(measurement: Generator[ForwardRequest, Forward, Result]) -> Generating[_Result[Result]]:
+def _with_result(measurement: Generator[ForwardRequest, Forward, Result]) -> Generating[tuple[Result]]:
     result = yield from measurement
-    yield _Result(result)
+    yield (result,)
