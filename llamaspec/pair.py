@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,7 +29,11 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.vocabulary import difference
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.vocabulary import check_pair, difference
+from llamaspec.llama.weights import LoadProgress
+from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
@@ -85,11 +91,6 @@ class Pair:
     def draft_models(self) -> tuple[LlamaModel, ...]:
         """The draft, the draft's draft, and so on."""
         return self.models[1:]
-
-    @property
-    def has_heads(self) -> bool:
-        """Whether prediction heads draft for the target."""
-        return self.heads is not None
 
     @property
     def sources(self) -> frozenset[Source]:
@@ -287,3 +288,89 @@ class Pair:
         if not text:
             raise PromptError("the prompt is empty; give some text to continue")
         return self.target.vocabulary.tokenize(text, add_special=add_special)
+
+
+def demo_target() -> Path:
+    """The embedded target model."""
+    return Path(str(files("llamaspec") / "demo" / "target.gguf"))
+
+
+def demo_draft() -> Path:
+    """The embedded draft model, distilled from the embedded target."""
+    return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
+
+
+def open_pair(
+    target: str | Path,
+    draft: str | Path | Sequence[str | Path] | None = None,
+    *,
+    ngram: bool | None = None,
+    target_options: ModelOptions | None = None,
+    draft_options: ModelOptions | None = None,
+    cache_ram: int | None = None,
+    on_load: LoadProgress | None = None,
+) -> Pair:
+    """Load a target and, if given, its draft.
+
+    Parameters
+    ----------
+    target : str or Path
+        A file, a name from the list of models, or hf:owner/repo:file.
+    draft : str, Path or sequence of them, optional
+        The same; "auto" is the draft known for the target, or else the target's own prediction heads; "mtp"
+        is these heads, "ngram" no model at all. Of several, each drafts for the previous one.
+    ngram : bool, optional
+        Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
+        length, where nothing compares copies with the model's tokens.
+    cache_ram : int, optional
+        Bytes of main memory for the KV caches of finished sequences, so that a prompt with the same beginning
+        is not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
+
+    Raises
+    ------
+    ModelFileError, MemoryFullError
+        A model cannot be found or loaded.
+    PairError
+        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
+        target has no prediction heads.
+
+    Examples
+    --------
+    >>> with open_pair(demo_target(), demo_draft()) as pair:  # doctest: +SKIP
+    ...     for piece in pair.stream("import os", sampling=Sampling(temperature=0.7), seed=7):
+    ...         print(piece.text, end="")
+    """
+    plan = make_plan(
+        target,
+        draft,
+        copying=Copying.of(ngram),
+        target_options=target_options,
+        draft_options=draft_options,
+    )
+    return open_plan(plan, cache_ram=cache_ram, on_load=on_load)
+
+
+def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
+    """Load the models of a plan; parameters and errors are those of `open_pair`."""
+    start, heads = time.perf_counter(), None
+    drafts: list[LlamaModel] = []
+    with ExitStack() as opened:  # closes what is open if something goes wrong
+        store = None if cache_ram is None else PrefixStore(cache_ram)
+        target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
+        opened.callback(target.close)
+        if plan.heads is not None:
+            path = None if plan.has_own_heads else plan.heads.path
+            heads = PredictionHeads(target, plan.heads.options, path, on_load)
+            opened.callback(heads.close)
+        for file in plan.drafts:
+            drafts.append(LlamaModel(file.path, file.options, on_load, store=target.store))
+            opened.callback(drafts[-1].close)
+            if len(plan.drafts) > 1:
+                check_pair(target.vocabulary, drafts[-1].vocabulary)
+        draft, *stages = drafts or (None,)
+        seconds = time.perf_counter() - start
+        pair = Pair(
+            target, draft, seconds, stages=stages, heads=heads, copying=plan.copying, owns_models=True
+        )
+        opened.pop_all()
+    return pair

@@ -59,11 +59,6 @@ class DraftPlan:
         return self.heads is not None and self.heads.path == self.target.path
 
     @property
-    def has_heads(self) -> bool:
-        """Whether prediction heads draft for the target."""
-        return self.heads is not None
-
-    @property
     def models(self) -> tuple[ModelFile, ...]:
         """The target and the draft models."""
         return (self.target, *self.drafts)

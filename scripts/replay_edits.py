@@ -37,7 +37,7 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import Weights
 from llamaspec.measure.bench import TASKS, read_tasks
-from llamaspec.opening import demo_target
+from llamaspec.pair import demo_target
 from llamaspec.protocols import LengthPolicy, PromptReading
 from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.filters import Sampling

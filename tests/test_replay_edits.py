@@ -9,7 +9,7 @@ from fakes import tokens
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.measure.bench import read_tasks
-from llamaspec.opening import demo_target
+from llamaspec.pair import demo_target
 from llamaspec.values import LONGEST_COPY, Source
 from replay_edits import (
     CURVES,

@@ -30,7 +30,7 @@ from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.hub import AUTO
-from llamaspec.opening import demo_target
+from llamaspec.pair import demo_target
 from llamaspec.plan import known_draft
 
 _FILES: tuple[Decorator, ...] = (

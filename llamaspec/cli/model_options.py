@@ -22,8 +22,7 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
 from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain, stored_prior
 from llamaspec.measure.verdict import pair_verdict
-from llamaspec.opening import demo_draft, demo_target, open_plan
-from llamaspec.pair import Pair
+from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
 from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source

@@ -295,14 +295,14 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
         elif found.n_heads:
-            can = "used as the draft" if plan.has_heads else "can be used as the draft"
-            settings = () if plan.has_heads else ("heads",)
+            can = "used as the draft" if plan.heads is not None else "can be used as the draft"
+            settings = () if plan.heads is not None else ("heads",)
             yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}", settings=settings)
     if plan.is_plain:
         remedy = "name a small model of the target's family, or copy draft tokens from earlier text"
         text = "none given: plain decoding, one token at a time"
         yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
-    elif plan.draft is None and not plan.has_heads:
+    elif plan.draft is None and plan.heads is None:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
 
 

@@ -217,7 +217,7 @@ def make_report(
         versions={**versions, "python": platform.python_version(), **peer},
         target=_model(plan.target.path, with_hashes),
         drafts=tuple(_model(model.path, with_hashes) for model in plan.drafts),
-        has_heads=plan.has_heads,
+        has_heads=plan.heads is not None,
         settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
         curve=None if (prior := stored_prior(plan).value) is None else prior.curve,
         baseline=baseline,

@@ -73,7 +73,7 @@ def peer_arms(
     """
     heads = None if plan.has_own_heads else plan.heads
     draft = [part for file in (plan.draft, heads) if file is not None for part in ("-md", str(file.path))]
-    drafting = ["draft-mtp"] if plan.has_heads else ["draft-simple"] if draft else []
+    drafting = ["draft-mtp"] if plan.heads is not None else ["draft-simple"] if draft else []
     options = plan.target.options
     settings = {
         "-c": options.n_ctx,

@@ -226,7 +226,7 @@ def _write(path: Path, content: Measured) -> None:
 
 def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
     """The file of a pair's measurements; those of reading prompts belong to its target alone."""
-    return _path_of(pair.models[:1] if kind is ReadingGain else pair.models, pair.has_heads, kind)
+    return _path_of(pair.models[:1] if kind is ReadingGain else pair.models, pair.heads is not None, kind)
 
 
 def _path_of_stage(stage: Stage) -> Path:

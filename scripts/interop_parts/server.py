@@ -22,7 +22,7 @@ from llamaspec import AutoLength, ModelOptions, open_pair
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.generation import Completion, StopReason, summarize
-from llamaspec.opening import demo_draft, demo_target
+from llamaspec.pair import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
 from llamaspec.serve.requests import Job
