@@ -35,7 +35,7 @@ BEFORE_A_HIDDEN_STATE = ("nextn.enorm", "nextn.hnorm")
 HEAD_TENSORS = {JOIN, *(f"{name}.weight" for name in BEFORE_A_HIDDEN_STATE)}
 RESIDUAL_WRITERS = ("attn_output", "ffn_down")
 KEYS_AND_VALUES = ("attn_k.", "attn_v.")
-ARCHITECTURES = ("llama", "step35")  # the second is a Llama with a prediction head: mtp_target/step35.py
+ARCHITECTURES = ("llama", "step35")  # the second is a Llama with a prediction head: step35.py
 DROPPED = (
     "GGUF.",
     *("general." + name for name in ("architecture", "size_label", "parameter_count", "file_type")),

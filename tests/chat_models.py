@@ -8,14 +8,15 @@ a test wants to see would drown in it. The sign > is left out, so that a prompt 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from demo_pair.chat_template import relabel
+from gguf import GGUFReader
+
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.chat.session import ChatSettings, Session
-from llamaspec.chat.template import ChatTemplate
+from llamaspec.chat.template import KEY, ChatTemplate
+from llamaspec.llama.quantize import rewrite
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
 
@@ -52,8 +53,7 @@ def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE
 
 def with_template(path: Path, new: Path, template: str) -> Path:
     """Copy a model file and add a chat template."""
-    shutil.copyfile(path, new)
-    relabel(new, template)
+    rewrite(GGUFReader(path), new, {KEY: template})
     return new
 
 

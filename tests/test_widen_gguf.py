@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import step35
 from forward_requests import EXACT, text
 from llamaspec import ModelOptions, open_pair
 from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits
-from mtp_target import step35
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_llama, write_mamba
 from widen_gguf import quantize

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_model
-from llamaspec.draft_making.training import Plan, Progress, best_tokens, loss_of, train
+from llamaspec.draft_making.training import Plan, Progress, loss_of, train
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity, write_file
 from llamaspec.hub import DRAFT_FOR
@@ -130,16 +130,7 @@ def record(
 ) -> Record:
     """Evaluate a text with the target in independent windows of `length` tokens.
 
-    Parameters
-    ----------
-    target : LlamaModel
-        Scores `length` positions at once.
-    tokens : [n] int32
-        At least `length`; an incomplete last window is ignored.
-    length : int
-    folder : Path
-        Holds the record.
-    report : callable
+    The record grows in files in `folder`. An incomplete last window is ignored.
     """
     windows = np.resize(tokens, (len(tokens) // length, length)).astype(np.int32)
     shape = (*windows.shape, min(N_BEST, target.vocabulary_size))
@@ -181,25 +172,22 @@ def _train(
     plan = Plan(wish.minutes, RATE, rows * wish.length, report_seconds=min(30.0, 60 * wish.minutes / 4))
     chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # a resumed run draws other windows
 
-    def batch(done: float) -> Tensor:
+    def batch_loss(done: float) -> Tensor:
         report(done)
-        return torch.from_numpy(chance.integers(0, len(recorded.tokens), size=rows))
-
-    def loss(picked: Tensor) -> Tensor:
-        chosen = picked.numpy()
+        chosen = chance.integers(0, len(recorded.tokens), size=rows)
         best = torch.from_numpy(recorded.best[chosen].astype(np.int64)).to(device)
         log_p = torch.from_numpy(recorded.log_p[chosen].astype(np.float32)).to(device)
         tokens = torch.from_numpy(recorded.tokens[chosen].astype(np.int64)).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             features = draft.hidden(tokens).flatten(0, 1)
-        return loss_of(features, draft.embedding.weight, best_tokens(best.flatten(0, 1), log_p.flatten(0, 1)))
+        return loss_of(features, draft.embedding.weight, best.flatten(0, 1), log_p.flatten(0, 1))
 
     def report_progress(progress: Progress) -> None:
         left = (1 - progress.done) * 60 * wish.minutes * progress.tokens_per_second
         passes = left / recorded.tokens.size
         tell(f"{progress}; time left for {passes:.1f} passes over the text")
 
-    train(draft, plan, batch, loss, report_progress, checkpoint)
+    train(draft, plan, batch_loss, report_progress, checkpoint)
 
 
 def _device() -> torch.device:

@@ -127,13 +127,17 @@ class Llama(nn.Module):
         """Return the blocks under their own type."""
         return cast("list[Block]", list(self.blocks))
 
-    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Map ids [B, T] to normalised features [B, T, width]; bfloat16 needs autocast around it."""
+    def rows(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Map ids [B, T] to the last layer's output [B, T, width]; bfloat16 needs autocast around it."""
         turn = self.turns[:, : tokens.shape[1]]
-        x = self.embedding(tokens).to(dtype)
+        x: Tensor = self.embedding(tokens).to(dtype)
         for block in self.blocks:
             x = block(x, turn)
-        out: Tensor = self.final_norm(x)
+        return x
+
+    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Map ids [B, T] to normalised features [B, T, width]."""
+        out: Tensor = self.final_norm(self.rows(tokens, dtype))
         return out
 
     def logits(self, features: Tensor) -> Tensor:
@@ -141,16 +145,8 @@ class Llama(nn.Module):
         return (features @ self.embedding.weight.to(features.dtype).T).float()
 
 
-def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]) -> int:
-    """Write `model` to `path` atomically; return the size in bytes.
-
-    Parameters
-    ----------
-    path : Path
-    model : Llama
-    describe : callable
-        Adds the vocabulary, a name and other metadata.
-    """
+def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]) -> None:
+    """Write a model atomically; `describe` adds the vocabulary, a name and other metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write to another file and rename it: a process that has mapped the old file keeps it intact.
     partial = path.with_suffix(".partial")
@@ -175,7 +171,6 @@ def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return path.stat().st_size
 
 
 def copy_vocabulary(writer: GGUFWriter, source: Path) -> None:

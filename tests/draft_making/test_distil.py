@@ -14,17 +14,9 @@ torch = pytest.importorskip("torch", reason="the extra `train` is not installed"
 
 from llamaspec import LlamaModel, ModelOptions, open_pair  # noqa: E402
 from llamaspec.draft_making import training  # noqa: E402
-from llamaspec.draft_making.distil import (  # noqa: E402
-    Distillation,
-    distil_draft,
-    record,
-)
-from llamaspec.draft_making.student import (  # noqa: E402
-    Llama,
-    Shape,
-    write_model,
-)
-from llamaspec.draft_making.training import best_tokens, loss_of  # noqa: E402
+from llamaspec.draft_making.distil import Distillation, distil_draft, record  # noqa: E402
+from llamaspec.draft_making.student import Llama, Shape, write_model  # noqa: E402
+from llamaspec.draft_making.training import loss_of  # noqa: E402
 from llamaspec.errors import LlamaspecError, PromptError  # noqa: E402
 from llamaspec.hub import made_drafts, made_path  # noqa: E402
 from llamaspec.measure.probe import TEXT, sample_tokens  # noqa: E402
@@ -122,7 +114,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     weight = torch.randn(20, 8, requires_grad=True)
     p = torch.softmax(torch.randn(5, 20), -1)
     log_p, ids = p.log().topk(4)
-    loss = loss_of(features, weight, best_tokens(ids, log_p))
+    loss = loss_of(features, weight, ids, log_p)
     loss.backward()
     found = features.grad.clone(), weight.grad.clone()
     features.grad = weight.grad = None
