@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, Separated, option_group
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.cli.options import DRAFTING, JSON_OPTION
 from llamaspec.cli.output import SlowProgress, print_table, say
@@ -77,8 +77,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--llama-server", metavar="PROGRAM",
                  help="Also measure llama.cpp's server, from this file; all ratios are then to it, without a "
                  "draft."),
-    click.option("--spec-types", type=Separated("types", lambda text: tuple(text.split(","))),
-                 metavar="TYPE,...", help="Speculation types of llama-server to measure, besides none; "
+    click.option("--spec-types", metavar="TYPE,...",
+                 help="Speculation types of llama-server to measure, besides none; "
                  "default: draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
                  help="Also measure another checkout of llamaspec, in this folder."),
@@ -106,7 +106,7 @@ class BenchOptions:
     temperature: float
     repeats: int
     llama_server: str | None
-    spec_types: tuple[str, ...] | None
+    spec_types: str | None
     against: Path | None
     also: tuple[str, ...]
     markdown: bool
@@ -146,7 +146,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
     plan, given = _plan_and_options(models, context_for(tasks, bench.max_tokens))
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
-        arms += peer_arms(bench.llama_server, plan, bench.spec_types or ())
+        arms += peer_arms(bench.llama_server, plan, bench.spec_types.split(",") if bench.spec_types else ())
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
     total, fault, code = len(requests_of(tasks)) * bench.repeats, None, 0
@@ -243,8 +243,6 @@ def _given() -> Iterator[str]:
         value = context.params[name]
         if isinstance(value, bool):
             yield parameter.opts[0] if value else parameter.secondary_opts[0]
-        elif isinstance(value, tuple) and not parameter.multiple:
-            yield from (parameter.opts[0], ",".join(map(str, value)) or "none")
         else:
             for each in value if isinstance(value, tuple) else (value,):
                 yield from (parameter.opts[0], "auto" if each is None else str(each))

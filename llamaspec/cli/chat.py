@@ -127,6 +127,7 @@ def chat(
 
 
 @click.command(
+    cls=GroupedCommand,
     context_settings={"ignore_unknown_options": True},
     epilog="""\b
 Examples:

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from llamaspec.cli.grouped import Command, GroupedCommand, option_group, refusing_values
+from llamaspec.cli.grouped import Command, Group, option_group, refusing_values
 from llamaspec.cli.model_options import fetched_model
-from llamaspec.cli.options import JSON_OPTION
+from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.draft_making.worth import TrialSettings, judge_draft
-from llamaspec.errors import LlamaspecError, PromptError, printable
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.hub import made_path
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import LlamaModel
@@ -25,8 +25,6 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.probe import Spread
 from llamaspec.sampling.filters import Sampling
-
-MOST_TEXT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +62,12 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=Group)
 def draft() -> None:
     """Make a draft for a target that has none. `--draft auto` finds it afterwards."""
 
 
 @draft.command(
-    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec draft make big.gguf
@@ -118,7 +115,6 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
 
 
 @draft.command(
-    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec draft distil big.gguf --text corpus.txt --minutes 240
@@ -241,16 +237,7 @@ def _file(output: str | None, force: bool) -> Path | None:
 
 
 def _texts(names: Sequence[str]) -> tuple[bytes, ...]:
-    return tuple(_read(Path(name)) for name in names)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise PromptError(f"{path} is larger than {MOST_TEXT_BYTES >> 30} GiB; give a part of it")
-        return path.read_bytes()
-    except OSError as error:
-        raise PromptError(f"cannot read {path}: {error.strerror or error}; name a readable file") from error
+    return tuple(read_input(Path(name), "text") for name in names)
 
 
 def _show(made: Made) -> None:

@@ -14,7 +14,7 @@ Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
 
 _MANY = 20  # options; the help of a command with more shows only the common ones
 _COMMON = frozenset((  # names of parameters
-    "argument", "option", "file", "chat", "system", "target", "draft", "pair", "n_ctx", "gpu_layers",
+    "option", "file", "chat", "system", "target", "draft", "pair", "n_ctx", "gpu_layers",
     "threads", "max_tokens", "temperature", "seed", "stats", "as_json", "show_drafts", "explain",
     "resume", "save", "load", "reasoning",
     "host", "port", "parallel", "api_keys", "alias",
@@ -31,10 +31,6 @@ class GroupedCommand(click.Command):
     If there are many, -h shows the common ones and --help-all all of them.
     """
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        names = {"help_option_names": ["-h", "--help"]}
-        super().__init__(*args, **{**more, "context_settings": names | (more.get("context_settings") or {})})
-
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return its own options, and --help-all if there are many."""
         parameters = super().get_params(ctx)
@@ -46,16 +42,21 @@ class GroupedCommand(click.Command):
         for i in range(end):
             if args[i] == "--stats" and args[i + 1 : i + 2] and args[i + 1] not in _DETAILS:
                 args = [*args[:i], f"--stats={_DETAILS[0]}", *args[i + 1 :]]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click names no command if a value is missing
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per group, and one for the other options."""
+        shows_all = not self._has_many or _SHOWS_ALL in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             title = _SECTIONS.get(parameter, "Other")
-            is_common = title == "Other" or parameter.name in _COMMON
-            if record is not None and (is_common or self._shows_all(ctx)):
+            is_shown = shows_all or title == "Other" or parameter.name in _COMMON
+            if record is not None and is_shown and isinstance(parameter, click.Option):
                 sections.setdefault(title, []).append(record)
         for title, records in sections.items():
             with formatter.section("Options" if len(sections) == 1 else title):
@@ -65,8 +66,11 @@ class GroupedCommand(click.Command):
     def _has_many(self) -> bool:
         return len(self.params) > _MANY
 
-    def _shows_all(self, ctx: click.Context) -> bool:
-        return not self._has_many or _SHOWS_ALL in ctx.meta
+
+class Group(click.Group):
+    """A command with subcommands."""
+
+    command_class = GroupedCommand
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -129,51 +133,13 @@ def refusing_values() -> Iterator[None]:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
-class _Explained:
-    """A range of numbers whose error message names it; to be mixed into a range type of click."""
-
-    noun: str
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert an argument."""
-        try:
-            return super().convert(value, param, ctx)  # type: ignore[misc]
-        except click.BadParameter as error:
-            raise click.BadParameter(f"must be {self.wanted()}", ctx, param) from error
-
-    def wanted(self: Any) -> str:
-        """Describe the values that are accepted."""
-        return f"{self.noun}{in_range(self.min, self.max)}"
-
-
-class Integer(_Explained, click.IntRange):
+class Integer(click.IntRange):
     """An integer in a range."""
 
-    name, noun = "integer", "an integer"
+    name = "integer"  # click's own is "integer range"
 
 
-class Number(_Explained, click.FloatRange):
+class Number(click.FloatRange):
     """A number in a range."""
 
-    name, noun = "number", "a number"
-
-
-def in_range(least: float | None, most: float | None) -> str:
-    """Describe a range, for a message."""
-    if least is not None and most is not None:
-        return f" from {least:g} to {most:g}"
-    return f" ≥ {least:g}" if most is None else f" ≤ {most:g}"
-
-
-class Separated(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated values, parsed by a function whose ValueError is shown."""
-
-    def __init__(self, name: str, read: Callable[[str], tuple[Any, ...]]) -> None:
-        self.name, self._read = name, read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert an argument."""
-        try:
-            return value if isinstance(value, tuple) else self._read(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    name = "number"

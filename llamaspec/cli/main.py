@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import difflib
 import os
 import sys
 import threading
@@ -49,34 +48,18 @@ _SUBCOMMANDS = {
 
 
 class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_SUBCOMMANDS)
+    def __init__(self, **settings: Any) -> None:
+        names = {name: click.Command(name, short_help=text) for name, (_, text) in _SUBCOMMANDS.items()}
+        super().__init__(**settings, commands=names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _SUBCOMMANDS and cmd_name not in self.commands:
-            with interrupts_end_the_process():
-                module = import_module(f"llamaspec.cli.{_SUBCOMMANDS[cmd_name][0]}")
-            self.add_command(getattr(module, cmd_name))
-        return super().get_command(ctx, cmd_name)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Suggest similar commands; click suggests only those that are loaded."""
-        name = args[0]
-        close = difflib.get_close_matches(name, _SUBCOMMANDS, n=3, cutoff=0.6)
-        if name not in _SUBCOMMANDS and close:
-            ctx.fail(f"No such command {name!r}, did you mean {' or '.join(close)}?")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an option without its value names the command, too: click's parser leaves it out."""
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            if error.ctx is None and (name := ctx.invoked_subcommand) is not None:
-                error.ctx = click.Context(self.commands[name], parent=ctx, info_name=name)
-            raise
+        """Return a command; only then its module is loaded."""
+        if cmd_name not in _SUBCOMMANDS:
+            return None
+        with interrupts_end_the_process():
+            module = import_module(f"llamaspec.cli.{_SUBCOMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from llamaspec.catalog import RemoteFile
 from llamaspec.cli.grouped import Decorator, option_group
-from llamaspec.cli.options import DEVICE_NAMES, SHARES, DecodingOptions, make_policy
+from llamaspec.cli.options import DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import AUTO, locate_model, resolve_model
 from llamaspec.length.policy import AutoLength
@@ -30,13 +30,10 @@ from llamaspec.values import Copying, Source
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
-class _DraftName(click.ParamType):  # type: ignore[type-arg]
-    """A draft; the environment names one alone, whose path may have spaces."""
+class _DraftName(click.types.StringParamType):
+    """A draft; the environment names only one, whose path may have spaces."""
 
-    name = "text"
-
-    def split_envvar_value(self, rv: str) -> tuple[str]:
-        return (rv,)
+    envvar_list_splitter = "\0"
 
 
 _CACHE = click.Choice(list(CACHE_TYPES))
@@ -62,12 +59,12 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="Context size of the draft; default: as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all that fit."),
-    click.option("--device", "-dev", type=DEVICE_NAMES, metavar="NAME,...",
+    click.option("--device", "-dev", metavar="NAME,...",
                  help="Devices for the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
                       "for workers, or none. Default: the workers, and all GPUs."),
-    click.option("--draft-device", "-devd", type=DEVICE_NAMES, metavar="NAME,...",
+    click.option("--draft-device", "-devd", metavar="NAME,...",
                  help="Devices for the draft, on this machine only."),
-    click.option("--tensor-split", "-ts", type=SHARES, default=(), metavar="N,N,...",
+    click.option("--tensor-split", "-ts", metavar="N,N,...",
                  help="How to split the target's layers over these devices; default: by free memory."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
                  help="A machine to compute target layers, running llamaspec worker or llama.cpp's "
@@ -134,8 +131,8 @@ def _choice(
     target_options = ModelOptions(
         n_ctx=n_ctx,
         gpu_layers=given["gpu_layers"],
-        devices=given["device"],
-        tensor_split=given["tensor_split"],
+        devices=device_names(given["device"]),
+        tensor_split=_shares(given["tensor_split"]),
         workers=tuple(address for named in given["rpc"] for address in named.split(",")),
         threads=threads,
         flash_attention=given["flash_attn"],
@@ -147,7 +144,7 @@ def _choice(
     draft_options = ModelOptions(
         n_ctx=n_ctx if draft_ctx is None else draft_ctx,
         gpu_layers=given["draft_gpu_layers"],
-        devices=given["draft_device"],
+        devices=device_names(given["draft_device"]),
         threads=threads if given["draft_threads"] is None else given["draft_threads"],
         flash_attention=given["flash_attn"],
         cache_type_k=given["draft_cache_type_k"],
@@ -157,6 +154,22 @@ def _choice(
     return ModelChoice(
         target, draft, Copying.of(ngram), no_draft, verbose, draft_ctx, target_options, draft_options,
     )  # fmt: skip
+
+
+def device_names(text: str | None) -> tuple[str, ...] | None:
+    """Read the names of devices from a command line; None = llama.cpp's choice."""
+    if text is None:
+        return None
+    return () if text == "none" else tuple(name.strip() for name in text.split(","))
+
+
+def _shares(text: str | None) -> tuple[float, ...]:
+    try:
+        return (
+            tuple(map(float, text.replace("/", ",").split(","))) if text else ()
+        )  # llama.cpp allows slashes
+    except ValueError:
+        raise ValueError(f"--tensor-split needs numbers such as 3,1, not {text}") from None
 
 
 # The command gets a ModelChoice as `models`.

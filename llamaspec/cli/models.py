@@ -28,6 +28,7 @@ from llamaspec.catalog import (
     read_catalog,
     remove_own,
 )  # fmt: skip
+from llamaspec.cli.grouped import Group
 from llamaspec.cli.model_options import say_fetching
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import print_table, say
@@ -49,7 +50,7 @@ _LABELS = ("for ", "", "draft ", "", "here: ")
 _OTHERS = 6  # pairs listed after the recommended one
 
 
-@click.group()
+@click.group(cls=Group)
 def models() -> None:
     """List, fetch and name models and pairs. A fetched model needs no network."""
 

@@ -13,9 +13,9 @@ import click
 
 from llamaspec.chat.template import ChatTemplate, Message
 from llamaspec.chat.transcript import Transcript
-from llamaspec.cli.grouped import Command, Decorator, Integer, Separated, option_group
+from llamaspec.cli.grouped import Command, Decorator, Integer, option_group
 from llamaspec.cli.output import Detail, say
-from llamaspec.errors import ConstraintError, PromptError
+from llamaspec.errors import PromptError
 from llamaspec.length.fixed import AtMost, FixedLength
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.measure.exactness import Exactness
@@ -23,24 +23,12 @@ from llamaspec.measure.store import auto_length, known_exactness
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.constraint import MAX_TEXT
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
 
 
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(share) for share in text.replace("/", ",").split(","))  # llama.cpp allows slashes
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers such as 3,1") from None
-
-
-DEVICE_NAMES = Separated(
-    "devices", lambda text: () if text == "none" else tuple(name.strip() for name in text.split(","))
-)
-SHARES = Separated("shares", _shares)
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
 
 
@@ -49,30 +37,35 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompt as named on the command line."""
+    """The prompt as named on the command line. Raises a ValueError if it is named twice."""
 
-    text: str | None
+    option: str | None
     file: str | None
+    argument: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if [self.option, self.file, self.argument or None].count(None) < 2:
+            raise ValueError("give the prompt once: as an argument, with --prompt or with --file")
 
     @property
     def is_named(self) -> bool:
         """Whether the command line names a prompt."""
-        return self.text is not None or self.file is not None
+        return bool(self.argument) or self.option is not None or self.file is not None
 
     def read(self, default: str | None = None) -> bytes:
-        """The prompt, byte for byte; if none is named the default, else from stdin or typed at a terminal.
+        """Return the prompt, byte for byte.
 
-        Raises
-        ------
-        PromptError
-            It is empty, or the file cannot be read.
+        If none is named, it is the default, else it comes from stdin or is typed at a terminal. Raises a
+        PromptError if it is empty or the file cannot be read.
         """
-        text = self.text if self.is_named else default
+        text = " ".join(self.argument) if self.argument else self.option
+        if not self.is_named:
+            text = default
         if self.file is not None and self.file != "-":
             prompt = read_input(Path(self.file), "prompt file")
         elif text is not None and text != "-":
             prompt = text.encode("utf-8", errors="surrogateescape")
-        elif self.file is None and text is None and sys.stdin is not None and sys.stdin.isatty():
+        elif not self.is_named and sys.stdin is not None and sys.stdin.isatty():
             prompt = click.prompt("Prompt", err=True).encode("utf-8", errors="surrogateescape")
         else:
             prompt = sys.stdin.buffer.read() if sys.stdin is not None else b""
@@ -81,13 +74,22 @@ class PromptSource:
         return prompt
 
 
-def read_input(path: Path, kind: str) -> bytes:
+def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> bytes:
     """Read a file of the user, or raise a PromptError."""
     try:
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise PromptError(f"cannot read the {kind} {path}: {reason}; name a readable file") from error
+        raise PromptError(f"cannot read the {kind} {path}: {reason}; {remedy}") from error
+
+
+def decoded(content: bytes, what: str) -> str:
+    """Decode UTF-8, or raise a PromptError that says what it was."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{content[error.start]:02x}"
+        raise PromptError(f"{what} is not UTF-8: {byte}; convert it first") from error
 
 
 def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[Command], Command]:
@@ -99,14 +101,7 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
     ]  # fmt: skip
     if with_argument:
         options.insert(0, click.argument("argument", metavar="[PROMPT]...", nargs=-1))
-    return option_group("source", _source, options)
-
-
-def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] = ()) -> PromptSource:
-    text = " ".join(argument) if argument else None
-    if [text, option, file].count(None) < 2:
-        raise ValueError("give the prompt once: as an argument, with --prompt or with --file")
-    return PromptSource(option if text is None else text, file)
+    return option_group("source", PromptSource, options)
 
 
 # Sampling and drafting
@@ -115,15 +110,11 @@ def _source(*, option: str | None, file: str | None, argument: tuple[str, ...] =
 class DraftLength(Integer):
     """A number of draft tokens, or "auto", which becomes None."""
 
-    name = f"auto|0-{MAX_DRAFT}"
+    name = "draft length"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert an argument."""
         return None if value == "auto" else super().convert(value, param, ctx)
-
-    def wanted(self) -> str:
-        """Describe the values that are accepted."""
-        return f"auto or {super().wanted()}"
 
 
 def _limit(default: int, shown: str | bool, text: str) -> Decorator:
@@ -133,6 +124,7 @@ def _limit(default: int, shown: str | bool, text: str) -> Decorator:
 
 DRAFTING: tuple[Decorator, ...] = (  # also options of `serve`
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
+                 metavar=f"auto|0-{MAX_DRAFT}",
                  help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
     click.option("--trees", is_flag=True,
                  help="Let drafts branch into trees if that is expected to be faster, which needs cheap "
@@ -246,27 +238,19 @@ def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | No
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """Compile a JSON schema or a grammar, given as a file or as text, or raise a ConstraintError."""
+    """Compile a JSON schema or a grammar, given as a file or as text. Raises a PromptError if it is none."""
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
-        return pair.json_schema(_constraint_text(json_schema, is_text, "JSON schema"))
+        return pair.json_schema(json_schema if is_text else _read_constraint(json_schema, "JSON schema"))
     if grammar is not None:
         is_text = any(mark in grammar for mark in ("\n", "::=", ": "))
-        return pair.grammar(_constraint_text(grammar, is_text, "grammar"))
+        return pair.grammar(grammar if is_text else _read_constraint(grammar, "grammar"))
     return None
 
 
-def _constraint_text(value: str, is_text: bool, kind: str) -> str:
-    if is_text:
-        return value
-    try:
-        with Path(value).open(encoding="utf-8") as file:
-            return file.read(MAX_TEXT + 1)  # more is refused
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise ConstraintError(
-            f"cannot read the {kind} {value}: {reason}; name a readable file, or give the text itself"
-        ) from error
+def _read_constraint(name: str, kind: str) -> str:
+    content = read_input(Path(name), kind, "name a readable file, or give the text itself")
+    return decoded(content, f"the {kind} {name}")
 
 
 # Conversations
@@ -293,18 +277,12 @@ class ChatOptions:
         if self.chat_template is None:
             return ChatTemplate.of(pair.target)
         path = Path(self.chat_template)
-        try:
-            return ChatTemplate.of(pair.target, read_input(path, "chat template").decode())
-        except UnicodeDecodeError as error:
-            raise PromptError(f"the chat template {path} is not UTF-8; convert it first") from error
+        text = decoded(read_input(path, "chat template"), f"the chat template {path}")
+        return ChatTemplate.of(pair.target, text)
 
     def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
         """Return the tokens of a conversation with the prompt as its first user message."""
-        try:
-            message = Message("user", prompt.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            byte = f"byte {error.start} is 0x{prompt[error.start]:02x}"
-            raise PromptError(f"the prompt is not UTF-8: {byte}; convert it first") from error
+        message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
         rendered = self.read_template(pair).render(messages, parse_special=parse_special)
         return Transcript(pair.target.vocabulary).read(rendered)

@@ -15,11 +15,11 @@ import click
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
-from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
+from llamaspec.cli.model_options import ModelChoice, device_names, find_plan, learning, model_or_plain_options
 from llamaspec.cli.output import say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
-from llamaspec.files import cache_folder, read_file
+from llamaspec.files import cache_folder
 from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
 from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.llama.rpc import PORT, serve_worker
@@ -28,8 +28,6 @@ from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
-
-MAX_KEY_FILE = 1 << 20  # bytes
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
@@ -141,16 +139,11 @@ def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
 
 
 def _keys_of(name: str | None) -> Sequence[str]:
-    """Read API keys from a file; LlamaspecError if it cannot be read or has none."""
+    """Read API keys from a file; PromptError if it cannot be read or has none."""
     if name is None:
         return ()
-    try:
-        lines = read_file(Path(name), MAX_KEY_FILE).decode().splitlines()
-    except OSError as error:
-        raise LlamaspecError(f"cannot read the keys in {name}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise LlamaspecError(f"the keys in {name} are not text; write one key per line") from error
-    keys = [line.strip() for line in lines if line.strip()]
+    text = shared.decoded(shared.read_input(Path(name), "key file"), f"the key file {name}")
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise LlamaspecError(f"there is no key in {name}; write one key per line")
     return keys
@@ -201,6 +194,7 @@ def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
 
 
 @click.command(
+    cls=GroupedCommand,
     epilog="""\b
 Examples:
   llamaspec worker --host 10.0.0.7                       on the other machine
@@ -212,22 +206,23 @@ Examples:
 @click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the physical cores.")
 @click.option(
     "--device",
-    type=shared.DEVICE_NAMES,
+    metavar="NAME,...",
     help="Devices to compute on, separated by commas; default: all GPUs, else the CPU.",
 )
 @click.option("--cache", is_flag=True,
               help="Keep weights in the cache folder, so that a client sends them only once.")  # fmt: skip
-def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | None, *, cache: bool) -> None:
+def worker(host: str, port: int, threads: int | None, device: str | None, *, cache: bool) -> None:
     """Compute layers of a target that runs on another machine with --rpc HOST:PORT.
 
     There is no password and no encryption: anyone who can reach the port can use this machine and read what
     it computes. Listen on private networks only. One client at a time.
     """
     found = find_devices()
-    if device is None:
-        device = tuple(each.name for each in found if each.is_gpu) or ("CPU",)
-    unknown = [name for name in device if name not in {each.name for each in found}]
-    if unknown or not device:
+    names = device_names(device)
+    if names is None:
+        names = tuple(each.name for each in found if each.is_gpu) or ("CPU",)
+    unknown = [name for name in names if name not in {each.name for each in found}]
+    if unknown or not names:
         known = ", ".join(each.name for each in found)
         raise click.UsageError(f"no device {', '.join(unknown) or 'given'}; there is {known}")
     folder = None
@@ -239,8 +234,8 @@ def worker(host: str, port: int, threads: int | None, device: tuple[str, ...] | 
             fault = f"cannot make {folder}: {error.strerror}"
             raise WorkerError(f"{fault}; set LLAMASPEC_CACHE elsewhere") from error
     ready = (
-        f"a worker on {host}:{port}, computing on {', '.join(device)}; anyone who can reach it can use it, "
+        f"a worker on {host}:{port}, computing on {', '.join(names)}; anyone who can reach it can use it, "
         f"so private networks only; Ctrl-C stops it"
     )
-    devices = [each for each in found if each.name in device]
+    devices = [each for each in found if each.name in names]
     serve_worker(host, port, threads, devices, folder, lambda: say(ready))

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from platformdirs import user_state_path
 
-from llamaspec.errors import PromptError
+from llamaspec.cli.options import decoded
 from llamaspec.files import read_file
 
 _MAX_HISTORY_LINES, _MAX_HISTORY_BYTES = 1000, 10 << 20
@@ -79,7 +79,7 @@ def terminal_line(prompt: str) -> str:
     if not sys.stdout.isatty():  # `input` would write the prompt there
         click.echo(prompt, nl=False, err=True)
         prompt = ""
-    return _utf8(input(prompt).encode("utf-8", errors="surrogateescape"))
+    return decoded(input(prompt).encode("utf-8", errors="surrogateescape"), "the message")
 
 
 def piped_line(_prompt: str) -> str:
@@ -87,16 +87,7 @@ def piped_line(_prompt: str) -> str:
     line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
     if not line:
         raise EOFError
-    return _utf8(line.removesuffix(b"\n").removesuffix(b"\r"))
-
-
-def _utf8(line: bytes) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"the message is not UTF-8: byte {error.start} is 0x{line[error.start]:02x}; convert it first"
-        ) from error
+    return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), "the message")
 
 
 @contextmanager

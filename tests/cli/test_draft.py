@@ -45,7 +45,7 @@ def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--text", "none.txt"], "cannot read none.txt"),
+        (["--text", "none.txt"], "cannot read the text none.txt"),
         (["--output", "."], "is a folder"),
         (["--output", __file__], "exists; name another file with --output, or --force"),
     ],
