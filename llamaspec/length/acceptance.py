@@ -26,7 +26,7 @@ MATCHES = (0.5, 1, 2, 3.5, 6, 12, 24, 48, 96, 192, 400)  # tokens: centres of th
 MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5))
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # log-odds at first; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # tokens that these count for; that an average remembers
-GAIN, COPY_GAIN = 0.25, 0.4  # how fast a completion's level moves, for drafts and for copies
+GAIN = 0.25  # how fast a completion's level moves
 SETTLED = 3  # runs of a pair after which its costs are trusted: one of them may have been on a busy machine
 NEAREST, FARTHEST = 4, 512  # rounds between two explorations, at least and at most
 FLATTEST = 0.1  # slope of a probability over its log-odds, at least
@@ -87,8 +87,7 @@ class TextAcceptance:
 
     def learn(self, outcome: float, confidence: float) -> None:
         """Learn from one token."""
-        gain, known = (COPY_GAIN, confidence) if self._is_copied else (GAIN, None)
-        self._level += gain * (outcome - self.probability(known))
+        self._level += GAIN * (outcome - self.probability(confidence if self._is_copied else None))
         self._shared.learn(outcome)
         self._shared.learn(outcome, confidence)
 

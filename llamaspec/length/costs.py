@@ -26,7 +26,6 @@ AGAIN = 4.0  # a second timing, in case the first was held up, waits for so many
 TRUSTED = 5  # timings before a width is padded to another
 TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
-LINEAR = 1.1  # cap of a first timing, as a multiple of evaluating the positions one by one
 PAD = 0.96  # padding must save this much
 LAG = 2  # tokens that a draft usually has to process before its next step
 READING = 0.1  # guess: a prompt token of the draft, in draft steps
@@ -217,7 +216,7 @@ class Costs:
             self._scale += surprise
             average.n = max(average.n, 1)
         elif not average.n:
-            average.learn(min(surprise, log(LINEAR * width * self.seconds(1) / self.seconds(width))))
+            average.learn(surprise)
             self._latest = [*self._latest[-2:], average]
         else:
             self._learn(average, surprise)
