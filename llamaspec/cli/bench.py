@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +37,8 @@ from llamaspec.measure.bench import (
     read_tasks,
     requests_of,
 )
-from llamaspec.measure.bench_figures import figures_of_arms, speed_ups
 from llamaspec.measure.bench_tables import COLUMNS, in_short, is_comparable, markdown, next_to_best_type, rows
-from llamaspec.measure.report import Report, make_report
+from llamaspec.measure.report import Report, make_report, speed_ups
 from llamaspec.measure.served_arms import (
     AUTO,
     PEER,
@@ -178,7 +177,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         is_usual = drafting == {"draft_length": None, "trees": False, "exact": False}
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             store_gains(plan, speed_ups(samples))
-        _show(samples, report, bench)
+        _show(report, bench)
         if bench.share is not None and is_whole:
             write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")
             say(f"wrote {bench.share}: no texts, paths or names of yours; check it before you share it")
@@ -251,7 +250,7 @@ def _given() -> Iterator[str]:
 # Output
 
 
-def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> None:
+def _show(report: Report, options: BenchOptions) -> None:
     is_aside = options.as_json and not options.markdown
     console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
@@ -267,7 +266,7 @@ def _show(samples: Sequence[Sample], report: Report, options: BenchOptions) -> N
             if (line := next_to_best_type(report, group)) is not None:
                 console.print(line)
     console.print(f"\n{_LEGEND.format(report.baseline_name)}\n")
-    for arm, each in figures_of_arms(samples).items():
+    for arm, each in report.all_tasks.items():
         if each.forks and is_comparable(arm, report):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
             console.print(f"{arm}: text differs from {report.baseline} in {where}")

@@ -9,8 +9,8 @@ so that no arm finds its prompt in a cache; within it the prefix grows, and cach
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +19,7 @@ import yaml
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.measure.served_arms import Answer, RefusedError
+from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
 WARM_UP = "Count from one to thirty, in words."
@@ -183,19 +183,59 @@ def context_for(tasks: Sequence[BenchTask], max_tokens: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One arm's answer to one request."""
+    """The figures of one arm's answer to one request; a report holds it, so it holds no text."""
 
     arm: str
     group: str
     task: str
     prompt: str  # which of the task's, such as "ask 2"
     repeat: int
-    answer: Answer
+    n_prompt_tokens: int
+    n_tokens: int
+    seconds: float  # from the request to the end of the stream
+    first_seconds: float  # to the first text
+    n_drafted: int | None  # as the server says
+    n_accepted: int | None
+    differs_at: int | None  # the first character that differs from the baseline's text
+
+    @classmethod
+    def of(cls, arm: str, request: Request, repeat: int, answer: Answer, baseline: Answer) -> Sample:
+        """Keep the figures of an answer."""
+        figures = asdict(answer)
+        del figures["text"], figures["reply"]
+        task, differs_at = request.task, first_difference(answer.text, baseline.text)
+        return cls(arm, task.group, task.name, request.label, repeat, **figures, differs_at=differs_at)
 
     @property
     def request(self) -> tuple[str, int]:
         """What it shares with the other arms' answers to the same request."""
         return self.prompt, self.repeat
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding: after the first token; None if there was no second one."""
+        decoding = self.seconds - self.first_seconds
+        return (self.n_tokens - 1) / decoding if self.n_tokens > 1 and decoding > 0 else None
+
+    def seconds_for(self, n_tokens: int) -> float:
+        """Return the seconds for so many tokens: texts that differ have other lengths."""
+        rate = self.tokens_per_second
+        if rate is None or n_tokens == self.n_tokens or n_tokens < 1:
+            return self.seconds
+        return self.first_seconds + (n_tokens - 1) / rate
+
+
+def first_difference(text: str, other: str) -> int | None:
+    """Return the first character in which two texts differ; None if they are the same."""
+    if text == other:
+        return None
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (mine, its) in pairs if mine != its), min(len(text), len(other)))
+
+
+def baseline_of(arms: Iterable[str]) -> str:
+    """Return the arm that ratios are to: llama-server without a draft, else our own plain decoding."""
+    return PEER_PLAIN if PEER_PLAIN in arms else PLAIN
 
 
 def ask_all(
@@ -246,10 +286,8 @@ def ask_all(
                 tell(f"{request.label} is left out: {error}")
                 refused.add(here)
                 continue
-            task = request.task
-            yield [
-                Sample(name, task.group, task.name, request.label, repeat, answers[name]) for name in order
-            ]
+            beside = answers[baseline_of(order)]
+            yield [Sample.of(name, request, repeat, answers[name], beside) for name in order]
             for name, messages in said[here].items():
                 recorded = request.turn.answer
                 reply = answers[name].reply if recorded is None else recorded  # an arm goes on from its own

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.bench_figures import Figures
-from llamaspec.measure.report import Report
+from llamaspec.measure.report import Figures, Report
 from llamaspec.measure.served_arms import AUTO, PEER
 
 COLUMNS = (

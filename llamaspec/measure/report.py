@@ -1,16 +1,19 @@
-"""What a benchmark found, as others may see it: one JSON object.
+"""The figures of a benchmark, and the report of them that users share: one JSON object.
 
-It holds no words of prompts and answers, no path, and no name of a user or a machine. Reports come from
-strangers, too: `read_report` checks sizes, types and every text. `bench_tables` shows them.
+Ratios compare an arm's answer with the baseline's answer to the same request. A report holds no words of
+prompts and answers, no path, and no name of a user or a machine. Strangers write reports, too, so
+`read_report` checks sizes, types and every text. `bench_tables` shows them.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -24,19 +27,8 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, find_devices
-from llamaspec.measure.bench import Sample
-from llamaspec.measure.bench_figures import (
-    Figures,
-    arms_of,
-    baseline_of,
-    best_type,
-    figures,
-    figures_of_arms,
-    fork,
-    grouped,
-    prompt_figures,
-)
-from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_PLAIN, PLAIN
+from llamaspec.measure.bench import Sample, baseline_of
+from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_BEST, PEER_PLAIN, PLAIN
 from llamaspec.measure.store import stored_prior
 from llamaspec.plan import DraftPlan
 
@@ -48,6 +40,135 @@ _MOST = 1 << 60  # what any number may be
 _HIDDEN = "..."
 _PUBLIC = re.compile(r"-{1,2}[a-z][a-z-]*|[0-9.,]+")  # options and numbers
 _PUBLIC_WORDS = {*CACHE_TYPES, *FLASH_ATTENTION, "none", "mtp", "ngram"}
+
+
+# Figures
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFigures:
+    """One arm on one prompt: medians over the repeats, of ratios to the baseline's answer and of seconds."""
+
+    whole: float  # times as fast, whole request; an answer of other length is scaled to the baseline's
+    decoding: float | None  # tokens per second after the first
+    first: float  # times as fast, to the first text
+    seconds: float
+    first_seconds: float
+    total_seconds: float  # of all its answers, scaled as in `whole`
+    baseline_seconds: float  # of all the baseline's
+    forks: tuple[int, ...]  # the first characters in which texts differ from the baseline's
+    n_answers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One arm on several prompts: geometric means of ratios, medians of seconds; and all requests as one."""
+
+    whole: float
+    spread: float  # factor: exp of the standard deviation of the logarithms
+    worst: float
+    worst_prompt: str
+    decoding: float | None
+    first: float
+    total: float  # the baseline's total_seconds next to these
+    seconds: float
+    first_seconds: float
+    total_seconds: float  # of all requests together, each as if it had the baseline's number of tokens
+    forks: dict[str, tuple[int, ...]]  # by prompt
+    n_same: int  # texts that equal the baseline's
+    n_answers: int
+
+
+def prompt_figures(samples: Sequence[Sample], arm: str, baseline: str) -> dict[str, PromptFigures]:
+    """One arm by prompt, next to another one."""
+    beside = {sample.request: sample for sample in samples if sample.arm == baseline}
+    pairs: dict[str, list[tuple[Sample, Sample]]] = {}
+    for sample in samples:
+        if sample.arm == arm:
+            pairs.setdefault(sample.prompt, []).append((sample, beside[sample.request]))
+    return {prompt: _of_prompt(each) for prompt, each in pairs.items()}
+
+
+def _of_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> PromptFigures:
+    rates = [(mine.tokens_per_second, base.tokens_per_second) for mine, base in pairs]
+    decoding = [mine / base for mine, base in rates if mine and base]
+    scaled = [mine.seconds_for(base.n_tokens) for mine, base in pairs]
+    return PromptFigures(
+        whole=statistics.median(base.seconds / own for own, (_, base) in zip(scaled, pairs, strict=True)),
+        decoding=statistics.median(decoding) if decoding else None,
+        first=statistics.median(base.first_seconds / mine.first_seconds for mine, base in pairs),
+        seconds=statistics.median(mine.seconds for mine, _ in pairs),
+        first_seconds=statistics.median(mine.first_seconds for mine, _ in pairs),
+        total_seconds=sum(scaled),
+        baseline_seconds=sum(base.seconds for _, base in pairs),
+        forks=tuple(mine.differs_at for mine, _ in pairs if mine.differs_at is not None),
+        n_answers=len(pairs),
+    )
+
+
+def best_of(arms: Sequence[Mapping[str, PromptFigures]]) -> dict[str, PromptFigures]:
+    """For each prompt the figures of the arm that was fastest there, known afterwards."""
+    return {prompt: max((arm[prompt] for arm in arms), key=lambda each: each.whole) for prompt in arms[0]}
+
+
+def figures(prompts: Mapping[str, PromptFigures]) -> Figures:
+    """Fold the figures of several prompts, at least one."""
+    each = [*prompts.values()]
+    logs = [math.log(one.whole) for one in each]
+    worst_prompt = min(prompts, key=lambda prompt: prompts[prompt].whole)
+    decoding = [one.decoding for one in each if one.decoding is not None]
+    total_seconds = sum(one.total_seconds for one in each)
+    n_answers = sum(one.n_answers for one in each)
+    return Figures(
+        whole=math.exp(statistics.mean(logs)),
+        spread=math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0,
+        worst=prompts[worst_prompt].whole,
+        worst_prompt=worst_prompt,
+        decoding=statistics.geometric_mean(decoding) if decoding else None,
+        first=statistics.geometric_mean(one.first for one in each),
+        total=sum(one.baseline_seconds for one in each) / total_seconds,
+        seconds=statistics.median(one.seconds for one in each),
+        first_seconds=statistics.median(one.first_seconds for one in each),
+        total_seconds=total_seconds,
+        forks={prompt: one.forks for prompt, one in prompts.items() if one.forks},
+        n_same=n_answers - sum(len(one.forks) for one in each),
+        n_answers=n_answers,
+    )
+
+
+def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
+    """By arm, next to the baseline; of several llama-servers also the best of each prompt."""
+    names = [*dict.fromkeys(sample.arm for sample in samples)]
+    arms = {arm: prompt_figures(samples, arm, baseline_of(names)) for arm in names}
+    peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
+    if len(peers) > 1:
+        arms[PEER_BEST] = best_of(peers)
+    return {arm: figures(each) for arm, each in arms.items()}
+
+
+def speed_ups(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return how many times as fast llamaspec's defaults are as plain decoding, by group of tasks."""
+    return {
+        group: figures(prompt_figures(each, AUTO, PLAIN)).whole
+        for group, each in grouped(samples, "group").items()
+    }
+
+
+def best_type(arms: Mapping[str, Figures]) -> str | None:
+    """The llama-server that is fastest over all of them, which a user can know; None without any."""
+    peers = [arm for arm in arms if arm.startswith(PEER) and arm != PEER_BEST]
+    return max(peers, key=lambda arm: arms[arm].whole, default=None)
+
+
+def grouped(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
+    """Samples by one of their fields: group or task."""
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(getattr(sample, kind), []).append(sample)
+    return by_name
+
+
+# The report
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +191,6 @@ class ReportedMachine:
     cores: int
     memory_bytes: int
     backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedSample:
-    """One arm's answer to one request."""
-
-    arm: str
-    group: str
-    task: str
-    prompt: str
-    repeat: int
-    n_prompt_tokens: int
-    n_tokens: int
-    seconds: float
-    first_seconds: float
-    n_drafted: int | None
-    n_accepted: int | None
-    differs_at: int | None  # the first character that is not the baseline's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +233,27 @@ class Report:
     curve: CostCurve | None  # as far as it is known
     baseline: str  # the arm that ratios are to
     best_type: str | None  # the llama-server that is fastest over all prompts
-    groups: dict[str, dict[str, Figures]]  # by group and arm
+    groups: dict[str, dict[str, Figures]]  # by group and arm; of several groups, all tasks come last
     tasks: dict[str, dict[str, Figures]]  # by task and arm
     to_best_type: dict[str, Figures]  # by group: `auto` next to the best type, if that is not the baseline
-    samples: tuple[ReportedSample, ...]
+    samples: tuple[Sample, ...]
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
         arms = {frozenset(arms) for arms in self.tasks.values()}
-        if len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
+        if not self.groups or len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
             raise ValueError("its tasks have not all the same arms, the baseline and auto among them")
         for value in _leaves(asdict(self)):
             if isinstance(value, str) and value != _text(value):
                 raise ValueError(f"no report says {printable(value[:40])}")
             if isinstance(value, int | float) and not 0 <= value <= _MOST:
                 raise ValueError(f"no report has the number {value}")
+
+    @property
+    def all_tasks(self) -> dict[str, Figures]:
+        """By arm, over all tasks."""
+        return [*self.groups.values()][-1]
 
     @property
     def baseline_name(self) -> str:
@@ -188,20 +296,25 @@ def make_report(
 ) -> Report:
     """What samples of this machine say; `settings` are the numbers of `Settings`."""
     arms: dict[str, str] = {}
-    for arm in arms_of(samples):
+    for arm in dict.fromkeys(sample.arm for sample in samples):
         is_ours = arm in (PLAIN, AUTO, BEFORE) or arm.startswith(PEER)
         name = _text(arm) if is_ours else public_options(shlex.split(arm))
         arms[arm] = name if name not in arms.values() else f"{name} ({len(arms)})"
     shown = [
-        Sample(
-            arms[each.arm], _text(each.group), _text(each.task), _text(each.prompt), each.repeat, each.answer
+        replace(
+            each,
+            arm=arms[each.arm],
+            group=_text(each.group),
+            task=_text(each.task),
+            prompt=_text(each.prompt),
         )
         for each in samples
     ]
     by_group = grouped(shown, "group")
     if len(by_group) > 1:
         by_group["all tasks"] = shown
-    baseline, best = baseline_of(arms), best_type(figures_of_arms(shown))
+    groups = {group: figures_of_arms(each) for group, each in by_group.items()}
+    baseline, best = baseline_of(arms), best_type([*groups.values()][-1])
     peer = {} if peer_version is None else {PEER: _text(peer_version)}
     versions = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
     return Report(
@@ -222,12 +335,12 @@ def make_report(
         curve=None if (prior := stored_prior(plan).value) is None else prior.curve,
         baseline=baseline,
         best_type=best,
-        groups={group: figures_of_arms(each) for group, each in by_group.items()},
+        groups=groups,
         tasks={task: figures_of_arms(each) for task, each in grouped(shown, "task").items()},
         to_best_type={} if best in (None, baseline) else {
             group: figures(prompt_figures(each, AUTO, best)) for group, each in by_group.items()
         },
-        samples=tuple(_samples(shown, baseline)),
+        samples=tuple(shown),
     )  # fmt: skip
 
 
@@ -254,16 +367,6 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
         n_bytes=sum(part.stat().st_size for part in file_parts(path)),
         sha256=file_hash(path, 64, lambda n_bytes: None) if with_hash else None,
     )
-
-
-def _samples(samples: Sequence[Sample], baseline: str) -> Iterator[ReportedSample]:
-    texts = {sample.request: sample.answer.text for sample in samples if sample.arm == baseline}
-    for sample in samples:
-        told = asdict(sample)
-        answer = told.pop("answer")
-        del answer["text"], answer["reply"]
-        differs_at = fork(sample.answer.text, texts[sample.request])
-        yield ReportedSample(**told, **answer, differs_at=differs_at)
 
 
 # Reading one

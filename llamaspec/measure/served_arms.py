@@ -117,19 +117,6 @@ class Answer:
     n_drafted: int | None = None  # as the server tells it
     n_accepted: int | None = None
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of decoding: after the first token; None where there was no second one."""
-        decoding = self.seconds - self.first_seconds
-        return (self.n_tokens - 1) / decoding if self.n_tokens > 1 and decoding > 0 else None
-
-    def seconds_for(self, n_tokens: int) -> float:
-        """Seconds of the request if the answer had so many tokens: texts that fork differ in length."""
-        rate = self.tokens_per_second
-        if rate is None or n_tokens == self.n_tokens or n_tokens < 1:
-            return self.seconds
-        return self.first_seconds + (n_tokens - 1) / rate
-
 
 class RefusedError(LlamaspecError):
     """A server refuses a request, such as one that is too long for its context."""

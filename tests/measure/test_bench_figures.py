@@ -6,29 +6,27 @@ from dataclasses import replace
 
 import pytest
 
-from llamaspec.measure.bench import Sample
-from llamaspec.measure.bench_figures import (
+from llamaspec.measure.bench import Sample, baseline_of, first_difference
+from llamaspec.measure.report import (
     PromptFigures,
-    baseline_of,
     best_of,
     best_type,
     figures,
     figures_of_arms,
-    fork,
     grouped,
     prompt_figures,
 )
-from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN, Answer
+from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN
 
 MOD, SIMPLE = f"{PEER}, ngram-mod", f"{PEER}, draft-simple"
 
 
-def answer(seconds: float, first: float = 1.0, n: int = 11, text: str = "same") -> Answer:
-    return Answer(text, text, 7, n, seconds, first)
+def answer(seconds: float, first: float = 1.0, n: int = 11, differs_at: int | None = None) -> Sample:
+    return Sample("arm", "group", "task", "prompt", 0, 7, n, seconds, first, None, None, differs_at)
 
 
-def sample(arm: str, prompt: str, of: Answer, repeat: int = 0) -> Sample:
-    return Sample(arm, "group", "task", prompt, repeat, of)
+def sample(arm: str, prompt: str, of: Sample, repeat: int = 0) -> Sample:
+    return replace(of, arm=arm, prompt=prompt, repeat=repeat)
 
 
 def test_ratios_are_to_the_answer_beside() -> None:
@@ -51,7 +49,7 @@ def test_ratios_are_to_the_answer_beside() -> None:
 
 def test_a_text_of_other_length_is_scaled_to_the_baselines() -> None:
     plain = answer(21.0, n=11)
-    shorter = answer(5.0, first=1.0, n=5, text="other")  # 1 s a token: 11 tokens would take 11 s
+    shorter = answer(5.0, first=1.0, n=5, differs_at=0)  # 1 s a token: 11 tokens would take 11 s
     found = prompt_figures([sample(PLAIN, "a", plain), sample("auto", "a", shorter)], "auto", PLAIN)["a"]
     assert found.whole == pytest.approx(21 / 11)
     assert found.total_seconds == pytest.approx(11.0)
@@ -66,7 +64,7 @@ def test_a_text_of_other_length_is_scaled_to_the_baselines() -> None:
     ("text", "at"), [("abc", None), ("abd", 2), ("ab", 2), ("abcd", 3), ("", 0), ("xbc", 0)]
 )
 def test_where_texts_fork(text: str, at: int | None) -> None:
-    assert fork(text, "abc") == at
+    assert first_difference(text, "abc") == at
 
 
 def of(whole: float, decoding: float | None, seconds: float, forks: tuple[int, ...] = ()) -> PromptFigures:
@@ -98,7 +96,7 @@ def test_the_best_arm_of_each_prompt() -> None:
 
 def llama_servers(times: dict[str, tuple[float, float]]) -> list[Sample]:
     return [
-        sample(arm, prompt, answer(seconds, text=arm))
+        sample(arm, prompt, answer(seconds, differs_at=None if arm == PEER_PLAIN else 0))
         for arm, each in times.items()
         for prompt, seconds in zip("ab", each, strict=True)
     ]
