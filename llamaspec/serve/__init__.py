@@ -36,7 +36,6 @@ class ServeSettings:
     log_format: LogFormat = "text"
     body_bytes: int = 8 << 20  # maximum size of a body
     body_seconds: float = 30.0  # maximum time for a body to arrive
-    json_depth: int = 64  # maximum nesting of a body
 
     def __post_init__(self) -> None:
         fine = all(key.isascii() and key.isprintable() and key.strip() for key in self.keys)

@@ -13,13 +13,12 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.engine.generation import StopReason
 from llamaspec.serve.bodies import (
-    MAX_STOPS,
+    AnswerOptions,
     Count,
     Fields,
     GenerationBody,
     ReasoningFields,
-    StopText,
-    parse_body,
+    Stops,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import anthropic_error
@@ -36,7 +35,7 @@ from llamaspec.serve.messages import (
 )
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Endpoint, service_of
+from llamaspec.serve.service import Endpoint, Service
 from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
@@ -76,31 +75,23 @@ class MessagesBody(GenerationBody, CountTokensBody):
     """A conversation to answer."""
 
     max_tokens: Count
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Stops | None = None
 
-    @property
-    def limit(self) -> int:
-        """Maximum number of tokens to generate."""
-        return self.max_tokens
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return tuple(self.stop_sequences or ())
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answer."""
+        return AnswerOptions(limit=self.max_tokens, stops=self.stop_sequences or ())
 
 
-async def _create(http: Request) -> Response:
+async def _create(service: Service, http: Request, body: MessagesBody) -> Response:
     """Answer a conversation."""
-    service, body = service_of(http), await parse_body(http, MessagesBody)
     prompt, parameters = await service.chat(body.chat_request())
     form = MessagesForm(service.model_name, body, len(prompt), service.builder)
     return await service.respond(http, body, [prompt], parameters, form)
 
 
-async def _count_tokens(http: Request) -> Response:
+async def _count_tokens(service: Service, http: Request, body: CountTokensBody) -> Response:
     """Count the tokens of a conversation."""
-    builder, body = service_of(http).builder, await parse_body(http, CountTokensBody)
-    tokens, _ = await builder.chat_prompt(body.chat_request(), must_fit=False)
+    tokens, _ = await service.builder.chat_prompt(body.chat_request(), must_fit=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 
@@ -108,7 +99,7 @@ class MessagesForm(Form):
     """The message object and its events."""
 
     def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
-        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stops
+        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
         self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._is_begun = False

@@ -39,13 +39,14 @@ from llamaspec.serve import (
     openai_responses,
     status,
 )
+from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
-from llamaspec.serve.service import CLIENT_LEFT, Service, service_of
+from llamaspec.serve.service import CLIENT_LEFT, Endpoint, Service
 
 FINAL_SECONDS = 10  # after the grace time, for answers to send their error
 Handler = Callable[[Request], Awaitable[Response]]
@@ -73,8 +74,9 @@ def make_app(service: Service) -> ASGIApp:
     """The ASGI application."""
     settings = service.settings
     routes = [Route(path, _page_file(name)) for path, name in PAGE_FILES.items()]
-    for path, handler, body in ENDPOINTS:
-        routes.append(Route(path, _answering(handler), methods=["GET" if body is None else "POST"]))
+    for endpoint in ENDPOINTS:
+        method = "GET" if endpoint.body is None else "POST"
+        routes.append(Route(endpoint.path, _answering(service, endpoint), methods=[method]))
     middleware = [
         Middleware(RequestLog, write=service.write, log_format=settings.log_format),
         Middleware(Guard, settings=settings),
@@ -83,9 +85,7 @@ def make_app(service: Service) -> ASGIApp:
         origins, methods = settings.cors_origins, ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
         middleware.insert(1, cors)
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
-    app.state.service = service
-    return app
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
 
 
 def _page_file(name: str) -> Handler:
@@ -98,16 +98,19 @@ def _page_file(name: str) -> Handler:
     return answer
 
 
-def _answering(handler: Handler) -> Handler:
-    """The handler, with exceptions turned into responses."""
+def _answering(service: Service, endpoint: Endpoint) -> Handler:
+    """The handler of an endpoint, with the body checked and exceptions turned into responses."""
 
     async def answer(http: Request) -> Response:
         try:
-            return await handler(http)
+            if endpoint.body is None:
+                return await endpoint.handler(service, http)
+            body = await parse_body(http, endpoint.body, service.settings)
+            return await endpoint.handler(service, http, body)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
-            service_of(http).tell_fault(error)
+            service.tell_fault(error)
             return error_response(http.url.path, error)
 
     return answer

@@ -1,24 +1,28 @@
 """Request bodies: safe parsing, and the fields that the APIs share.
 
-Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused. The properties
-of a `GenerationBody` mean the same in every API, whatever the fields are called there.
+Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused.
 tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.errors import RequestError
+from llamaspec.serve import ServeSettings
+from llamaspec.serve.errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
 _ALL_TOKENS = (1 << 31) - 1
@@ -28,30 +32,13 @@ _TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
 _Body = TypeVar("_Body", bound="Fields")
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-# Strings, the last of which may be cut off, and brackets outside of them.
-_JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-
-
-def json_depth(body: bytes, limit: int) -> int:
-    """Return how deep the brackets of a JSON text are nested; counting stops above `limit`."""
-    deepest = level = 0
-    for found in _JSON_TOKENS.finditer(body):
-        if (first := found[0][:1]) in b"[{":
-            level += 1
-            deepest = max(deepest, level)
-            if deepest > limit:
-                break
-        elif first in b"]}":
-            level -= 1
-    return deepest
-
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Escapes of JSON: a pair of surrogates, half of one, any other.
@@ -71,15 +58,44 @@ def without_half_pairs(body: bytes) -> bytes:
     return _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
 
 
-async def parse_body(http: Request, kind: type[_Body]) -> _Body:
-    """Return the checked body of a request; RequestError or ValidationError if it is wrong."""
+async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) -> _Body:
+    """Return the checked body of a request; RequestError if it is wrong, too large or too slow."""
     encoding = http.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise RequestError(415, f"the body is compressed ({encoding}); send it uncompressed")
-    body, limit = await http.body(), http.app.state.service.settings.json_depth
-    if json_depth(body, limit) > limit:
-        raise RequestError(413, f"the body is nested deeper than {limit} levels")
-    return kind.model_validate_json(without_half_pairs(body))
+    seconds = settings.body_seconds
+    try:
+        body = await asyncio.wait_for(_read(http, settings.body_bytes), seconds)
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
+    try:
+        return kind.model_validate_json(without_half_pairs(body))
+    except ValidationError as error:
+        raise invalid(error) from error
+
+
+async def _read(http: Request, limit: int) -> bytes:
+    length, body = http.headers.get("content-length", "0"), bytearray()
+    is_too_large = length.isascii() and length.isdigit() and int(length) > limit
+    if not is_too_large:
+        async for chunk in http.stream():
+            body += chunk
+            if is_too_large := len(body) > limit:
+                break
+    if is_too_large:
+        raise RequestError(413, f"the body is larger than {limit} bytes")
+    return bytes(body)
+
+
+def refused(message: str = "not supported yet") -> AfterValidator:
+    """Return the check of a field that must be missing, null, false or empty."""
+
+    def check(value: Any) -> Any:
+        if value:
+            raise PydanticCustomError(UNSUPPORTED, message)
+        return value
+
+    return AfterValidator(check)
 
 
 class Fields(BaseModel):
@@ -162,8 +178,21 @@ class SamplingFields(Fields):
         return self.speculative or SpeculativeFields()
 
 
-class GenerationBody(SamplingFields):
-    """A request to generate. Each API overrides the properties that it has fields for."""
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request wants of its answers, the same for every API."""
+
+    limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
+    n: int = 1  # answers to each prompt; answer i has the seed + i
+    stops: Sequence[str] = ()
+    n_logprobs: int | None = None  # most probable tokens to report with each token; None: not even its own
+    prediction: str | None = None  # text that most of the answer is expected to repeat
+    is_interactive: bool = False  # somebody waits at a cursor: it goes before others
+    max_seconds: float | None = None  # from the first token; then it ends at the next complete line
+
+
+class GenerationBody(SamplingFields, ABC):
+    """A request to generate."""
 
     model: str | None = None
     stream: bool | None = None
@@ -173,51 +202,9 @@ class GenerationBody(SamplingFields):
         """The seed; random if it is -1 or missing."""
         return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
 
-    @property
-    def n_choices(self) -> int:
-        """Answers to each prompt; choice i has the seed + i."""
-        return 1
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate; None or negative: as many as fit."""
-        return None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return ()
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Most probable tokens to report with each token; None: no log-probabilities."""
-        return None
-
-    @property
-    def predicted_text(self) -> str | None:
-        """Text that most of the answer is expected to repeat."""
-        return None
-
-    @property
-    def is_interactive(self) -> bool:
-        """Whether somebody waits at a cursor: the request goes before others."""
-        return False
-
-    @property
-    def max_seconds(self) -> float | None:
-        """Time from the first token after which the answer ends at the next complete line."""
-        return None
-
-
-class StopField(Fields):
-    """Stop strings as OpenAI's and Ollama's APIs have them."""
-
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    @abstractmethod
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answers."""
 
 
 class ReasoningFields(Fields):

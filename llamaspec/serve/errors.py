@@ -25,6 +25,9 @@ _OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
+UNSUPPORTED = "unsupported_parameter"  # code of a known field that this server does not support
+
+
 class RequestError(Exception):
     """A request cannot be answered; the message begins with the name of the wrong field, if there is one.
 
@@ -84,7 +87,7 @@ def bad_field(field: str, message: str) -> RequestError:
 
 def not_supported(field: str, message: str = "not supported yet") -> RequestError:
     """Return the error for a known field that this server does not support."""
-    return RequestError(400, message, field=field, code="unsupported_parameter")
+    return RequestError(400, message, field=field, code=UNSUPPORTED)
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -94,8 +97,6 @@ def as_request_error(error: Exception) -> RequestError:
     """
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, ValidationError):
-        return _invalid(error)
     if isinstance(error, LlamaspecError):
         return RequestError(400 if isinstance(error, PromptError) else 500, str(error))
     return RequestError(500, f"internal error: {type(error).__name__}")
@@ -132,19 +133,22 @@ def error_response(path: str, exception: Exception) -> JSONResponse:
     return JSONResponse(form(error), error.status, headers)
 
 
-def _invalid(error: ValidationError) -> RequestError:
+def invalid(error: ValidationError) -> RequestError:
+    """Return the error for a body that fails its checks."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     # Among the alternatives of a union, the client meant the one that matched furthest.
     paths = [
-        ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each["msg"])
+        ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each)
         for each in errors
         if each["loc"][:1] == first["loc"][:1]
     ]
-    path, message = max(paths, key=lambda found: len(found[0]))
-    return RequestError(400, message.removeprefix("Value error, "), field=".".join(path) or None)
+    path, worst = max(paths, key=lambda found: len(found[0]))
+    code = UNSUPPORTED if worst["type"] == UNSUPPORTED else None
+    message = worst["msg"].removeprefix("Value error, ")
+    return RequestError(400, message, field=".".join(path) or None, code=code)
 
 
 def _is_type_name(part: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,14 +15,14 @@ from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import Count, Fields, TopLogprobs, parse_body
+from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs
 from llamaspec.serve.errors import not_supported
 from llamaspec.serve.figures import figures, logprob_list
 from llamaspec.serve.forms import Form, WholeAnswer, sse
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import Finished
-from llamaspec.serve.service import Endpoint, service_of
+from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
 MAX_FILES = 1024
@@ -50,20 +51,14 @@ class NativeBody(OpenAIBody):
         """Whether the prompt is only processed, to have it in the KV cache."""
         return self.n_predict == 0
 
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate."""
-        return 1 if self.only_reads else self.n_predict or self.max_tokens
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Most probable tokens to report with each token."""
-        return self.n_probs or None
-
-    @property
-    def max_seconds(self) -> float | None:
-        """Time from the first token after which the completion ends at the next complete line."""
-        return self.t_max_predict_ms / 1e3 if self.t_max_predict_ms else None
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answer."""
+        return replace(
+            super().answer_options(),
+            limit=1 if self.only_reads else self.n_predict or self.max_tokens,
+            n_logprobs=self.n_probs or None,
+            max_seconds=self.t_max_predict_ms / 1e3 if self.t_max_predict_ms else None,
+        )
 
 
 class NativeCompletionBody(NativeBody):
@@ -80,10 +75,9 @@ class InfillBody(NativeBody):
     input_extra: Annotated[list[FileFields], Field(max_length=MAX_FILES)] | None = None
     prompt: str | None = None  # more of the prefix: the line up to the cursor
 
-    @property
-    def is_interactive(self) -> bool:
-        """Somebody waits at the cursor."""
-        return not self.only_reads
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answer: somebody waits at the cursor."""
+        return replace(super().answer_options(), is_interactive=not self.only_reads)
 
     def prompt_tokens(self, vocabulary: LlamaVocabulary, context_size: int) -> TokenArray:
         """The prompt; PromptError if the model has no infill tokens."""
@@ -95,9 +89,8 @@ class InfillBody(NativeBody):
         return fitting_infill_prompt(vocabulary, prefix, self.input_suffix, files, room)
 
 
-async def _complete(http: Request) -> Response:
+async def _complete(service: Service, http: Request, body: NativeCompletionBody) -> Response:
     """Continue a text."""
-    service, body = service_of(http), await parse_body(http, NativeCompletionBody)
     if (
         len(body.prompt) > 1
         and isinstance(body.prompt, list)
@@ -106,19 +99,17 @@ async def _complete(http: Request) -> Response:
         raise not_supported(
             "prompt", "takes one prompt here; send one request for each, or use /v1/completions"
         )
-    return await _respond(http, body, await run_in_threadpool(service.builder.prompt, body.prompt))
+    return await _respond(service, http, body, await run_in_threadpool(service.builder.prompt, body.prompt))
 
 
-async def _infill(http: Request) -> Response:
+async def _infill(service: Service, http: Request, body: InfillBody) -> Response:
     """Complete a text at the cursor."""
-    service, body = service_of(http), await parse_body(http, InfillBody)
     size = service.pair.target.context_size
     prompt = await run_in_threadpool(body.prompt_tokens, service.builder.vocabulary, size)
-    return await _respond(http, body, prompt)
+    return await _respond(service, http, body, prompt)
 
 
-async def _respond(http: Request, body: NativeBody, prompt: TokenArray) -> Response:
-    service = service_of(http)
+async def _respond(service: Service, http: Request, body: NativeBody, prompt: TokenArray) -> Response:
     parameters = await service.builder.text_parameters(body.wanted_format())
     form = NativeForm(service.model_name, body, service.builder)
     return await service.respond(http, body, [prompt], parameters, form)
@@ -129,6 +120,7 @@ class NativeForm(Form):
 
     def __init__(self, model: str, body: NativeBody, builder: RequestBuilder) -> None:
         self._model, self._body, self._builder = model, body, builder
+        self._stops = body.answer_options().stops
 
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
         """The response object, or the fields of it that the client asked for."""
@@ -155,9 +147,7 @@ class NativeForm(Form):
 
     def _last(self, end: Finished, content: str) -> dict[str, Any]:
         done, reason = end.completion, end.completion.stop_reason
-        stopping_word = (
-            self._builder.matched_stop(done, self._body.stops) if reason is StopReason.STOP else None
-        )
+        stopping_word = self._builder.matched_stop(done, self._stops) if reason is StopReason.STOP else None
         return {
             "index": 0,
             "content": content,

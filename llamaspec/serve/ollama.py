@@ -22,9 +22,17 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, Delta, ReasoningDelta
 from llamaspec.chat.template import Message
 from llamaspec.files import file_identity
-from llamaspec.serve.bodies import Fields, GenerationBody, ReasoningFields, StopField, parse_body
+from llamaspec.serve.bodies import (
+    AnswerOptions,
+    Fields,
+    GenerationBody,
+    ReasoningFields,
+    Stops,
+    StopText,
+    refused,
+)
 from llamaspec.serve.constraints import GenerationParameters, ResponseFormat
-from llamaspec.serve.errors import bad_field, ollama_error
+from llamaspec.serve.errors import ollama_error
 from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
@@ -35,18 +43,20 @@ from llamaspec.serve.messages import (
 )
 from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Endpoint, Service, service_of
-from llamaspec.serve.tools import Tools, tool_use
+from llamaspec.serve.service import Endpoint, Service
+from llamaspec.serve.tools import Tools, ToolUse, tool_use
 from llamaspec.values import TokenArray
 
 API_VERSION = "0.12.6"  # clients refuse versions that lack what they need
 Data = dict[str, Any]
 JSON_LINES = "application/x-ndjson"
+NoImages = Annotated[list[str], refused("images are not supported")]
 
 
-class OllamaOptions(StopField, GenerationBody):
+class OllamaOptions(GenerationBody):
     """`options` of a request."""
 
+    stop: StopText | Stops | None = None
     # Below 0: until the context is full.
     num_predict: Annotated[int, Field(ge=-1 << 31, lt=1 << 31)] | None = None
 
@@ -61,10 +71,10 @@ class OllamaOptions(StopField, GenerationBody):
             for key, value in given.items()
         }
 
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate."""
-        return self.num_predict or None
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return AnswerOptions(limit=self.num_predict or None, stops=stops)
 
 
 class OllamaBody(Fields):
@@ -96,14 +106,9 @@ class OllamaBody(Fields):
 class OllamaMessage(MessageFields):
     """A message of a conversation, with Ollama's names for the tool and the reasoning."""
 
-    thinking: str | None = None
-    images: list[str] | None = None
-    tool_name: str | None = None
-
-    @model_validator(mode="after")
-    def _rename(self) -> OllamaMessage:
-        self.name, self.reasoning_content = self.tool_name, self.thinking
-        return self
+    name: Annotated[str | None, Field(alias="tool_name")] = None
+    reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
+    images: NoImages | None = None
 
 
 class OllamaChatBody(OllamaBody):
@@ -114,11 +119,9 @@ class OllamaChatBody(OllamaBody):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        messages = placed(self.messages or ())
-        for place, message in messages:
-            _check_images(getattr(message, "images", None), f"{place}.images")
+        messages = conversation(placed(self.messages or ()))
         use = tool_use(self.tools, None, None, nested=True)
-        return ChatRequest(conversation(messages), "messages", use, self.reasoning, self.wanted_format())
+        return ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -128,15 +131,14 @@ class OllamaGenerateBody(OllamaBody):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: list[str] | None = None
+    images: NoImages | None = None
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
         messages = [Message("user", self.prompt or "", place="prompt")]
         if self.system:
             messages.insert(0, system_message(self.system, "system"))
-        return ChatRequest(messages, "prompt", tool_use(None, None, None), self.reasoning,
-                                    self.wanted_format())  # fmt: skip
+        return ChatRequest(messages, "prompt", ToolUse(), self.reasoning, self.wanted_format())
 
 
 class ShowBody(Fields):
@@ -146,62 +148,60 @@ class ShowBody(Fields):
     name: str | None = None  # its old name
 
 
-async def _chat(http: Request) -> Response:
+async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation."""
-    service, body = service_of(http), await parse_body(http, OllamaChatBody)
     form = OllamaChatForm(service.model_name)
     if not body.messages:
         return JSONResponse(form.loaded())
     prompt, parameters = await service.chat(body.chat_request())
-    return await _respond(http, body, prompt, parameters, form)
+    return await _respond(service, http, body, prompt, parameters, form)
 
 
-async def _generate(http: Request) -> Response:
+async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
     """Answer a prompt, or continue a text."""
-    service, body = service_of(http), await parse_body(http, OllamaGenerateBody)
     builder, form = service.builder, OllamaGenerateForm(service.model_name)
-    _check_images(body.images, "images")
     if not body.prompt:
         return JSONResponse(form.loaded())
     if not (body.raw or body.suffix or builder.template is None):
         prompt, parameters = await service.chat(body.chat_request())
-        return await _respond(http, body, prompt, parameters, form)
-    parameters = await builder.text_parameters(body.wanted_format())
-    if body.suffix:
-        prompt = builder.infill_prompt(body.prompt, body.suffix)
     else:
-        prompt = builder.prompt(body.prompt)
-    return await _respond(http, body, prompt, parameters, form)
+        parameters = await builder.text_parameters(body.wanted_format())
+        given, suffix = body.prompt, body.suffix
+        prompt = builder.infill_prompt(given, suffix) if suffix else builder.prompt(given)
+    return await _respond(service, http, body, prompt, parameters, form)
 
 
 async def _respond(
-    http: Request, body: OllamaBody, prompt: TokenArray, parameters: GenerationParameters, form: OllamaForm
+    service: Service,
+    http: Request,
+    body: OllamaBody,
+    prompt: TokenArray,
+    parameters: GenerationParameters,
+    form: OllamaForm,
 ) -> Response:
     options = (body.options or OllamaOptions()).model_copy(update={"stream": body.stream is not False})
-    return await service_of(http).respond(http, options, [prompt], parameters, form)
+    return await service.respond(http, options, [prompt], parameters, form)
 
 
-async def _version(_: Request) -> Response:
+async def _version(*_: object) -> Response:
     """The version of the API."""
     return JSONResponse({"version": API_VERSION})
 
 
-async def _tags(http: Request) -> Response:
+async def _tags(service: Service, _: Request) -> Response:
     """The models: one."""
-    return JSONResponse({"models": [_about(service_of(http))]})
+    return JSONResponse({"models": [_about(service)]})
 
 
-async def _ps(http: Request) -> Response:
+async def _ps(service: Service, _: Request) -> Response:
     """The models in memory: the same one."""
-    service = service_of(http)
     never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
     length = {"context_length": service.pair.target.context_size}
     return JSONResponse({"models": [{**_about(service), **never, **length}]})
 
 
-async def _show(http: Request) -> Response:
+async def _show(service: Service, *_: object) -> Response:
     """Describe the model, whatever name the client gives it."""
-    service, _ = service_of(http), await parse_body(http, ShowBody)
     about, target, builder = _about(service), service.pair.target, service.builder
     family = about["details"]["family"]
     info = {"general.architecture": family, f"{family}.context_length": target.context_size}
@@ -231,12 +231,6 @@ def _file(path: Path) -> Data:
 def _time(seconds: float | None = None) -> str:
     moment = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
     return moment.isoformat().replace("+00:00", "Z")
-
-
-def _check_images(images: Sequence[str] | None, field: str) -> None:
-    """RequestError if there are any."""
-    if images:
-        raise bad_field(field, "images are not supported")
 
 
 class OllamaForm(Form):

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,14 +17,16 @@ from starlette.responses import Response
 from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import (
+    AnswerOptions,
     CountOrAny,
     Effort,
     Fields,
     GenerationBody,
     ReasoningFields,
-    StopField,
+    Stops,
+    StopText,
     TopLogprobs,
-    parse_body,
+    refused,
 )
 from llamaspec.serve.constraints import FormatFields, ResponseFormat
 from llamaspec.serve.errors import bad_field, not_supported
@@ -32,7 +35,7 @@ from llamaspec.serve.forms import Form, WholeAnswer, sse
 from llamaspec.serve.messages import MAX_MESSAGES, Content, MessageFields, conversation, placed, text_of
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
-from llamaspec.serve.service import Endpoint, service_of
+from llamaspec.serve.service import Endpoint, Service
 from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 from llamaspec.values import TokenArray
 
@@ -50,9 +53,10 @@ class PredictionFields(Fields):
     content: Content
 
 
-class OpenAIBody(StopField, GenerationBody):
+class OpenAIBody(GenerationBody):
     """The fields of both APIs."""
 
+    stop: StopText | Stops | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None  # llama-server's
     max_tokens: CountOrAny | None = None
@@ -74,21 +78,15 @@ class OpenAIBody(StopField, GenerationBody):
             raise bad_field(found[1].field, "only one field may give the format of the answer")
         return found[0] if found else None
 
-    @property
-    def n_choices(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate."""
-        return self.max_tokens
-
-    @property
-    def predicted_text(self) -> str | None:
-        """Text to draft from; RequestError if a part of it is not text."""
-        expected = self.prediction
-        return None if expected is None else text_of(expected.content, "prediction.content") or None
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answers; RequestError if a part of the prediction is not text."""
+        prediction = None if self.prediction is None else self.prediction.content
+        return AnswerOptions(
+            limit=self.max_tokens,
+            n=self.n or 1,
+            stops=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            prediction=text_of(prediction, "prediction.content") or None,
+        )
 
 
 class ChatBody(OpenAIBody, ReasoningFields):
@@ -103,15 +101,11 @@ class ChatBody(OpenAIBody, ReasoningFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
 
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Most probable tokens to report with each token."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answers."""
+        limit = self.max_completion_tokens or self.max_tokens
+        n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return replace(super().answer_options(), limit=limit, n_logprobs=n_logprobs)
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
@@ -125,25 +119,19 @@ class CompletionBody(OpenAIBody):
     """A text to continue."""
 
     prompt: str | list[int] | Annotated[list[str], Field(min_length=1)] | list[list[int]]
-    echo: bool | None = None
+    echo: Annotated[bool | None, refused()] = None
     suffix: str | None = None
     best_of: int | None = None
     logprobs: TopLogprobs | None = None
 
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Most probable tokens to report with each token."""
-        return self.logprobs
-
-    @property
-    def is_interactive(self) -> bool:
-        """An editor completes the text at the cursor."""
-        return bool(self.suffix)
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answers; with a suffix, an editor completes the text at the cursor."""
+        options = super().answer_options()
+        return replace(options, n_logprobs=self.logprobs, is_interactive=bool(self.suffix))
 
 
-async def _chat(http: Request) -> Response:
+async def _chat(service: Service, http: Request, body: ChatBody) -> Response:
     """Answer a conversation."""
-    service, body = service_of(http), await parse_body(http, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     prompt, parameters = await service.chat(body.chat_request())
@@ -151,13 +139,10 @@ async def _chat(http: Request) -> Response:
     return await service.respond(http, body, [prompt], parameters, form)
 
 
-async def _complete(http: Request) -> Response:
+async def _complete(service: Service, http: Request, body: CompletionBody) -> Response:
     """Continue a text."""
-    service, body = service_of(http), await parse_body(http, CompletionBody)
     builder = service.builder
-    if body.echo:
-        raise not_supported("echo")
-    if (body.best_of or 1) > body.n_choices:
+    if (body.best_of or 1) > (body.n or 1):
         raise not_supported("best_of", "completions are not ranked here; ask for as many as you want with n")
     parameters = await builder.text_parameters(body.wanted_format())
     prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)
@@ -181,8 +166,9 @@ class ChatForm(Form):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, model: str, body: OpenAIBody, vocabulary: LlamaVocabulary) -> None:
-        self._n, self._vocabulary, self._options = body.n_choices, vocabulary, body.drafting
-        self._with_logprobs = body.n_top_logprobs is not None
+        options = body.answer_options()
+        self._n, self._vocabulary, self._options = options.n, vocabulary, body.drafting
+        self._with_logprobs = options.n_logprobs is not None
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._with_progress = body.return_progress is True
         head_id, created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time.time())

@@ -14,9 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from llamaspec.serve.bodies import Count, Effort, Fields, GenerationBody, ReasoningFields, parse_body
+from llamaspec.serve.bodies import (
+    AnswerOptions,
+    Count,
+    Effort,
+    Fields,
+    GenerationBody,
+    ReasoningFields,
+    refused,
+)
 from llamaspec.serve.constraints import FormatFields, inner_format
-from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
+from llamaspec.serve.errors import ContextOverflowError, bad_field, openai_error
 from llamaspec.serve.figures import figures, openai_usage
 from llamaspec.serve.forms import Form, WholeAnswer, sse
 from llamaspec.serve.messages import (
@@ -33,7 +41,7 @@ from llamaspec.serve.messages import (
 )
 from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished
-from llamaspec.serve.service import Endpoint, service_of
+from llamaspec.serve.service import Endpoint, Service
 from llamaspec.serve.tools import ToolChoiceFields, ToolFields, Tools, called, tool_use, without_namespaces
 
 Data = dict[str, Any]
@@ -45,6 +53,7 @@ _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
 _MESSAGES = ("message", "reasoning", *_CALLS, *_RESULTS)
 _ITEMS = (*_MESSAGES, "additional_tools")
+_NOT_KEPT = "this server keeps no conversations; send the whole input"
 
 
 class InputItem(Fields):
@@ -93,15 +102,14 @@ class ResponsesBody(GenerationBody, ReasoningFields):
     tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
     reasoning: EffortFields | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    background: bool | None = None
+    previous_response_id: Annotated[str | None, refused(_NOT_KEPT)] = None
+    conversation: Annotated[str | dict[str, Any] | None, refused(_NOT_KEPT)] = None
+    background: Annotated[bool | None, refused()] = None
     metadata: dict[str, str] | None = None
 
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens to generate."""
-        return self.max_output_tokens
+    def answer_options(self) -> AnswerOptions:
+        """What it wants of its answer."""
+        return AnswerOptions(limit=self.max_output_tokens)
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
@@ -168,14 +176,8 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
     return MessageFields(role="assistant", tool_calls=[CallFields(id=call_id, function=function)])
 
 
-async def _respond(http: Request) -> Response:
+async def _respond(service: Service, http: Request, body: ResponsesBody) -> Response:
     """Answer a conversation."""
-    service, body = service_of(http), await parse_body(http, ResponsesBody)
-    if body.background:
-        raise not_supported("background")
-    for field in ("previous_response_id", "conversation"):
-        if getattr(body, field):
-            raise not_supported(field, "this server keeps no conversations; send the whole input")
     form = ResponsesForm(service.model_name, body)
     try:
         prompt, parameters = await service.chat(body.chat_request())

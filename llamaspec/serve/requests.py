@@ -30,7 +30,7 @@ from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.generation import Completion
 from llamaspec.pair import Pair
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import GenerationBody, SpeculativeFields
+from llamaspec.serve.bodies import AnswerOptions, GenerationBody, SpeculativeFields
 from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.tools import ToolUse
@@ -79,13 +79,10 @@ class Job:
     sampling: Sampling
     seed: int
     max_tokens: int
-    stops: tuple[str, ...] = ()
+    options: AnswerOptions = default(default_factory=AnswerOptions)
     drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
     parameters: GenerationParameters = default(default_factory=GenerationParameters)
-    n_logprobs: int | None = None  # most probable tokens to report with each token
     prediction: TokenArray | None = None  # [m] int32, which most of the answer is expected to repeat
-    is_interactive: bool = False  # somebody waits at a cursor: it goes before others
-    max_seconds: float | None = None  # from the first token; then it ends at the next complete line
 
 
 class RequestBuilder:
@@ -218,17 +215,18 @@ class RequestBuilder:
         self, prompts: Sequence[TokenArray], body: GenerationBody, parameters: GenerationParameters
     ) -> list[Job]:
         """Return one job for each prompt and choice."""
-        n = body.n_choices
+        options = body.answer_options()
+        n = options.n
         if len(prompts) * n > self._parallel:
             asked = f"{len(prompts) * n} sequences at once, this server runs {self._parallel}"
             raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
         biases = body.biases(lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist())
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(self.vocabulary.ends, biases)
-        wanted = self._context_size if body.limit is None or body.limit < 0 else body.limit
+        wanted = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
-        if body.predicted_text is not None:
-            content = body.predicted_text[: self._max_bytes].encode()  # more cannot fit
+        if options.prediction is not None:
+            content = options.prediction[: self._max_bytes].encode()  # more cannot fit
             prediction = await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
         return [
             Job(
@@ -236,13 +234,10 @@ class RequestBuilder:
                 sampling,
                 body.chosen_seed + i,
                 max_tokens=min(wanted, self._context_size - len(prompt)),
-                stops=body.stops,
+                options=options,
                 drafting=body.drafting,
                 parameters=parameters,
-                n_logprobs=body.n_top_logprobs,
                 prediction=prediction,
-                is_interactive=body.is_interactive,
-                max_seconds=body.max_seconds,
             )
             for prompt in prompts
             for i in range(n)

@@ -191,7 +191,7 @@ class RequestQueue:
             message = "too many requests wait already; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
         submission = Submission(jobs, self, self._clock())
-        if jobs[0].is_interactive:  # the last key first
+        if jobs[0].options.is_interactive:  # the last key first
             self._waiting.extendleft(reversed(submission.states))
         else:
             self._waiting.extend(submission.states)
@@ -245,7 +245,7 @@ class RequestQueue:
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
         """Whether a sequence has used its time and has a whole line."""
-        limit, first = state.job.max_seconds, state.first_text_at
+        limit, first = state.job.options.max_seconds, state.first_text_at
         is_late = limit is not None and first is not None and self._clock() - first > limit
         return is_late and "\n" in stream.completion.text
 
@@ -258,7 +258,7 @@ class RequestQueue:
 
     def _n_slots(self, job: Job) -> int:
         """Sequences that may run at once, this one included."""
-        return self._parallel + job.is_interactive
+        return self._parallel + job.options.is_interactive
 
     def _start(self, state: SequenceState) -> None:
         loop = asyncio.get_running_loop()
@@ -327,7 +327,7 @@ def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress
             sampling=job.sampling,
             seed=job.seed,
             max_tokens=max_tokens,
-            stops=job.stops,
+            stops=job.options.stops,
             spelled=wanted.answer_format.spelled(vocabulary.controls),
             rule=drafting.rule or DEFAULT_RULE,
             policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
@@ -335,9 +335,9 @@ def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress
             copies=drafting.ngram is not False,
             on_prefill=on_prefill,
             constraint=next(constraints),
-            logprobs=job.n_logprobs,
+            logprobs=job.options.n_logprobs,
             prediction=job.prediction,
-            is_interactive=job.is_interactive,
+            is_interactive=job.options.is_interactive,
         )
 
     parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)

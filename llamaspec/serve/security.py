@@ -1,4 +1,4 @@
-"""ASGI middleware: Host and Origin checks, API keys, limits on the body, and the log line of each request.
+"""ASGI middleware: Host and Origin checks, API keys, and the log line of each request.
 
 A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
 whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
@@ -6,7 +6,6 @@ whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -33,7 +32,7 @@ WORK = "llamaspec.work"  # in the scope of a request: a function that returns wh
 
 
 class Guard:
-    """Refuses requests from other hosts or origins, without a key, or with a body that is too large."""
+    """Refuses requests from other hosts or origins, and without a key."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
@@ -45,7 +44,7 @@ class Guard:
         except RequestError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        await self._app(scope, _bounded(receive, self._settings), send)
+        await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._settings
@@ -59,36 +58,6 @@ class Guard:
             key = _key(headers)
             if key is None or not settings.knows_key(key):
                 raise RequestError(401, "a valid API key is needed", code="invalid_api_key")
-        length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length) > settings.body_bytes:
-            raise _too_large(settings)
-
-
-def _bounded(receive: Receive, settings: ServeSettings) -> Receive:
-    """Return `receive` with limits: RequestError 413 or 408 if the body is too large or too slow."""
-    deadline = monotonic() + settings.body_seconds
-    n_read, is_complete = 0, False
-
-    async def receive_bounded() -> Message:
-        nonlocal n_read, is_complete
-        if is_complete:
-            return await receive()
-        try:
-            message = await asyncio.wait_for(receive(), max(0.0, deadline - monotonic()))
-        except asyncio.TimeoutError:
-            seconds = settings.body_seconds
-            raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
-        n_read += len(message.get("body", b""))
-        is_complete = message["type"] != "http.request" or not message.get("more_body", False)
-        if n_read > settings.body_bytes:
-            raise _too_large(settings)
-        return message
-
-    return receive_bounded
-
-
-def _too_large(settings: ServeSettings) -> RequestError:
-    return RequestError(413, f"the body is larger than {settings.body_bytes} bytes")
 
 
 def _host_name(host: str) -> str:

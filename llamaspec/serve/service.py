@@ -42,10 +42,10 @@ CLIENT_LEFT = 499  # seen only in the log
 
 
 class Endpoint(NamedTuple):
-    """A path, its handler, and the body that a POST has; an endpoint without a body is a GET."""
+    """A path, and what answers it; an endpoint without a body is a GET."""
 
     path: str
-    handler: Callable[[Request], Awaitable[Response]]
+    handler: Callable[..., Awaitable[Response]]  # (service, HTTP request, body if there is one)
     body: type[Fields] | None = None
 
 
@@ -126,12 +126,6 @@ class Service:
         finally:
             submission.cancel()
         return Response(status_code=CLIENT_LEFT) if answers is None else JSONResponse(form.whole(answers))
-
-
-def service_of(http: Request) -> Service:
-    """The service that a request is for."""
-    service: Service = http.app.state.service
-    return service
 
 
 class EventStream(StreamingResponse):

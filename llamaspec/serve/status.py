@@ -5,16 +5,16 @@ tests/serve/test_status.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve.bodies import Fields, parse_body
-from llamaspec.serve.errors import RequestError, not_supported
-from llamaspec.serve.service import Endpoint, Service, service_of
+from llamaspec.serve.bodies import Fields, refused
+from llamaspec.serve.errors import RequestError
+from llamaspec.serve.service import Endpoint, Service
 
 
 class TokenizeBody(Fields):
@@ -22,7 +22,7 @@ class TokenizeBody(Fields):
 
     content: str
     add_special: bool | None = None
-    parse_special: bool | None = None
+    parse_special: Annotated[bool | None, refused("text is never read as control tokens here")] = None
     with_pieces: bool | None = None
 
 
@@ -32,19 +32,18 @@ class DetokenizeBody(Fields):
     tokens: list[int]
 
 
-async def _health(http: Request) -> Response:
-    if service_of(http).queue.is_stopping:
+async def _health(service: Service, _: Request) -> Response:
+    if service.queue.is_stopping:
         return JSONResponse({"status": "stopping"}, 503)
     return JSONResponse({"status": "ok"})
 
 
-async def _models(http: Request) -> Response:
+async def _models(service: Service, _: Request) -> Response:
     # Codex reads `models`, and asks again if it is missing. An entry would replace its own instructions.
-    return JSONResponse({"object": "list", "data": [_model_object(service_of(http))], "models": []})
+    return JSONResponse({"object": "list", "data": [_model_object(service)], "models": []})
 
 
-async def _model(http: Request) -> Response:
-    service = service_of(http)
+async def _model(service: Service, http: Request) -> Response:
     if http.path_params["name"] != service.model_name:
         message = "there is no such model; see /v1/models"
         raise RequestError(404, message, field="model", code="model_not_found")
@@ -61,16 +60,14 @@ def _model_object(service: Service) -> dict[str, Any]:
     return {**about, "owned_by": "llamaspec", "meta": meta, **lengths}
 
 
-async def _metrics(http: Request) -> Response:
-    service = service_of(http)
+async def _metrics(service: Service, _: Request) -> Response:
     running, n_waiting = service.queue.sequences()
     n_used, size = service.pair.target.cache_use()
     text = service.metrics.text(len(running), n_waiting, n_used, size, service.pair.target.store.n_bytes)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def _props(http: Request) -> Response:
-    service = service_of(http)
+async def _props(service: Service, _: Request) -> Response:
     pair, (running, n_waiting) = service.pair, service.queue.sequences()
     about = {
         "model_alias": service.model_name,
@@ -92,10 +89,8 @@ async def _props(http: Request) -> Response:
     return JSONResponse(about)
 
 
-async def _tokenize(http: Request) -> Response:
-    body, vocabulary = await parse_body(http, TokenizeBody), service_of(http).builder.vocabulary
-    if body.parse_special:
-        raise not_supported("parse_special", "text is never read as control tokens here")
+async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
+    vocabulary = service.builder.vocabulary
     content, special = body.content.encode(), bool(body.add_special)
     ids = (await run_in_threadpool(vocabulary.tokenize, content, add_special=special)).tolist()
     if body.with_pieces:
@@ -110,8 +105,8 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-async def _detokenize(http: Request) -> Response:
-    body, builder = await parse_body(http, DetokenizeBody), service_of(http).builder
+async def _detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
+    builder = service.builder
     builder.check_token_ids(body.tokens, "tokens")
     text = b"".join(map(builder.vocabulary.piece, body.tokens)).decode(errors="replace")
     return JSONResponse({"content": text})

@@ -21,7 +21,7 @@ from llamaspec.chat.deltas import ContentDelta
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
-from llamaspec.serve.bodies import SpeculativeFields
+from llamaspec.serve.bodies import AnswerOptions, SpeculativeFields
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
@@ -39,9 +39,12 @@ TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
 
-def job(pair: Pair, prompt: str, seed: int, n: int, **more: Any) -> Job:
+def job(
+    pair: Pair, prompt: str, seed: int, n: int, drafting: SpeculativeFields | None = None, **options: Any
+) -> Job:
     tokens = pair.target.vocabulary.tokenize(prompt.encode())
-    return Job(tokens, Sampling(), seed, n, **more)
+    wanted = AnswerOptions(**options)
+    return Job(tokens, Sampling(), seed, n, wanted, drafting or SpeculativeFields())
 
 
 @contextmanager
