@@ -108,7 +108,8 @@ def serve(
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
     with opened, learning(plan, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
-        pair.target.open_reader()
+        if pair.target.reader is not None:
+            pair.target.reader.open_if_faster()
         with suppress(ConstraintError):
             pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)

@@ -54,25 +54,23 @@ class Cells:
             return None
         self.share(sequence, self._carrier, start, end)
         try:
-            content = np.empty(lib.llama_state_seq_get_size(self._context, self._carrier), dtype=np.uint8)
-            n = lib.llama_state_seq_get_data(self._context, as_pointer(content), len(content), self._carrier)
+            return copy_state(self._context, self._carrier)
         except MemoryError:
             return None
         finally:
             self.remove(self._carrier, 0)
-        return content if n == len(content) else None
 
     def copy_in(self, content: Bytes, parts: Sequence[tuple[int, int, int]]) -> bool:
         """Put a block into the first empty cells, for the sequences of its parts; False if that failed.
 
         A part is a sequence, and the positions that it gets: start and end.
         """
-        n = lib.llama_state_seq_set_data(self._context, as_pointer(content), len(content), self._carrier)
-        if n == len(content):
+        is_in = put_state(self._context, self._carrier, content)
+        if is_in:
             for sequence, start, end in parts:
                 self.share(self._carrier, sequence, start, end)
         self.remove(self._carrier, 0)
-        return bool(n == len(content))
+        return is_in
 
     def clear(self) -> None:
         """Empty all cells."""
@@ -222,6 +220,19 @@ def _runs(is_in: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def as_pointer(content: Bytes) -> Any:
-    """As llama.cpp wants it."""
+def copy_state(context: Any, sequence: int, flags: int = 0, into: Bytes | None = None) -> Bytes | None:
+    """What llama.cpp holds of a sequence, in `into` if that fits; None if it cannot be copied."""
+    size = int(lib.llama_state_seq_get_size_ext(context, sequence, flags))
+    content = np.empty(size, dtype=np.uint8) if into is None or len(into) != size else into
+    n = lib.llama_state_seq_get_data_ext(context, _pointer(content), size, sequence, flags)
+    return content if n == size else None
+
+
+def put_state(context: Any, sequence: int, content: Bytes, flags: int = 0) -> bool:
+    """Let llama.cpp hold of a sequence what was copied; False if that failed."""
+    n = lib.llama_state_seq_set_data_ext(context, _pointer(content), len(content), sequence, flags)
+    return bool(n == len(content))
+
+
+def _pointer(content: Bytes) -> Any:
     return content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -16,7 +16,6 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import (
     ClosedError,
-    ContextFullError,
     EvaluationAbortedError,
     EvaluationError,
     MemoryFullError,
@@ -26,7 +25,7 @@ from llamaspec.errors import (
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
 from llamaspec.llama.cells import BLOCK, Cells
-from llamaspec.llama.kv_cache import KVCache, Prepared
+from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -125,10 +124,6 @@ class Context:
         self._handle.check()
         return self._handle.pointer
 
-    def prepare(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Make room for requests; how many tokens of each are cached, or why there is no room."""
-        return self.cache.prepare_all(batch)
-
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together: views [n_logits + K, V] float32."""
         if len(batch) > 1 and _n_branches(batch) > N_BRANCHES:  # one half of the rows after the other
@@ -204,10 +199,6 @@ class Context:
         """Forget everything, what is in the store included."""
         _ = self.pointer
         self.cache.clear()
-
-    def abort(self) -> None:
-        """End a running evaluation, or else the next one, soon; from any thread."""
-        self._abort.set()
 
     def close(self) -> None:
         """Free the context, once no view of its logits is left; more than once is allowed."""

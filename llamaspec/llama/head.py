@@ -22,6 +22,7 @@ from llamaspec.errors import ContextFullError, PairError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.sequences import HiddenRows, Rows
 from llamaspec.llama.weights import Weights
 from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, TokenArray, n_common
@@ -97,7 +98,7 @@ class Head:
         """Make room: for each how many of its tokens are read or left out, or why it cannot be read."""
         while True:
             wanted = [(r.row, ForwardRequest(MTP, self._keys(r), r.n_scored), 0) for r in batch]
-            prepared = self.context.prepare(wanted)
+            prepared = self.context.cache.prepare_all(wanted)
             answers = [self._start(*pair) for pair in zip(batch, prepared, strict=True)]
             if None not in answers:  # else tokens must be left out
                 return [answer for answer in answers if answer is not None]
@@ -192,17 +193,11 @@ class SharedHead:
         self._target = target
 
     @classmethod
-    def over(cls, weights: Weights, target: LlamaModel) -> SharedHead:
-        """Open the head for a target.
-
-        Raises
-        ------
-        PairError
-            It was made for another target.
-        """
+    def over(cls, weights: Weights, target: LlamaModel, abort: AbortFlag) -> SharedHead:
+        """Open the head for a target; PairError if it was made for another one."""
         if weights.hidden_size != target.weights.hidden_size or target.weights.architecture != "gemma4":
             raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
-        return cls(target.context_beside(weights), target)
+        return cls(target.context_beside(weights, abort), target)
 
     def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
         """Take rejected draft tokens out of the target's cache; all tokens but the last count as read."""

@@ -74,6 +74,7 @@ class PredictionHeads:
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self._weights: Weights | None = None
+        self._abort = AbortFlag()
         self._hidden_size = target.weights.hidden_size  # of a row that a head leaves
         scored_only = target.weights.architecture in SCORED_ROWS_ONLY
         try:
@@ -81,11 +82,10 @@ class PredictionHeads:
                 at_home = replace(self.options, workers=(), devices=None, tensor_split=())
                 self._weights = Weights(path, at_home, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
-                self._heads.append(SharedHead.over(self._weights, target))
+                self._heads.append(SharedHead.over(self._weights, target, self._abort))
             # A context for each: its KV cache holds what this head has read.
-            abort = AbortFlag()
             for i in range(n_heads if path is None else 0):
-                context = Context(target.weights, self.options, head=i, abort=abort, store=target.store)
+                context = Context(target.weights, self.options, head=i, abort=self._abort, store=target.store)
                 self._heads.append(Head(context, scored_only=scored_only))
         except BaseException:
             self.close()
@@ -155,8 +155,7 @@ class PredictionHeads:
 
     def abort(self) -> None:
         """End a running evaluation soon; from any thread."""
-        for head in self._heads:
-            head.context.abort()
+        self._abort.set()
 
     def close(self) -> None:
         """Free the contexts; more than once is allowed."""

@@ -24,7 +24,7 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.prompt_reader import MIN_GAIN, make_reader
+from llamaspec.llama.prompt_reader import make_reader
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.sequences import CachedSequence
@@ -117,7 +117,7 @@ class LlamaModel:
         self.batch_size = context.batch_size
         self._chunk = self.batch_size
         self._shares = True  # texts take over what others have computed
-        self._reader = make_reader(self.weights, self.options, context, self._open)
+        self.reader = make_reader(self.weights, self.options, context, self._open)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
@@ -135,7 +135,7 @@ class LlamaModel:
     @property
     def prompt_chunk(self) -> int:
         """Positions of a prompt that are read at once while nobody else waits."""
-        return (self._reader and self._reader.chunk) or self._chunk
+        return (self.reader and self.reader.chunk) or self._chunk
 
     def isolate_texts(self) -> None:
         """Compute every text as if it were alone, for models that round differently at other widths.
@@ -147,19 +147,9 @@ class LlamaModel:
         for context in self._contexts:
             context.cache.shares = False
 
-    @property
-    def reading_gain(self) -> float | None:
-        """How many times as fast long prompts are read apart; None = not known, or not possible."""
-        return None if self._reader is None else self._reader.gain
-
-    @reading_gain.setter
-    def reading_gain(self, gain: float | None) -> None:
-        if self._reader is not None:
-            self._reader.gain = gain
-
     def can_share(self, row: int) -> bool:
         """Whether other rows may take part in the next evaluation of a row, and padding."""
-        is_apart = self._reader is not None and self._reader.is_reading(row)
+        is_apart = self.reader is not None and self.reader.is_reading(row)
         return not (self.keeps_states or is_apart)
 
     @property
@@ -184,11 +174,11 @@ class LlamaModel:
             self.check(request)
         if self.keeps_states:
             return [self._prepare_alone(entry) for entry in batch]
-        answers = self._contexts[0].prepare(batch)
-        if self._reader is not None:
+        answers = self._contexts[0].cache.prepare_all(batch)
+        if self.reader is not None:
             for i, (entry, n_cached) in enumerate(zip(batch, answers, strict=True)):
                 if isinstance(n_cached, int):
-                    answers[i] = self._reader.prepare(entry, n_cached)
+                    answers[i] = self.reader.prepare(entry, n_cached)
         return answers
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -199,7 +189,7 @@ class LlamaModel:
         """
         if self.keeps_states:
             return [self._evaluate_alone(row, request) for row, request in batch]
-        if self._reader is None or len(batch) > 1 or batch[0][1].n_scored:
+        if self.reader is None or len(batch) > 1 or batch[0][1].n_scored:
             return self._contexts[0].evaluate(batch, n_padding)
         return self._read(*batch[0])
 
@@ -217,8 +207,8 @@ class LlamaModel:
     def release(self, row: int) -> None:
         """The row has ended. What is cached of it may serve others, until its room is needed."""
         context = self._of_row.pop(row, None) if self.keeps_states else self._contexts[0]
-        if self._reader is not None:
-            self._reader.release(row)
+        if self.reader is not None:
+            self.reader.release(row)
         if context is not None:
             context.cache.release(row)
 
@@ -226,8 +216,8 @@ class LlamaModel:
         """Empty the KV cache and the store, as if nothing had been evaluated."""
         for context in self._contexts:
             context.clear()
-        if self._reader is not None:
-            self._reader.forget()
+        if self.reader is not None:
+            self.reader.forget()
 
     def store_finished(self) -> None:
         """Have the texts that have ended in the store."""
@@ -254,15 +244,10 @@ class LlamaModel:
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
 
-    def context_beside(self, weights: Weights) -> Context:
+    def context_beside(self, weights: Weights, abort: AbortFlag) -> Context:
         """A context for a prediction head with weights of its own, which reads this model's KV cache."""
         options = replace(self.options, n_ctx=self.context_size)
-        return Context(weights, options, head=0, other=self._contexts[0])
-
-    def open_reader(self) -> None:
-        """Have what reads long prompts ready, if that is known to be faster."""
-        if self._reader is not None and (self._reader.gain or 0.0) >= MIN_GAIN:
-            self._reader.open()
+        return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
 
     def try_memory(self) -> MemoryFacts:
         """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
@@ -301,8 +286,8 @@ class LlamaModel:
         """Free everything; more than once is allowed."""
         for context in self._contexts:
             context.close()
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
         if self._owns_weights:
             self.weights.close()
 
@@ -316,7 +301,7 @@ class LlamaModel:
 
     def _read(self, row: int, request: ForwardRequest) -> list[Logits]:
         """Evaluate a part of a prompt, apart if that was prepared."""
-        reader, context = self._reader, self._contexts[0]
+        reader, context = self.reader, self._contexts[0]
         assert reader is not None
         if reader.is_reading(row):
             context = reader.context
@@ -339,7 +324,7 @@ class LlamaModel:
                 free[0].cache.shares = self._shares
                 self._contexts += free
             self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
-        return self._of_row[row].prepare([entry])[0]
+        return self._of_row[row].cache.prepare_all([entry])[0]
 
     def _evaluate_alone(self, row: int, request: ForwardRequest) -> Logits:
         context = self._of_row[row]

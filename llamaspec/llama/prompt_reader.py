@@ -140,6 +140,11 @@ class PromptReader:
             each.close()
         self._opened = None
 
+    def open_if_faster(self) -> None:
+        """Open the context that reads, if it is known to be faster."""
+        if (self.gain or 0.0) >= MIN_GAIN:
+            self.open()
+
     def open(self) -> bool:
         """Open the context that reads, if there is room for it; else nothing is read apart from now on."""
         if self._opened is None and not self._has_failed:

@@ -16,10 +16,10 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import as_pointer
+from llamaspec.llama.cells import copy_state, put_state
 from llamaspec.llama.kv_cache import WORTH_COPYING, Prepared
 from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
-from llamaspec.llama.sequences import CachedSequence
+from llamaspec.llama.sequences import Bytes, CachedSequence
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # checkpoints
@@ -130,9 +130,8 @@ class RecurrentCache:
         is_wanted = held.n >= WORTH_COPYING and self._store.limit and self.shares
         if not (self._can_restore and self._is_settled and is_wanted):
             return
-        state = np.empty(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, 0), dtype=np.uint8)
-        n = lib.llama_state_seq_get_data_ext(self._context, as_pointer(state), len(state), SEQUENCE, 0)
-        if n == len(state):
+        state = copy_state(self._context, SEQUENCE)
+        if state is not None:
             self._store.put_whole(self._owner, held.tokens[: held.n], state, tuple(self._checkpoints))
 
     def _begin(self, tokens: TokenArray) -> None:
@@ -152,9 +151,7 @@ class RecurrentCache:
         """Hold a stored text."""
         self.forget()
         self._is_settled = False
-        pointer = as_pointer(node.content)
-        size = len(node.content)
-        if lib.llama_state_seq_set_data_ext(self._context, pointer, size, SEQUENCE, 0) != size:
+        if not put_state(self._context, SEQUENCE, node.content):
             self.forget()
             return
         self._held.append(node.tokens, np.zeros(len(node.tokens), dtype=np.int32))
@@ -189,20 +186,16 @@ class RecurrentCache:
     def _restore(self, n: int) -> bool:
         """Put back the checkpoint after exactly `n` tokens; False if that fails."""
         (state,) = [checkpoint.state for checkpoint in self._checkpoints if checkpoint.n == n]
-        size, pointer = len(state), as_pointer(state)
-        return bool(lib.llama_state_seq_set_data_ext(self._context, pointer, size, SEQUENCE, _FLAGS))
+        return put_state(self._context, SEQUENCE, state, _FLAGS)
 
     def _take_checkpoint(self) -> None:
         """Copy the state, if there are enough in place of the checkpoint whose neighbours are closest."""
-        size = int(lib.llama_state_seq_get_size_ext(self._context, SEQUENCE, _FLAGS))
         self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
-        state = np.empty(0, dtype=np.uint8)
+        dropped: Bytes | None = None
         if len(self._checkpoints) == MOST:
             borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
             spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
-            state = self._checkpoints.pop(int(np.argmin(spans))).state
-        if len(state) != size:
-            state = np.empty(size, dtype=np.uint8)
-        pointer = as_pointer(state)
-        if lib.llama_state_seq_get_data_ext(self._context, pointer, size, SEQUENCE, _FLAGS) == size:
+            dropped = self._checkpoints.pop(int(np.argmin(spans))).state
+        state = copy_state(self._context, SEQUENCE, _FLAGS, into=dropped)
+        if state is not None:
             self._checkpoints.append(Checkpoint(self._held.n, state))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -13,6 +13,7 @@ from llamaspec.errors import ClosedError, PairError, PromptError
 from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
+_CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama.cpp allows them
 
 
@@ -27,17 +28,11 @@ class FimTokens(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, which it keeps alive until it is closed.
-
-    Parameters
-    ----------
-    model : Handle
-        Of a llama_model.
-    """
+    """The vocabulary of a loaded model, whose handle it keeps until it is closed."""
 
     def __init__(self, model: Handle) -> None:
         self._model: Handle | None = model
-        self._vocab = lib.llama_model_get_vocab(model.pointer)
+        self._opened = lib.llama_model_get_vocab(model.pointer)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 where the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
@@ -45,22 +40,27 @@ class LlamaVocabulary:
         self._pieces: dict[int, bytes] = {}  # not lru_cache, whose circle would keep the model alive
         self._ends: dict[int, bool] = {}
 
+    @property
+    def _vocab(self) -> Any:
+        """The llama_vocab."""
+        if self._model is None:
+            raise ClosedError("the model is closed")
+        return self._opened
+
     @functools.cached_property
     def controls(self) -> dict[str, int]:
         """The control tokens by their spelling: what `parse_special` recognises besides ordinary tokens."""
-        self._check_open()
-        kinds = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
-        tokens = (token for token in range(self.size) if lib.llama_vocab_get_attr(self._vocab, token) & kinds)
+        vocab, size = self._vocab, self.size
+        tokens = (token for token in range(size) if lib.llama_vocab_get_attr(vocab, token) & _CONTROL)
         return {self.text(token).decode("utf-8", errors="replace"): token for token in tokens}
 
     @functools.cached_property
     def specials(self) -> dict[int, bytes]:
         """How the tokens are spelled that are no text: control tokens, and marks such as <tool_call>."""
-        self._check_open()
-        spelled: dict[int, bytes] = {}
+        vocab, spelled = self._vocab, dict[int, bytes]()
         for token in range(self.size):
-            kind = lib.llama_vocab_get_attr(self._vocab, token)
-            if kind & (lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN):
+            kind = lib.llama_vocab_get_attr(vocab, token)
+            if kind & _CONTROL:
                 spelled[token] = self.text(token)
             elif kind & lib.LLAMA_TOKEN_ATTR_USER_DEFINED:
                 text = self.text(token)
@@ -71,7 +71,6 @@ class LlamaVocabulary:
     @functools.cached_property
     def fim(self) -> FimTokens | None:
         """Of fill-in-the-middle; None where the model has not learnt it."""
-        self._check_open()
         names = ("pre", "suf", "mid", "rep", "sep")
         prefix, suffix, middle, *more = (
             int(getattr(lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names
@@ -82,24 +81,13 @@ class LlamaVocabulary:
         )
 
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
-        """Token ids of a UTF-8 text: int32 [n].
+        """Token ids of a UTF-8 text: int32 [n]. PromptError if it is not UTF-8.
 
-        Parameters
-        ----------
-        text : bytes
-            Some vocabularies put a space before it in any case.
-        add_special : bool
-            Add the special tokens that the model wants at the start of a text.
-        parse_special : bool
-            Read what is spelled like a control token as that token. Only for text that is trusted: a user's
-            or a file's could forge the turns of a conversation.
-
-        Raises
-        ------
-        PromptError
-            The text is not UTF-8: llama.cpp would replace or refuse it.
+        `add_special` adds the special tokens that the model wants at the start of a text; some vocabularies
+        put a space there in any case. `parse_special` reads what is spelled like a control token as that
+        token. It is only for text that is trusted: a user's or a file's could forge the turns of a
+        conversation.
         """
-        self._check_open()
         try:
             text.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -128,7 +116,6 @@ class LlamaVocabulary:
 
     def text(self, token: int) -> bytes:
         """How the vocabulary itself spells a token."""
-        self._check_open()
         return bytes(lib.llama_vocab_get_text(self._vocab, token) or b"")
 
     def close(self) -> None:
@@ -151,16 +138,10 @@ class LlamaVocabulary:
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
         if token not in self._ends:
-            self._check_open()
             self._ends[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
         return self._ends[token]
 
-    def _check_open(self) -> None:
-        if self._model is None:
-            raise ClosedError("the model is closed")
-
     def _piece(self, token: int) -> bytes:
-        self._check_open()
         buffer = ctypes.create_string_buffer(64)
         n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
         if n < 0:
@@ -170,13 +151,7 @@ class LlamaVocabulary:
 
 
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
-    """Refuse another vocabulary where token ids are exchanged: the same id must mean the same text.
-
-    Raises
-    ------
-    PairError
-        Names the first differing token id and both texts.
-    """
+    """Raise PairError if the same token id means another text, with the first such id and both texts."""
     found = difference(target, draft)
     if found is not None:
         message = f"target and draft have different vocabularies: {found}"

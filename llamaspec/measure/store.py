@@ -180,16 +180,17 @@ def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: Non
 
 def restore_reading_gain(pair: Pair) -> None:
     """Let a pair know what was measured of reading its prompts on this machine."""
-    kept = _read(_path(pair, ReadingGain), ReadingGain).value
-    if kept is not None:
-        pair.target.reading_gain = kept.gain
+    kept, reader = _read(_path(pair, ReadingGain), ReadingGain).value, pair.target.reader
+    if kept is not None and reader is not None:
+        reader.gain = kept.gain
 
 
 def keep_reading_gain(pair: Pair) -> None:
     """Keep what was measured of reading prompts."""
-    if pair.target.reading_gain is not None:
+    reader = pair.target.reader
+    if reader is not None and reader.gain is not None:
         with suppress(OSError):
-            _write(_path(pair, ReadingGain), ReadingGain(pair.target.reading_gain))
+            _write(_path(pair, ReadingGain), ReadingGain(reader.gain))
 
 
 def learned_costs(policy: AutoLength) -> CostCurve | None:

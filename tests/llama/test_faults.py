@@ -25,9 +25,7 @@ CALLS = (
     "llama_memory_seq_rm",
     "llama_memory_seq_cp",
     "llama_memory_clear",
-    "llama_state_seq_get_size",
-    "llama_state_seq_get_data",
-    "llama_state_seq_set_data",
+    "llama_state_seq_get_size_ext",
     "llama_state_seq_get_data_ext",
     "llama_state_seq_set_data_ext",
 )
@@ -35,15 +33,10 @@ FULL, BROKEN, NOTHING = 1, -3, 0
 # What each call answers if it fails; a memory of keys and values can always be cut.
 FAILURES = {
     "llama_decode": (FULL, BROKEN),
-    "llama_state_seq_get_data": (NOTHING,),
-    "llama_state_seq_set_data": (NOTHING,),
-}
-FAILURES_OF_STATES = {
-    **FAILURES,
     "llama_state_seq_get_data_ext": (NOTHING,),
     "llama_state_seq_set_data_ext": (NOTHING,),
-    "llama_memory_seq_rm": (False,),
 }
+FAILURES_OF_STATES = {**FAILURES, "llama_memory_seq_rm": (False,)}
 CHANCES = {"llama_decode": 0.06, "llama_memory_seq_rm": 0.15}  # a failed evaluation empties the cache
 
 
@@ -179,8 +172,8 @@ def test_faults_among_several_rows_leave_later_answers_right(
     check_rows(model, other, kind, faults, 60 if kind in STATES else 120, seed=11)
     assert faults.counts.total() > (3 if fault == "failures" else 20), faults.counts
     if fault == "failures" and kind == "llama":  # cells are moved when the cache is full
-        assert faults.counts["llama_state_seq_get_data"], faults.counts
-        assert faults.counts["llama_state_seq_set_data"], faults.counts
+        assert faults.counts["llama_state_seq_get_data_ext"], faults.counts
+        assert faults.counts["llama_state_seq_set_data_ext"], faults.counts
 
 
 @pytest.mark.parametrize("verifies", [False, True], ids=["draft", "target"])

@@ -20,7 +20,7 @@ from forward_requests import (
 from llamaspec import LlamaModel
 from llamaspec.errors import MemoryFullError
 from llamaspec.llama import prompt_reader
-from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, Trial
+from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, PromptReader, Trial
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 from tiny_models import Recipe
@@ -37,7 +37,7 @@ def f32_counts_as_repacked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(opened: OpenModel) -> LlamaModel:
     made = opened("llama", LONG, **EXACT)
-    made.reading_gain = 2.0
+    reader_of(made).gain = 2.0
     return made
 
 
@@ -46,10 +46,14 @@ def other(opened: OpenModel) -> LlamaModel:
     return opened("llama", LONG, reads_apart=False, **EXACT)
 
 
+def reader_of(model: LlamaModel) -> PromptReader:
+    assert model.reader is not None
+    return model.reader
+
+
 def n_apart(model: LlamaModel, batch: Batch) -> int:
     """Tokens of the first row of a batch that are read apart; the batch is evaluated."""
-    reader = model._reader
-    assert reader is not None
+    reader = reader_of(model)
     cache = None if reader._opened is None else reader._cache
     before = 0 if cache is None else cache.n_used
     evaluate(model, batch)
@@ -62,8 +66,7 @@ def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, 
     assert evaluated.taken() == 300
     assert_same(answer, fresh(other, wanted))
     assert kv_cache(model).n_used == 300
-    assert model._reader is not None
-    assert model._reader._cache.n_used == 299
+    assert reader_of(model)._cache.n_used == 299
     evaluated.taken()
     evaluate(model, [(0, request(302))])
     assert evaluated.taken() == 2
@@ -86,7 +89,7 @@ def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
 def test_the_number_of_new_tokens_and_what_was_measured_decide(
     model: LlamaModel, n: int, gain: float, expected: int
 ) -> None:
-    model.reading_gain = gain
+    reader_of(model).gain = gain
     assert n_apart(model, [(0, request(n))]) == expected
 
 
@@ -97,11 +100,9 @@ def test_what_is_never_read_apart(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:
     made = opened("llama", LONG, **options)
-    made.reading_gain = 2.0
-    assert made._reader is None
-    assert made.reading_gain is None
+    assert made.reader is None
     monkeypatch.undo()
-    assert opened("llama", LONG)._reader is None  # f32 is not repacked
+    assert opened("llama", LONG).reader is None  # f32 is not repacked
 
 
 def test_without_room_for_the_second_model_all_is_read_as_usual(
@@ -110,8 +111,7 @@ def test_without_room_for_the_second_model_all_is_read_as_usual(
     def no_room() -> None:
         raise MemoryFullError("no room")
 
-    assert model._reader is not None
-    monkeypatch.setattr(model._reader, "_open", no_room)
+    monkeypatch.setattr(reader_of(model), "_open", no_room)
     answer = evaluate(model, [(0, request(300))])[0]
     assert_same(answer, fresh(other, request(300)))
 
@@ -152,12 +152,12 @@ def test_both_ways_are_measured_on_the_first_long_prompt(
     made = opened("llama", LONG, **EXACT)
     evaluate(made, [(0, request(4 * PART))])
     made.release(0)
-    assert made.reading_gain is None
+    assert reader_of(made).gain is None
     evaluated.taken()
     wanted = request(4 * PART + 40, 3)
     answer = evaluate(made, [(1, wanted)])[1]
     assert evaluated.taken() == wanted.n_tokens
-    assert made.reading_gain is not None
+    assert reader_of(made).gain is not None
     assert_same(answer, fresh(other, wanted))
 
 
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_measured_measures_nothing(opened
     made.release(0)
     assert made.prompt_chunk == made.batch_size
     evaluate(made, [(1, request(800, 1))])
-    assert made.reading_gain is not None
+    assert reader_of(made).gain is not None
 
 
 def test_the_gain_is_a_ratio_of_speeds() -> None:
