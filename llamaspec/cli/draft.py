@@ -16,7 +16,7 @@ from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
-from llamaspec.draft_making.worth import TrialSettings, judge_draft
+from llamaspec.draft_making.worth import Trial, TrialSettings
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.hub import made_path
 from llamaspec.llama.gguf_file import check_gguf
@@ -151,15 +151,15 @@ def distil(
         distil_draft(path, options.models, options.texts, wish, output, say, progress)
     say("measuring the draft together with its target")
     with _opened(path, options) as model:
-        judged = judge_draft(model, output, TrialSettings(options.texts, sampling=options.sampling))
+        trial = Trial(model, TrialSettings(options.texts, sampling=options.sampling))
+        cost, accepted = trial.cost_and_acceptance(output)
+        measured = trial.speed_up(output)
     if as_json:
-        click.echo(json.dumps({"path": str(output), **asdict(judged)}))
+        found = {"cost_ratio": cost, "acceptance": accepted, "measured": asdict(measured)}
+        click.echo(json.dumps({"path": str(output), **found}))
         return
-    click.echo(
-        f"a draft token takes {judged.cost_ratio:.3f} of a target token's time, "
-        f"acceptance {judged.acceptance:.2f}"
-    )
-    _print_written(output, judged.measured)
+    click.echo(f"a draft token takes {cost:.3f} of a target token's time, acceptance {accepted:.2f}")
+    _print_written(output, measured)
 
 
 @draft.command(

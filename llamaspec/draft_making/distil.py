@@ -46,13 +46,7 @@ Report = Callable[[float], None]  # the finished fraction, 0 to 1
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """Settings of a distillation.
-
-    Raises
-    ------
-    ValueError
-        A number is out of range.
-    """
+    """Settings of a distillation; ValueError if a number is out of range."""
 
     minutes: float = 60.0  # of training
     n_layers: int = 4
@@ -92,12 +86,8 @@ def distil_draft(
 ) -> None:
     """Train a draft for a target on texts, and write it to `output`.
 
-    After an interruption the same call resumes from files in a folder beside the output.
-
-    Raises
-    ------
-    LlamaspecError
-        The folder holds another distillation, or the text is too short.
+    After an interruption the same call resumes from files in a folder beside the output. LlamaspecError if
+    that holds another distillation, or the text is too short.
     """
     torch.manual_seed(wish.seed)
     device = _device()

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.draft_making.worth import (
-    Machine,
-    TrialSettings,
-    WrittenText,
-    acceptance,
-    draft_options,
-    write_texts,
-)
+from llamaspec.draft_making.worth import Machine, Trial, TrialSettings
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, made_path
@@ -82,42 +75,27 @@ def make_draft(
     output: Path | None = None,
     machine: Machine | None = None,
 ) -> Made:
-    """Make the best draft of a target from the target itself.
+    """Make the best draft of a target from the target itself, by default beside it.
 
-    Parameters
-    ----------
-    tell : callable
-        Receives progress, a line at a time.
-    types : tuple of str
-        Types of weights to try; none = those that make the target smaller.
-    output : Path, optional
-        Default: beside the target.
-
-    Raises
-    ------
-    LlamaspecError
-        There is no room on the disk, or a text cannot be used.
+    `types` of weights to try; none = those that make the target smaller. LlamaspecError if there is no room
+    on the disk, or a text cannot be used.
     """
-    machine = machine or Machine()
     deadline = time.monotonic() + 60 * settings.minutes * SEARCHING
     folder = (output or made_path(target.path, "made")).parent
-    prompts = settings.prompts(target)
     tell(f"measuring {target.path.name}: the cost of larger batches, and sample texts")
-    seconds = machine.round_seconds(target)
+    trial = Trial(target, settings, machine)
+    seconds = trial.round_seconds
     ideal = max((n + 1) * seconds[0] / each for n, each in enumerate(seconds))
     if ideal < LEAST_SPEED_UP:
         return Made((), None, None, f"here even a perfect draft would give {ideal:.2f}x at most")
-    tasks = settings.tasks(prompts, seconds[0])
-    texts = write_texts(target, tasks)
+    tokens = trial.texts[0].tokens
     with Pair(target, None, 0.0) as pair:  # only for its thread: that of all other evaluations
-        influence = pair.call(lambda: layer_influence(target.weights, target.options, texts[0].tokens))
+        influence = pair.call(lambda: layer_influence(target.weights, target.options, tokens))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_disk(target, folder)
         with tempfile.TemporaryDirectory(prefix=".llamaspec-draft-", dir=folder) as unfinished:
-            bench = _Bench(
-                target, len(influence), texts, seconds, settings, Path(unfinished), machine, deadline, tell
-            )
+            bench = _Bench(trial, len(influence), Path(unfinished), deadline, tell)
             found = tuple(search(influence, types or _types(target), bench))
             if not found:
                 return Made(found, None, None, "no smaller copy of this target can be made")
@@ -127,7 +105,7 @@ def make_draft(
                 return Made(found, None, None, reason)
             file = bench.path(best.candidate)
             tell(f"measuring {label} together with its target")
-            measured = machine.speed_up(target, file, tasks)
+            measured = trial.speed_up(file)
             if measured.median < LEAST_SPEED_UP:
                 return Made(found, measured, None, f"the best one, {label}, gave {measured.median:.2f}x")
             path = output or made_path(target.path, label)
@@ -144,17 +122,9 @@ def search(
 ) -> list[Found]:
     """Measure candidates until no neighbour of the best is better; return them, the best first.
 
-    A few numbers of layers far apart come first, then steps from the best one, each half as long as the last;
-    then other types.
-
-    Parameters
-    ----------
-    influence : [n_layers]
-        How much each layer changes its input; 0 = nothing.
-    types : sequence of str
-        The type to begin with, then others.
-    measure : callable
-        Returns None if llama.cpp cannot use the candidate, or the time is over.
+    `influence` says how much each layer changes its input; 0 = nothing. A few numbers of layers far apart
+    come first, then steps from the best one, each half as long as the last; then the other types. `measure`
+    returns None if llama.cpp cannot use the candidate, or the time is over.
     """
     found: dict[Candidate, Found | None] = {}
     least_first = sorted(range(len(influence)), key=lambda layer: (influence[layer], -layer))
@@ -192,13 +162,9 @@ def rank(found: Found) -> tuple[float, int]:
 class _Bench:
     """Writes and measures candidates; keeps the file of the best one."""
 
-    target: LlamaModel
+    trial: Trial
     n_layers: int  # without prediction heads
-    texts: Sequence[WrittenText]
-    round_seconds: Sequence[float]  # [K] of the target's share of a round with K draft tokens
-    settings: TrialSettings
     folder: Path  # for files of candidates
-    machine: Machine
     deadline: float  # time.monotonic()
     tell: Tell
     best: Found | None = None
@@ -239,18 +205,17 @@ class _Bench:
         return f"L{self.n_layers - len(candidate.pruned)}-{candidate.file_type}"
 
     def _measure(self, candidate: Candidate, path: Path) -> Found:
-        write_copy(self.target.path, path, self._copy(candidate), self.target.options.threads or 0)
-        with LlamaModel(path, draft_options(self.target)) as draft:
-            accepted = acceptance(draft, self.texts, self.settings)
-            ratio = self.machine.step_ratio(self.target, draft)
-        step = ratio * self.round_seconds[0]
-        best = best_length([s + n * step for n, s in enumerate(self.round_seconds)], accepted, least=1)
+        target, seconds = self.trial.target, self.trial.round_seconds
+        write_copy(target.path, path, self._copy(candidate), target.options.threads or 0)
+        ratio, accepted = self.trial.cost_and_acceptance(path)
+        best = best_length([s + n * ratio * seconds[0] for n, s in enumerate(seconds)], accepted, least=1)
         n_left, n_bytes = self.n_layers - len(candidate.pruned), path.stat().st_size
         return Found(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
     def _copy(self, candidate: Candidate) -> Copy:
         """Describe the copy: without prediction heads, and with corrected layer counts."""
-        header = read_gguf(self.target.path)
+        path = self.trial.target.path
+        header = read_gguf(path)
         numbers, name = {}, header.architecture
         pruned, known = list(candidate.pruned), header.numbers
         n_heads = known.get(f"{name}.nextn_predict_layers", 0)
@@ -260,7 +225,7 @@ class _Bench:
         n_dense = known.get(f"{name}.leading_dense_block_count", 0)
         if n_dense:
             numbers[f"{name}.leading_dense_block_count"] = n_dense - sum(p < n_dense for p in pruned)
-        return Copy(candidate.file_type, tuple(pruned), {DRAFT_FOR: file_identity(self.target.path)}, numbers)
+        return Copy(candidate.file_type, tuple(pruned), {DRAFT_FOR: file_identity(path)}, numbers)
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:

@@ -152,7 +152,17 @@ def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]
     partial = path.with_suffix(".partial")
     try:
         writer = GGUFWriter(partial, "llama")
-        _add_shape(writer, model.shape)
+        shape = model.shape
+        writer.add_block_count(shape.n_layers)
+        writer.add_context_length(shape.n_context)
+        writer.add_embedding_length(shape.width)
+        writer.add_feed_forward_length(shape.n_ffn)
+        writer.add_head_count(shape.n_heads)
+        writer.add_head_count_kv(shape.n_heads)
+        writer.add_layer_norm_rms_eps(RMS_EPSILON)
+        writer.add_rope_freq_base(ROPE_BASE)
+        writer.add_rope_dimension_count(shape.head_size)
+        writer.add_vocab_size(shape.n_vocab)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_size_label(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M")
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
@@ -183,19 +193,6 @@ def copy_vocabulary(writer: GGUFWriter, source: Path) -> None:
             writer.add_key_value(key, value, kind, sub_type=field.types[-1])
         else:
             writer.add_key_value(key, value, kind)
-
-
-def _add_shape(writer: GGUFWriter, shape: Shape) -> None:
-    writer.add_block_count(shape.n_layers)
-    writer.add_context_length(shape.n_context)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.n_ffn)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_heads)
-    writer.add_layer_norm_rms_eps(RMS_EPSILON)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_rope_dimension_count(shape.head_size)
-    writer.add_vocab_size(shape.n_vocab)
 
 
 def _tensors(model: Llama) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -72,12 +72,8 @@ class Tokenizer:
         """Return the tokens to keep, ascending: special ones and single bytes, then the most frequent.
 
         Of equally frequent tokens the lowest ids come first, because BPE learnt them first. The parts that a
-        token is merged from are kept with it, so that texts can still be tokenized.
-
-        Raises
-        ------
-        LlamaspecError
-            `n` is too small, or no fewer than there are.
+        token is merged from are kept with it, so that texts can still be tokenized. LlamaspecError if `n` is
+        too small, or no fewer than there are.
         """
         always = {token for token in range(len(self.tokens)) if self._is_needed(token)}
         useful = always.union(filter(self._is_useful, range(len(self.tokens))))
@@ -129,23 +125,9 @@ def trim_draft(
 ) -> Trimmed:
     """Write a copy of a draft with fewer tokens; it has its name only once it is complete.
 
-    Parameters
-    ----------
-    source, output : Path
-        GGUF files.
-    texts : sequence of bytes
-        UTF-8; their most frequent tokens are kept. Default: a short sample, and the lowest ids.
-    keep : int
-        Number of tokens to keep.
-    file_type : str
-        Quantization of the copy; "copy" = unchanged.
-    target : Path, optional
-        The target it drafts for; `--draft auto` finds it by the metadata.
-
-    Raises
-    ------
-    LlamaspecError
-        The draft is damaged or cannot be trimmed, or the copy cannot be written.
+    The most frequent tokens of the UTF-8 texts are kept; without texts, those of a short sample and the
+    lowest ids. `--draft auto` finds the copy for `target` by its metadata. LlamaspecError if the draft is
+    damaged or cannot be trimmed, or the copy cannot be written.
     """
     check_gguf(source)
     if read_gguf(source).numbers.get("split.count", 1) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,8 @@ from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
-N_PROMPTS, PROMPT, WRITTEN, LEAST_WRITTEN = (
-    4,
-    64,
-    128,
-    16,
-)  # texts; tokens per prompt and completion
+N_PROMPTS, PROMPT = 4, 64  # texts; tokens of each prompt
+WRITTEN, LEAST_WRITTEN = 128, 16  # tokens of each completion
 WRITING = 0.06  # share of the time limit for generating them; the final measurement takes six times as long
 STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
 N_RUNS = 2  # runs per text, to measure a speed-up
@@ -39,13 +36,7 @@ N_RUNS = 2  # runs per text, to measure a speed-up
 
 @dataclass(frozen=True, slots=True)
 class TrialSettings:
-    """Texts and sampling with which drafts are measured.
-
-    Raises
-    ------
-    ValueError
-        A number is out of range.
-    """
+    """Texts and sampling with which drafts are measured; ValueError if the time limit is out of range."""
 
     texts: tuple[bytes, ...] = ()  # the user's; none = an ordinary text
     minutes: float = 15.0  # time limit; a candidate that was started is finished
@@ -165,22 +156,31 @@ def draft_options(target: LlamaModel) -> ModelOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """Measurements of a draft."""
+class Trial:
+    """A target and texts that it writes, on which any number of drafts are measured.
 
-    cost_ratio: float  # seconds of a draft step / seconds of a target token
-    acceptance: float  # rate of draft tokens, on the target's own texts
-    measured: Spread  # speed-up over plain decoding
+    PromptError if the settings' texts are too short, or the target writes nothing after them.
+    """
 
+    def __init__(self, target: LlamaModel, settings: TrialSettings, machine: Machine | None = None) -> None:
+        self.target = target
+        self._settings, self._machine = settings, machine or Machine()
+        prompts = settings.prompts(target)
+        self.round_seconds = self._machine.round_seconds(target)  # [K] by number of draft tokens
+        self._tasks = settings.tasks(prompts, self.round_seconds[0])
 
-def judge_draft(
-    target: LlamaModel, draft_file: Path, settings: TrialSettings, machine: Machine | None = None
-) -> Worth:
-    """Measure any draft together with its target."""
-    machine = machine or Machine()
-    tasks = settings.tasks(settings.prompts(target), machine.round_seconds(target)[0])
-    texts = write_texts(target, tasks)
-    with LlamaModel(draft_file, draft_options(target)) as draft:
-        accepted, ratio = acceptance(draft, texts, settings), machine.step_ratio(target, draft)
-    return Worth(ratio, accepted, machine.speed_up(target, draft_file, tasks))
+    @cached_property
+    def texts(self) -> list[WrittenText]:
+        """Some completions by the target."""
+        return write_texts(self.target, self._tasks)
+
+    def cost_and_acceptance(self, draft_file: Path) -> tuple[float, float]:
+        """Return seconds of a draft step / seconds of a target token, and the rate of accepted tokens."""
+        texts = self.texts
+        with LlamaModel(draft_file, draft_options(self.target)) as draft:
+            accepted = acceptance(draft, texts, self._settings)
+            return self._machine.step_ratio(self.target, draft), accepted
+
+    def speed_up(self, draft_file: Path) -> Spread:
+        """Measure a draft together with its target."""
+        return self._machine.speed_up(self.target, draft_file, self._tasks)

@@ -14,7 +14,7 @@ import pytest
 
 from command import invoke, run, said
 from llamaspec.draft_making.skip_layers import Candidate, Found, Made
-from llamaspec.draft_making.worth import TrialSettings, Worth
+from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, find_draft, made_path
 from llamaspec.llama.quantize import Copy, write_copy
@@ -92,29 +92,24 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
     module: Any = ModuleType("llamaspec.draft_making.distil")
     module.Distillation, module.distil_draft = lambda *wish: wish, copy
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    judged = Worth(0.25, 0.625, Spread(1.25, 1.5, 2.25))
     wishes: list[TrialSettings] = []
 
-    def judge(_model: object, path: Path, wish: TrialSettings) -> Worth:
-        assert path.read_bytes() == target.read_bytes()
-        wishes.append(wish)
-        return judged
+    class Measured:
+        def __init__(self, _model: object, wish: TrialSettings) -> None:
+            wishes.append(wish)
 
-    monkeypatch.setattr("llamaspec.cli.draft.judge_draft", judge)
+        def cost_and_acceptance(self, path: Path) -> tuple[float, float]:
+            assert path.read_bytes() == target.read_bytes()
+            return 0.25, 0.625
+
+        def speed_up(self, _path: Path) -> Spread:
+            return Spread(1.25, 1.5, 2.25)
+
+    monkeypatch.setattr("llamaspec.cli.draft.Trial", Measured)
     text = target.with_name("text.txt")
     text.write_text("to learn from")
-    options: list[str | Path] = [
-        "--text",
-        text,
-        "--minutes",
-        "7",
-        "--layers",
-        "2",
-        "--width",
-        "64",
-        "--threads",
-        "1",
-    ]
+    options: list[str | Path] = ["--text", text, "--threads", "1"]
+    options += ["--minutes", "7", "--layers", "2", "--width", "64"]
     answer = invoke("draft", "distil", target, *options)
     output = made_path(target, "distilled")
     assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]

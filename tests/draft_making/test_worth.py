@@ -11,11 +11,11 @@ import pytest
 from llamaspec import LlamaModel, ModelOptions, Pair
 from llamaspec.draft_making.worth import (
     Machine,
+    Trial,
     TrialSettings,
     WrittenText,
     acceptance,
     draft_options,
-    judge_draft,
 )
 from llamaspec.engine.generation import Completion
 from llamaspec.errors import LlamaspecError
@@ -97,8 +97,9 @@ class KnownCosts(Machine):
 def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(seed=4, dtype="f32", end_score=None))
     with LlamaModel(target, OPTIONS) as model:
-        judged = judge_draft(model, target, TrialSettings(), KnownCosts())
-    assert (judged.cost_ratio, judged.acceptance, judged.measured.median) == (0.125, 1.0, 1.25)
+        trial = Trial(model, TrialSettings(), KnownCosts())
+        assert trial.cost_and_acceptance(target) == (0.125, 1.0)
+        assert trial.speed_up(target).median == 1.25
 
 
 def test_minutes_that_cannot_be() -> None:
@@ -112,4 +113,4 @@ def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
     nothing = pytest.raises(LlamaspecError, match="generates nothing after these texts")
     with LlamaModel(target, OPTIONS) as model, nothing:
-        judge_draft(model, target, TrialSettings(), KnownCosts())
+        Trial(model, TrialSettings(), KnownCosts()).cost_and_acceptance(target)
