@@ -19,6 +19,7 @@ from llamaspec.errors import PairError
 from llamaspec.measure.bench import read_tasks
 from llamaspec.measure.compare import Arm, Comparison, Task, run_compare
 from llamaspec.measure.probe import Spread
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 
@@ -66,7 +67,10 @@ def compare(
     """Compare the target alone, the draft alone and both together."""
     text = source.read() if source.is_named else None
     plan = plan_with_draft(models, "compare")
-    with learning(plan, models, decoding) as (pair, policy), out.SlowProgress("comparing") as progress:
+    with (
+        learning(plan, models, decoding, quiet=True) as (pair, policy),
+        out.SlowProgress("comparing") as progress,
+    ):
         if text is None and models.is_embedded:
             text = PREDICTABLE_PROMPT.encode()
         seed = decoding.seed_or_random()
@@ -74,10 +78,13 @@ def compare(
             _ordinary_tasks(pair, decoding, seed) if text is None else [task_of(pair, text, decoding, seed)]
         )
         comparison = run_compare(pair, tasks, num_runs, policy, progress)
+    kept = pair_verdict(plan)
     if as_json:
-        click.echo(json.dumps(_comparison_json(comparison, tasks[0])))
-    else:
-        _show_comparison(comparison, tasks[0])
+        click.echo(json.dumps({**_comparison_json(comparison, tasks[0]), "verdict": kept}))
+        return
+    _show_comparison(comparison, tasks[0])
+    if kept is not None:
+        out.say(f"so far, {kept}")
 
 
 def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> list[Task]:

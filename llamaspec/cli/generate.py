@@ -20,9 +20,7 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.length.policy import AutoLength
-from llamaspec.measure.reasons import explain
-from llamaspec.measure.store import learned_costs
-from llamaspec.measure.verdict import pair_verdict
+from llamaspec.measure.reasons import explain, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.values import TokenArray
 
@@ -127,7 +125,7 @@ def generate(
         if output.explain and isinstance(policy, AutoLength):
             if (kept := pair_verdict(pair)) is not None:
                 out.say(f"so far, {kept}")
-            out.explain(explain(completion.rounds, learned_costs(policy)), out.stderr_console())
+            out.explain(explain(completion.rounds, policy.experience().curve), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:

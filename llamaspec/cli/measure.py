@@ -6,8 +6,6 @@ import csv
 import json
 import sys
 from dataclasses import asdict, replace
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import click
@@ -32,16 +30,7 @@ from llamaspec.measure.attention import compare_attention
 from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
-from llamaspec.measure.reasons import (
-    ACCEPTANCES,
-    attention_verdicts,
-    best_length,
-    conclusions,
-    dips,
-    round_seconds,
-    saturation_width,
-    verdict,
-)  # fmt: skip
+from llamaspec.measure.reasons import attention_verdicts, conclusions
 from llamaspec.pair import Pair
 
 AUDIT_PROMPT = "def read_lines(path):\n"
@@ -155,14 +144,6 @@ def _show_probe(found: Probe) -> None:
     columns = ("batch size", *depths, "relative", "ms per token", "max logit difference", "<")
     out.print_table(columns, rows, console)
     console.print(_PROBE_LEGEND)
-    if found.draft_step is not None:
-        console.print(f"time per draft token: {1e3 * found.draft_step.median:.2f} ms")
-    if (n_cheap := saturation_width(curve)) > 1:
-        console.print(
-            f"extra positions are cheap (under half a single-token step) up to batch size {n_cheap}"
-        )
-    else:
-        console.print("extra positions are not cheap here: each costs over half a single-token step")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens was skipped: reading it would take too long here")
     if found.identical_widths == {1}:
@@ -172,16 +153,7 @@ def _show_probe(found: Probe) -> None:
         )
     for sentence in attention_verdicts(found):
         console.print(sentence)
-    for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
-        widths = [width for width, _ in group]
-        sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
-        console.print(f"batches of {sizes} are padded to {cheaper}, which is faster here")
-    if found.draft_step is None:
-        return
-    best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
-    rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
-    out.print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
-    console.print(verdict(curve))
+    out.print_costs(curve, console)
 
 
 def _milliseconds(timing: Spread) -> str:

@@ -20,8 +20,8 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain, stored_prior
-from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
 from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy

@@ -20,7 +20,8 @@ from rich.table import Table
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
-from llamaspec.measure.reasons import Reasons
+from llamaspec.length.costs import CostCurve
+from llamaspec.measure.reasons import ACCEPTANCES, Reasons, best_length, in_words, round_seconds, verdict
 from llamaspec.pair import Pair
 from llamaspec.values import MTP
 
@@ -304,35 +305,26 @@ def _unused_draft(completion: Completion) -> list[str]:
 # Why tokens were drafted
 
 
-def verdict(reasons: Reasons) -> str:
-    """Say in one line whether drafting was faster, and at which acceptance it breaks even."""
-    if reasons.break_even_acceptance is not None:
-        needed = f"break-even acceptance: {reasons.break_even_acceptance:.0%}"
-    elif reasons.is_conclusive:
-        needed = "at these costs drafting is slower at any acceptance"
-    else:
-        needed = "break-even acceptance unknown: too few timings so far, run `llamaspec probe`"
-    if not reasons.n_judged and not reasons.n_copies_judged:
-        return f"no draft token was verified, so drafting gained nothing; {needed}"
-    observed = "" if reasons.acceptance is None else f"; observed: {reasons.acceptance:.0%}"
-    if reasons.gained_seconds is None:
-        return f"gain unknown: no round without draft tokens to compare with; {needed}{observed}"
-    compared = "faster" if reasons.gained_seconds > 0 else "slower"
-    if reasons.acceptance is None:
-        return f"copying from earlier text was {compared} than plain decoding"
-    return f"drafting was {compared} than plain decoding; {needed}{observed}"
+def print_costs(curve: CostCurve, console: Console) -> None:
+    """Print what a curve says of drafting: the end of `probe` and of `--explain`."""
+    for sentence in in_words(curve):
+        console.print(sentence)
+    if not curve.draft_step_seconds:
+        return
+    best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
+    rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
+    print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
+    console.print(verdict(curve))
 
 
 def explain(reasons: Reasons, console: Console) -> None:
-    """Print draft lengths, costs, acceptance, gain and verdict."""
+    """Print draft lengths, costs, acceptance and gain of a text, and what the costs say of others."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
     costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
     print_table(("batch size", "ms", "rounds timed"), costs, console)
     console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
-    if reasons.draft_step_seconds:
-        console.print(f"time per draft token: {1e3 * reasons.draft_step_seconds:.2f} ms")
     if reasons.n_judged:
         groups = []
         for group in reasons.bins:
@@ -349,4 +341,8 @@ def explain(reasons: Reasons, console: Console) -> None:
     if gained is not None:
         outcome = "saved" if gained >= 0 else "lost"
         console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
-    console.print(verdict(reasons))
+    console.print(reasons.outcome)
+    if reasons.curve is None:
+        console.print("costs unknown: nothing timed so far, run `llamaspec probe`")
+    else:
+        print_costs(reasons.curve, console)

@@ -24,7 +24,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
 from llamaspec.measure.machine import CROWDED, Machine, look_at_machine
 from llamaspec.measure.probe import sample_tokens
-from llamaspec.measure.verdict import pair_verdict
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 from llamaspec.values import TARGET, ForwardRequest

@@ -1,29 +1,39 @@
-"""Explain whether drafting is faster: by measured costs, for any acceptance, and in the rounds of one text.
+"""Say whether drafting is faster: by measured costs, for a pair on this machine, and in one text.
 
-Costs are a `CostCurve`, from a probe or from a length policy. Nothing is measured here.
+Costs are a `CostCurve`, from a probe or from a length policy. All sentences about a curve are made here, and
+nothing is measured.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from math import exp
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llamaspec.length.acceptance import UNDRAWN
 from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.measure.probe import Probe
+from llamaspec.measure.store import PairOnDisk, prior_with_target, stored_gains, stored_prior
 from llamaspec.values import COPIES, Round, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-CONCLUSIVE_WIDTH = (
-    9  # kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not
-)
+# Kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not.
+CONCLUSIVE_WIDTH = 9
+LIKELY = 0.8  # acceptance with which quantizations are compared
+SAME = 0.03  # a speed-up below this cannot be told from noise
+QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # of them wide batches are often cheap
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _COPIED, _FORCED = -1, -2  # in place of a bin
+_QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +137,85 @@ def verdict(curve: CostCurve) -> str:
         return (
             f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {_widest_drafted(curve)}"
         )
-    return "on this machine, drafting with this pair is slower at any acceptance"
+    return (
+        "on this machine, drafting with this pair is slower at any acceptance: plain decoding and copies are "
+        "used"
+    )
+
+
+def in_words(curve: CostCurve) -> list[str]:
+    """Return the properties of a curve, one sentence each."""
+    said = []
+    if curve.draft_step_seconds:
+        said.append(f"time per draft token: {1e3 * curve.draft_step_seconds:.2f} ms")
+    if (widest := saturation_width(curve)) > 1:
+        said.append(f"extra positions are cheap (under half a single-token step) up to batch size {widest}")
+    else:
+        said.append("extra positions are not cheap here: each costs over half a single-token step")
+    for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
+        widths = [width for width, _ in group]
+        sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
+        said.append(f"batches of {sizes} are padded to {cheaper}, which is faster here")
+    return said
+
+
+# A pair, from what is kept of it
+
+
+def pair_verdict(pair: PairOnDisk) -> str | None:
+    """Return in one sentence what drafts gain for a pair, and how that is known; None if too little is known.
+
+    The latest benchmark counts, else the costs and the acceptance of earlier runs.
+    """
+    gains, prior = stored_gains(pair).value, stored_prior(pair).value
+    if gains is not None:
+        return (
+            f"on this machine this pair is {_gains_in_words(gains.speed_ups)} (measured by llamaspec bench)"
+        )
+    if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
+        return None
+    seconds, said = round_seconds(prior.curve), verdict(prior.curve)
+    if break_even(seconds) is None:
+        other = _other_quantization(pair, prior.curve) or ""
+        return f"{said} (computed from measured times){other}" if is_conclusive(prior.curve) else None
+    if not prior.log_odds or prior.log_odds[-1] == UNDRAWN:  # no draft token was verified
+        return None
+    acceptance = 1 / (1 + exp(-prior.log_odds[-1]))
+    best = best_length(seconds, acceptance)
+    gain = f"about {best.speed_up:.1f} times as fast as without a draft"
+    gain = "no faster" if best.speed_up < 1 + SAME else gain
+    return f"{said}; with {acceptance:.0%}, as observed, it is {gain} (computed from measured times)"
+
+
+def _gains_in_words(speed_ups: Mapping[str, float]) -> str:
+    parts = []
+    for group, speed_up in speed_ups.items():
+        if abs(speed_up - 1) < SAME:
+            parts.append(f"as fast as without drafts for {group}")
+        elif speed_up > 1:
+            parts.append(f"about {speed_up:.1f} times as fast for {group}")
+        else:
+            parts.append(f"{1 - speed_up:.0%} slower for {group}")
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _other_quantization(pair: PairOnDisk, curve: CostCurve) -> str | None:
+    """Name a file of the same target, in the same folder, that was measured and is faster with drafts."""
+    path = Path(pair.models[0].path)
+    names = [_QUANTIZATION.sub(each, path.name) for name in QUANTIZATIONS for each in (name, name.lower())]
+    for other in (path.with_name(name) for name in names if name != path.name):
+        known = prior_with_target(pair, other).curve if other.is_file() else None
+        if known is None or not known.draft_step_seconds:
+            continue
+        best = best_length(round_seconds(known), LIKELY)
+        speed_up = best.speed_up * curve.verify_seconds[0] / known.verify_seconds[0]
+        if best.n_guesses and speed_up > 1 + SAME:
+            return f"; {other.name} with drafts is {speed_up:.1f} times as fast at {LIKELY:.0%} acceptance"
+    return None
+
+
+# A probe
 
 
 def attention_verdicts(found: Probe) -> list[str]:
@@ -153,6 +241,9 @@ def conclusions(found: Probe) -> dict[str, Any]:
         "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
         "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
     }
+
+
+# One text
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +272,11 @@ class Reasons:
     lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
     widths: tuple[WidthCost, ...]  # ascending
     bins: tuple[ConfidenceBin, ...]  # without tokens that were copied, or forced by a constraint
-    draft_step_seconds: float | None  # None: nothing was drafted, and no cost is known
+    curve: CostCurve | None  # the policy's; None: nothing is known of costs
     overhead_seconds: float  # of a round
     n_copies_judged: int  # draft tokens that were copied from earlier text
     n_copies_accepted: int
-    plain_seconds: float | None  # a round without a draft; None: unknown
-    gained_seconds: float | None  # against plain decoding; < 0: lost
-    break_even_acceptance: float | None  # None: drafting is slower at any acceptance
-    is_conclusive: bool  # whether None above is known: wide evaluations have been timed
+    gained_seconds: float | None  # against plain decoding; < 0: lost; None: no plain round is known
 
     @property
     def n_judged(self) -> int:
@@ -199,6 +287,18 @@ class Reasons:
     def acceptance(self) -> float | None:
         """Share of the draft model's judged tokens that were accepted; None if there were none."""
         return sum(group.n_accepted for group in self.bins) / self.n_judged if self.n_judged else None
+
+    @property
+    def outcome(self) -> str:
+        """Whether drafting was faster in this text."""
+        if not self.n_judged and not self.n_copies_judged:
+            return "no draft token was verified, so drafting gained nothing"
+        if self.gained_seconds is None:
+            return "gain unknown: no round without draft tokens to compare with"
+        compared = "faster" if self.gained_seconds > 0 else "slower"
+        if self.acceptance is None:
+            return f"copying from earlier text was {compared} than plain decoding"
+        return f"drafting was {compared} than plain decoding; observed acceptance: {self.acceptance:.0%}"
 
 
 def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
@@ -212,10 +312,6 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
             judged[group] += 1
             accepted[group] += is_accepted
     overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
-    steps = [round_.draft_seconds / round_.n_draft_steps for round_ in rounds if round_.n_draft_steps]
-    step = statistics.median_low(steps) if steps else None  # a mean would include reading the prompt
-    if step is None and curve is not None:
-        step = curve.draft_step_seconds
     plain = [r.seconds for r in rounds if r.width == 1 and not r.n_draft_steps]
     plain_seconds = statistics.median(plain) if plain else None
     if plain_seconds is None and curve is not None:
@@ -232,14 +328,11 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
         bins=tuple(
             ConfidenceBin(low, high, judged[i], accepted[i]) for i, (low, high) in enumerate(pairwise(EDGES))
         ),
-        draft_step_seconds=step,
+        curve=curve,
         overhead_seconds=overhead,
         n_copies_judged=judged[_COPIED],
         n_copies_accepted=accepted[_COPIED],
-        plain_seconds=plain_seconds,
         gained_seconds=None if plain_seconds is None else n_tokens * plain_seconds - spent,
-        break_even_acceptance=None if curve is None else break_even(round_seconds(curve)),
-        is_conclusive=curve is not None and is_conclusive(curve),
     )
 
 

@@ -19,7 +19,6 @@ from typing import Generic, TypeAlias, TypeVar
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
 from llamaspec.length.acceptance import LearnedPrior
-from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
@@ -110,6 +109,13 @@ def stored_prior(pair: PairOnDisk) -> Kept[LearnedPrior]:
     return _read(_path(pair, LearnedPrior), LearnedPrior)
 
 
+def prior_with_target(pair: PairOnDisk, target: Path) -> LearnedPrior:
+    """Return what is kept of the same drafts with another file as their target."""
+    mine, *drafts = pair.models
+    path = _path_of([ModelFile(target, mine.options), *drafts], pair.heads is not None, LearnedPrior)
+    return _read(path, LearnedPrior).value or LearnedPrior()
+
+
 def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
     """Keep what a run has learnt, if it can be kept."""
     with suppress(OSError):  # the text is what people came for
@@ -191,11 +197,6 @@ def keep_reading_gain(pair: Pair) -> None:
     if reader is not None and reader.gain is not None:
         with suppress(OSError):
             _write(_path(pair, ReadingGain), ReadingGain(reader.gain))
-
-
-def learned_costs(policy: AutoLength) -> CostCurve | None:
-    """What a policy knows of this pair's costs."""
-    return policy.experience().curve
 
 
 def keep_prior(pair: Pair, policy: LengthPolicy) -> None:

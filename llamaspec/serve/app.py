@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.verdict import pair_verdict
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import (

@@ -175,7 +175,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     assert last == "llamaspec: the server of 'llama-server, none' did not start: no such option"
 
 
-@pytest.mark.usefixtures("demo_files")
+@pytest.mark.usefixtures("demo_files", "own_cache")
 def test_the_plain_arm_drafts_nothing() -> None:
     """It was `serve --no-draft`, which still drafts what a schema leaves no choice about."""
     answer = invoke("bench", "--task", "json", "--threads", "1", "-n", "16", "--json")

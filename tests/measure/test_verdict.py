@@ -9,8 +9,8 @@ import pytest
 from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance, LearnedPrior
 from llamaspec.length.costs import CostCurve
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, store_gains, store_prior
-from llamaspec.measure.verdict import pair_verdict
 from llamaspec.plan import DraftPlan, ModelFile
 
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
@@ -28,9 +28,9 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
 @pytest.mark.parametrize(
     ("prior", "said"),
     [
-        (LearnedPrior(CHEAP, KNOWN), "about 1.7 times as fast as without a draft (computed"),
-        (LearnedPrior(CHEAP, POOR), "gains nothing from drafts"),
-        (LearnedPrior(DEAR, KNOWN), "cannot win at any acceptance"),
+        (LearnedPrior(CHEAP, KNOWN), "it is about 1.7 times as fast as without a draft (computed"),
+        (LearnedPrior(CHEAP, POOR), "with 1%, as observed, it is no faster (computed"),
+        (LearnedPrior(DEAR, KNOWN), "slower at any acceptance: plain decoding and copies are used (computed"),
         (LearnedPrior(CHEAP), None),  # nothing was verified
         (LearnedPrior(CostCurve((1, 2, 512), (1.0, 2.0, 9.0), 0.1), KNOWN), None),  # too few widths
         (LearnedPrior(), None),
@@ -52,3 +52,24 @@ def test_a_benchmark_counts_more_and_groups_are_kept(pair: DraftPlan) -> None:
     )
     assert forget(pair)
     assert pair_verdict(pair) is None
+
+
+def test_another_quantization_is_named_if_it_was_measured_and_wins(
+    target_file: Path, tmp_path: Path, own_cache: None
+) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    files = {name: folder / f"big-{name}.gguf" for name in ("Q4_K_M", "q8_0", "F16")}
+    for name, path in files.items():
+        path.write_bytes(target_file.read_bytes() + name.encode())  # each has an identity of its own
+    draft = ModelFile(target_file, ModelOptions(threads=1))
+    pairs = {name: DraftPlan(ModelFile(path, draft.options), (draft,)) for name, path in files.items()}
+    store_prior(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
+    alone = pair_verdict(pairs["Q4_K_M"])
+    assert alone is not None
+    store_prior(pairs["F16"], LearnedPrior(CostCurve((1, 4, 9), (3.0, 3.3, 3.8), 0.1)))  # slower all the same
+    assert pair_verdict(pairs["Q4_K_M"]) == alone
+    store_prior(pairs["q8_0"], LearnedPrior(CostCurve((1, 4, 9), (1.2, 1.5, 2.0), 0.1)))
+    assert pair_verdict(pairs["Q4_K_M"]) == (
+        f"{alone}; big-q8_0.gguf with drafts is 1.7 times as fast at 80% acceptance"
+    )
