@@ -26,14 +26,9 @@ BLOCK = 256  # cells; llama.cpp's attention goes over whole blocks
 class Cells:
     """llama.cpp's cells of one context.
 
-    Parameters
-    ----------
-    context : llama_context
-    carrier : int
-        A seq_id that holds nothing but what is being copied.
-    block : int
-        The most positions that are copied at once; 0 = the cells cannot be copied. In a layer with a sliding
-        window llama.cpp copies only the positions that the last one sees, so a block is not longer than that.
+    The seq_id `carrier` holds nothing but what is being copied. At most `block` positions are copied at once;
+    0 = the cells cannot be copied. In a layer with a sliding window llama.cpp copies only the positions that
+    the last one sees, so a block is not longer than that.
     """
 
     def __init__(self, context: Any, carrier: int, block: int = BLOCK) -> None:

@@ -40,23 +40,9 @@ def run_child(
 ) -> Outcome | None:
     """Run `main` of a module in a child process; None if it took longer than `seconds`.
 
-    Parameters
-    ----------
-    module : str
-        A module that this process could import.
-    arguments : sequence of str
-        `sys.argv[1:]` of the child.
-    on_wait : callable
-        Called again and again while the child runs; an exception in it ends the child.
-    seconds : float
-        Time limit.
-    environment : mapping, optional
-        Environment variables to add.
-
-    Raises
-    ------
-    OSError, ValueError
-        The process cannot be started.
+    The child has `arguments` as `sys.argv[1:]`, and this process's environment with more variables. `on_wait`
+    is called again and again while it runs; an exception there ends it. OSError or ValueError if it cannot
+    be started.
     """
     # The child imports the modules of this process, and none from the working directory.
     program = f"import sys; sys.path[:] = sys.argv.pop().split('\\n'); from {module} import main; main()"

@@ -62,13 +62,7 @@ class GgufFile:
 
 
 def check_gguf(path: Path) -> None:
-    """Refuse what is not a whole GGUF model; looks at the first bytes only.
-
-    Raises
-    ------
-    ModelFileError
-        With the reason and the remedy.
-    """
+    """Raise ModelFileError for what is not a whole GGUF model; looks at the first bytes only."""
     try:
         header = read_beginning(path, _HEAD.size)
     except FileNotFoundError:
@@ -97,13 +91,7 @@ def check_gguf(path: Path) -> None:
 
 
 def check_metadata(path: Path) -> None:
-    """Refuse a file whose metadata no sound model has; what cannot be read is left to llama.cpp.
-
-    Raises
-    ------
-    ModelFileError
-        With the entry and its value.
-    """
+    """Raise ModelFileError for metadata of no sound model; llama.cpp judges what cannot be read."""
     try:
         found = read_gguf(path, with_tokens=True)
     except OSError:
@@ -114,13 +102,7 @@ def check_metadata(path: Path) -> None:
 
 
 def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
-    """Look at a file.
-
-    Raises
-    ------
-    OSError
-        It cannot be read.
-    """
+    """Look at a file; OSError if it cannot be read."""
     found = GgufFile()
     with (
         path.open("rb") as file,
@@ -141,14 +123,9 @@ def file_parts(path: Path) -> list[Path]:
 
 
 def check_parts(path: Path) -> None:
-    """Refuse a part of a model that is not the first, or whose other parts are not beside it.
+    """Raise ModelFileError for a part of a model that is not the first, or lacks other parts beside it.
 
-    The name counts that is given, also of a link. What has such a name and is whole is accepted.
-
-    Raises
-    ------
-    ModelFileError
-        With the part that is missing.
+    The name counts that is given, also of a link. A file with such a name that is whole is accepted.
     """
     found = PartName.read(path.name)
     if found is None:

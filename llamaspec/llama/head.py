@@ -79,15 +79,7 @@ _NO_GAP = _Gap(NO_TOKENS, NO_TOKENS)
 
 
 class Head:
-    """A head over a context of its own.
-
-    Parameters
-    ----------
-    context : Context
-        For heads, with a KV cache.
-    scored_only : bool
-        It has hidden rows only of scored positions.
-    """
+    """A head with a KV cache; `scored_only`: its context has hidden rows of scored positions only."""
 
     def __init__(self, context: Context, *, scored_only: bool) -> None:
         self.context = context
@@ -179,14 +171,7 @@ class Head:
 
 
 class SharedHead:
-    """The head over its own weights and the target's KV cache.
-
-    Parameters
-    ----------
-    context : Context
-        Of the head, over the target's.
-    target : LlamaModel
-    """
+    """The head over its own weights and the target's KV cache."""
 
     def __init__(self, context: Context, target: LlamaModel) -> None:
         self.context = context

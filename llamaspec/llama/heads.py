@@ -31,18 +31,10 @@ from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray, n_co
 
 
 class PredictionHeads:
-    """The heads of a target that was loaded with `ModelOptions(heads=True)`.
+    """The heads of a target that was loaded with `ModelOptions(heads=True)`, and stays open.
 
-    Parameters
-    ----------
-    target : LlamaModel
-        Stays open as long as the heads are used.
-    options : ModelOptions, optional
-        Threads, and types of the KV cache; default as the target's.
-    path : Path, optional
-        A head in a file of its own: one that reads the target's KV cache.
-    on_load : callable, optional
-        Told the fraction of it that is loaded.
+    Of `options`, threads and types of the KV cache count; default as the target's. `path` is a head in a file
+    of its own, which reads the target's KV cache.
 
     Raises
     ------
@@ -97,10 +89,7 @@ class PredictionHeads:
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests: how many tokens of each need not be read, or why there is no draft.
 
-        Raises
-        ------
-        ValueError
-            A request is not possible: it scores more than its last token, or llama.cpp would abort.
+        ValueError if a request scores more than its last token, or llama.cpp would abort.
         """
         readings = [self._reading(row, request) for row, request, _ in batch]
         answers: list[list[int | ContextFullError]] = [[] for _ in batch]
@@ -113,14 +102,9 @@ class PredictionHeads:
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits, V] float32, valid until the next call.
 
-        Raises
-        ------
-        EvaluationAbortedError
-            `abort` was called, or the target has forgotten a text since it was prepared.
-        EvaluationError, MemoryFullError
-            llama.cpp failed. The KV cache of a head is empty.
-        ScoresError
-            The scores are not numbers. The KV cache of a head is empty.
+        EvaluationAbortedError if `abort` was called, or the target has forgotten a text since `prepare`.
+        EvaluationError, MemoryFullError or ScoresError if llama.cpp failed, or the scores are not numbers;
+        then the KV cache of a head is empty.
         """
         readings = [self._reading(row, request) for row, request in batch]
         if not all(map(self._is_ready, readings)):

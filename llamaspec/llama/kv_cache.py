@@ -29,17 +29,9 @@ class KVCache:
     """Which sequences the `size` cells of a context hold, and for whom.
 
     Of llama.cpp's sequences the first `n_sequences` are for texts, the next one holds garbage, and
-    `n_branches` behind that are for trees.
-
-    Parameters
-    ----------
-    store, owner : PrefixStore, hashable
-        Where finished texts go, and whose they are.
-    keeps_finished : bool
-        Finished texts keep their cells until the room is needed: where attention passes over them fast, and
-        moving them is slow, as on a GPU.
-    min_garbage : int
-        Cells of garbage that may always stay while several texts are running.
+    `n_branches` behind that are for trees. Finished texts go to `store`, where they are `owner`'s. With
+    `keeps_finished` they keep their cells until the room is needed: if attention passes over them fast, and
+    moving them is slow, as on a GPU. `min_garbage` cells of garbage may always stay beside several texts.
     """
 
     def __init__(

@@ -61,14 +61,9 @@ class Found(NamedTuple):
 
 
 class PrefixStore:
-    """The stored texts of all models of a pair.
+    """The stored texts of all models of a pair, at most `limit` bytes of them; 0 = nothing is stored.
 
     Each model is an owner of texts, because what one has computed is of no use to another.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes; 0 = nothing is stored.
     """
 
     def __init__(self, limit: int) -> None:

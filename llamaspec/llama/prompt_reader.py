@@ -54,13 +54,8 @@ class Trial:
 class PromptReader:
     """Decides which prompts are read apart, and reads them.
 
-    Parameters
-    ----------
-    main : KVCache
-        Of the context that decodes.
-    open_context : callable
-        Loads the weights as they lie in the file and opens a context over them. Raises LlamaspecError if
-        there is no room.
+    `main` is the KV cache of the context that decodes. `open_context` loads the weights as they lie in the
+    file and opens a context over them; LlamaspecError if there is no room.
     """
 
     def __init__(self, main: KVCache, open_context: Callable[[], tuple[Weights, Context]]) -> None:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
-from llama_cpp._ggml import libggml
 
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError, printable
 from llamaspec.llama import runtime
+from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.child import end_with_answer, end_with_parent, run_child
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.runtime import ggml_function
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TokenArray
 
@@ -52,13 +53,7 @@ OnWrite = Callable[[int], None]  # called with the number of bytes written so fa
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What to make of a model.
-
-    Raises
-    ------
-    ValueError
-        There is no such type, or an entry is too long.
-    """
+    """What to make of a model; ValueError if there is no such type, or an entry is too long."""
 
     file_type: str = COPY
     pruned: tuple[int, ...] = ()  # layers to leave out, ascending from 0
@@ -77,24 +72,10 @@ class Copy:
 def write_copy(
     source: Path, destination: Path, copy: Copy, threads: int = 0, on_write: OnWrite | None = None
 ) -> None:
-    """Write a smaller copy of a model.
+    """Write a smaller copy of a model, with `threads` threads; 0 = on all cores.
 
-    Parameters
-    ----------
-    source : Path
-        A GGUF file, or the first part of one.
-    destination : Path
-        Appears when it is complete.
-    copy : Copy
-    threads : int
-        0 = all cores.
-    on_write : callable, optional
-        Called again and again; an exception in it ends the copying.
-
-    Raises
-    ------
-    ModelFileError
-        llama.cpp cannot make this copy; the message gives the reason.
+    `source` may be the first part of a model. `destination` appears when it is complete. `on_write` is called
+    again and again; an exception in it ends the copying. ModelFileError if llama.cpp cannot make this copy.
     """
     unfinished = destination.with_name(destination.name + ".part")
     task = {**asdict(copy), "source": str(source.absolute()), "destination": str(unfinished.absolute())}
@@ -137,7 +118,7 @@ def _copy(task: dict[str, Any]) -> str:
     pruned = (ctypes.c_int32 * (len(task["pruned"]) + 1))(*task["pruned"], -1)
     if task["pruned"]:
         parameters.prune_layers = ctypes.cast(pruned, ctypes.POINTER(ctypes.c_int32))
-    entries = _overrides(task["texts"].items(), task["numbers"].items())
+    entries = _overrides({**task["texts"], **task["numbers"]})
     parameters.kv_overrides = ctypes.cast(entries, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
     paths = [os.fsencode(task[name]) for name in ("source", "destination")]
@@ -174,18 +155,10 @@ def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
 def rewrite(
     reader: GGUFReader, path: Path, entries: Mapping[str, Any], rows: Mapping[str, TokenArray] | None = None
 ) -> None:
-    """Write a GGUF file again with some changes, one tensor after the other.
+    """Write the file of a reader to another path with some changes, one tensor after the other.
 
-    Parameters
-    ----------
-    reader : GGUFReader
-        Of the file as it was.
-    path : Path
-        Of another file.
-    entries : mapping
-        Metadata with other values; None = without this entry. New ones are texts.
-    rows : mapping of [n] int32, optional
-        Which rows are kept of the tensors that do not keep all.
+    `entries` are metadata with other values; None = without this entry. New ones are texts. `rows` says which
+    rows are kept of the tensors that do not keep all.
     """
     import gguf
 
@@ -214,11 +187,10 @@ def rewrite(
     writer.close()
 
 
-def _overrides(texts: Any, numbers: Any) -> ctypes.Array[lib.llama_model_kv_override]:
+def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_kv_override]:
     """The entries that are added or replaced; an empty key ends them."""
-    given: Sequence[tuple[str, str | int]] = [*texts, *numbers]
     entries = (lib.llama_model_kv_override * (len(given) + 1))()
-    for entry, (key, value) in zip(entries, given, strict=False):
+    for entry, (key, value) in zip(entries, given.items(), strict=False):
         entry.key = key.encode()
         if isinstance(value, str):
             entry.tag = lib.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -235,33 +207,22 @@ _INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # what the first layer reads; a
 
 Hidden = npt.NDArray[np.float32]  # [n, E]
 
-_name = libggml.ggml_get_name
-_name.argtypes, _name.restype = [ctypes.c_void_p], ctypes.c_char_p
-_n_elements = libggml.ggml_nelements
-_n_elements.argtypes, _n_elements.restype = [ctypes.c_void_p], ctypes.c_int64
-_get = libggml.ggml_backend_tensor_get
-_get.argtypes, _get.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t], None
+_name = ggml_function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+_n_elements = ggml_function("ggml_nelements", ctypes.c_int64, ctypes.c_void_p)
+_get = ggml_function(
+    "ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+)
 
 
 def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray) -> list[float]:
     """What each layer adds: [n_layers] 1 - the cosine of its input and output, averaged over positions.
 
-    0 = the layer changes nothing; 1 where it is not known. Men et al., "ShortGPT", arXiv 2403.03853.
+    0 = the layer changes nothing; 1 if that is not known. Men et al., "ShortGPT", arXiv 2403.03853.
 
-    Parameters
-    ----------
-    weights : Weights
-    options : ModelOptions
-        `threads` and `flash_attention` count.
-    tokens : [n] int32
-        An ordinary text; at most the first 128 tokens are read.
-
-    Raises
-    ------
-    MemoryFullError, EvaluationError
-        llama.cpp has no room for the text, or cannot evaluate it.
+    `tokens` are an ordinary text, of which at most the first 128 are read. Of the options, `threads` and
+    `flash_attention` count. MemoryFullError if there is no room, EvaluationError if llama.cpp fails.
     """
-    tokens = np.ascontiguousarray(tokens[:MOST_POSITIONS], dtype=np.int32)
+    tokens = tokens[:MOST_POSITIONS]
     look = _Look(len(tokens), weights.hidden_size)
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MOST_POSITIONS
@@ -273,16 +234,11 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
         raise MemoryFullError(f"no room to look at the layers of {weights.path}: {runtime.failure_reason()}")
-    batch = lib.llama_batch_init(len(tokens), 0, 1)
+    batch = Batch(MOST_POSITIONS)
     try:
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens.tolist()):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-            batch.seq_id[i][0] = 0
         with runtime.raising_callbacks():
-            status = lib.llama_decode(context, batch)
+            status = lib.llama_decode(context, batch.fill([Segment(0, 0, tokens, len(tokens))]))
     finally:
-        lib.llama_batch_free(batch)
         lib.llama_free(context)
     if status:
         raise EvaluationError(

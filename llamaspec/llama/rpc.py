@@ -29,17 +29,9 @@ CONNECT_SECONDS = 5.0  # for a connection, and again for the first answer
 
 
 def connect(addresses: Sequence[str]) -> list[int]:
-    """Register workers with llama.cpp: the handles of their devices, in the order of the addresses.
+    """Register workers, named HOST:PORT, with llama.cpp: the handles of their devices in the same order.
 
-    Parameters
-    ----------
-    addresses : sequence of str
-        HOST:PORT of each.
-
-    Raises
-    ------
-    WorkerError
-        One of them cannot be reached or is busy, or this build of llama.cpp has no RPC.
+    WorkerError if one of them cannot be reached or is busy, or if this build of llama.cpp has no RPC.
     """
     add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     _report_abort()
@@ -67,26 +59,10 @@ def serve_worker(
     cache: Path | None,
     ready: Callable[[], None],
 ) -> None:
-    """Be a worker, until a signal ends the process; only in the main thread.
+    """Be a worker that computes on `devices`, until a signal ends the process; only in the main thread.
 
-    Parameters
-    ----------
-    host : str
-        Address to listen on.
-    port : int
-    threads : int, optional
-        Of a CPU; None: its full-speed physical cores.
-    devices : sequence of Device
-        What to compute on.
-    cache : Path, optional
-        A folder where weights are kept, so that a client sends them once.
-    ready : callable
-        Called when nothing is known that could go wrong.
-
-    Raises
-    ------
-    WorkerError
-        The address cannot be listened on, or this build of llama.cpp has no workers.
+    `cache` is a folder where weights are kept, so that a client sends them once. `ready` is called once the
+    address is known to be free. WorkerError if it is not, or if this build of llama.cpp has no workers.
     """
     pointers, size = ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t
     start = _rpc_function(

@@ -19,7 +19,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
+from llamaspec.errors import MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.llama.child import Outcome, run_child
 from llamaspec.llama.gguf_file import check_metadata, file_parts
@@ -43,16 +43,10 @@ OnWait = Callable[[float], None]  # called with 0.0 again and again
 
 
 def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
-    """Try a file in a child process, unless it is trusted or has passed before.
+    """Try a file, whose header has been checked, unless it is trusted or has passed before.
 
-    Parameters
-    ----------
-    path : Path
-        A GGUF file whose header has been checked.
-    n_ctx : int, optional
-        Context size that the caller wants, in tokens; the trial opens no larger one.
-    on_wait : callable, optional
-        Called while the trial runs; an exception in it ends the trial.
+    The trial opens no larger context than the caller wants. `on_wait` is called while it runs; an exception
+    there ends it.
 
     Raises
     ------
@@ -133,10 +127,7 @@ def _judge(path: Path, outcome: Outcome | None) -> None:
     if kind == "memory":
         raise ModelFileError(f"{path} needs more memory than a file of its size should; {_REMEDY}")
     if kind:
-        raise _ERRORS.get(kind, ModelFileError)(message)
-
-
-_ERRORS: dict[str, type[LlamaspecError]] = {"MemoryFullError": MemoryFullError}
+        raise MemoryFullError(message) if kind == "MemoryFullError" else ModelFileError(message)
 
 
 def _parsed(answer: bytes) -> tuple[str | None, str]:
