@@ -27,22 +27,23 @@ from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve import ServeSettings
+from llamaspec.serve import MAX_PARALLEL, ServeSettings
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="Address to listen on; one that other machines can reach needs an API key."),
-    click.option("--port", type=int, default=8080, show_default=True, help="0 = any free port."),
-    click.option("--parallel", type=int, default=4, show_default=True,
+    click.option("--port", type=Integer(0, 65535), default=8080, show_default=True,
+                 help="0 = any free port."),
+    click.option("--parallel", type=Integer(1, MAX_PARALLEL), default=4, show_default=True,
                  help="Maximum number of requests that generate at once; others wait."),
     click.option("--ctx-per-request", type=Integer(min=2),
                  help="Maximum tokens per request. --n-ctx is then the KV cache that all requests share; "
                       "default: enough for --parallel requests."),
-    click.option("--max-queue", type=int, default=64, show_default=True,
+    click.option("--max-queue", type=Integer(min=0), default=64, show_default=True,
                  help="Maximum number of waiting requests; more are refused."),
-    click.option("--request-timeout", type=float, default=600.0, show_default=True,
+    click.option("--request-timeout", type=Number(min=0.0), default=600.0, show_default=True,
                  help="Time limit of a request in seconds; 0 = none."),
-    click.option("--grace", "grace_seconds", type=float, default=30.0, show_default=True,
+    click.option("--grace", "grace_seconds", type=Number(min=0.0), default=30.0, show_default=True,
                  help="Seconds that running requests have to finish when the server stops."),
     click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="LLAMASPEC_API_KEY",
                  help="Require this key; may be repeated. Prefer LLAMASPEC_API_KEY or a file: other users "

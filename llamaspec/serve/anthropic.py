@@ -22,21 +22,22 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import anthropic_error
-from llamaspec.serve.figures import figures
-from llamaspec.serve.forms import Form, WholeAnswer, arguments_of, sse
+from llamaspec.serve.forms import Form, WholeAnswer, arguments_of, figures, sse
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     Content,
     MessageFields,
+    ToolChoiceFields,
+    Tools,
     conversation,
     placed,
     system_message,
     text_of,
+    tool_use,
 )
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
-from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 
 Data = dict[str, Any]
 

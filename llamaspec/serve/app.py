@@ -42,11 +42,10 @@ from llamaspec.serve import (
 from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.prefixes import PrefixWatch
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
-from llamaspec.serve.service import CLIENT_LEFT, Endpoint, Service
+from llamaspec.serve.service import CLIENT_LEFT, Endpoint, PrefixWatch, Service
 
 FINAL_SECONDS = 10  # after the grace time, for answers to send their error
 Handler = Callable[[Request], Awaitable[Response]]

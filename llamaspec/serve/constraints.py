@@ -23,7 +23,7 @@ from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import WHITESPACE
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.tools import ToolUse, subschemas, without_prose
+from llamaspec.serve.messages import ToolUse, subschemas, without_prose
 
 MAX_COMPILED = 64  # constraints in the cache
 # Write arguments as templates do in the next turn (Jinja's tojson), so that the KV cache holds them.

@@ -1,14 +1,14 @@
 """How an API writes an answer: as one JSON object, or as a stream of events.
 
 A `Form` holds the state of one response. An API overrides what its JSON looks like; by default a stream has
-server-sent events and OpenAI's errors. tests/serve/test_forms.py.
+server-sent events and OpenAI's errors. tests/serve/test_forms.py, tests/serve/test_figures.py.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic_core import from_json
@@ -16,9 +16,12 @@ from starlette.responses import Response
 
 from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs, message_of
 from llamaspec.chat.template import Message
-from llamaspec.serve.bodies import without_half_pairs
+from llamaspec.engine.generation import Summary
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
 from llamaspec.serve.errors import openai_error
 from llamaspec.serve.scheduling import Events, Finished, PromptProgress
+from llamaspec.values import Round, Source
 
 
 class WholeAnswer(NamedTuple):
@@ -115,3 +118,89 @@ def sse(data: Any, name: str | None = None) -> bytes:
     """One server-sent event; JSON has no line breaks of its own."""
     line = f"event: {name}\n" if name is not None else ""
     return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+# Figures of an answer: log-probabilities, tokens, timings.
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -> list[dict[str, Any]]:
+    """Log-probabilities as in OpenAI's chat API; control tokens are left out."""
+    found: list[dict[str, Any]] = []
+    for token, (logprob, top), _ in tokens:
+        if vocabulary.piece(token):
+            tops = [_token(*each, vocabulary) for each in top]
+            found.append({**_token(token, logprob, vocabulary), "top_logprobs": tops})
+    return found
+
+
+def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> dict[str, Any]:
+    piece = vocabulary.piece(token) or vocabulary.text(token)
+    text = piece.decode(errors="replace")
+    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(piece)}
+
+
+def openai_usage(
+    ends: Sequence[Finished], n: int = 1, *, prompt: str = "prompt", completion: str = "completion"
+) -> dict[str, Any]:
+    """Tokens of all sequences of a request, with OpenAI's names; a prompt with `n` choices counts once."""
+    prompts = [end.completion for end in ends[::n]]
+    n_prompt = sum(each.n_prompt_tokens for each in prompts)
+    n_generated = sum(end.completion.summary.n_tokens for end in ends)
+    details = {"reasoning_tokens": sum(end.n_reasoning for end in ends)}
+    rounds = [each for end in ends for each in end.completion.rounds if each.source is Source.PREDICTION]
+    if rounds:
+        details["accepted_prediction_tokens"] = sum(each.n_accepted for each in rounds)
+        details["rejected_prediction_tokens"] = sum(each.n_verified - each.n_accepted for each in rounds)
+    return {
+        f"{prompt}_tokens": n_prompt,
+        f"{completion}_tokens": n_generated,
+        "total_tokens": n_prompt + n_generated,
+        f"{prompt}_tokens_details": {"cached_tokens": sum(each.n_cached for each in prompts)},
+        f"{completion}_tokens_details": details,
+    }
+
+
+def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
+    """How an answer was generated: llama-server's `timings` and more, and each round if requested."""
+    done, summary = end.completion, end.completion.summary
+    timings = {
+        "cache_n": done.n_cached,
+        **_speed("prompt", done.n_prompt_tokens - done.n_cached, done.prefill_seconds),
+        **_speed("predicted", summary.n_tokens, summary.decode_seconds),
+        "draft_n": summary.n_verified,
+        "draft_n_accepted": summary.n_accepted,
+        "rounds": summary.n_rounds,
+        "accepted_histogram": list(summary.accepted_histogram),
+        **_milliseconds(summary),
+        "mask_ms": 1e3 * done.mask_seconds,
+        "speedup_estimate": summary.speed_up,
+        "unused_draft": None if done.unused_draft is None else done.unused_draft._asdict(),
+        "draft_fault": done.draft_fault,
+    }
+    if not options.rounds:
+        return {"timings": timings}
+    return {"timings": timings, "rounds": [_round(round_) for round_ in done.rounds]}
+
+
+def _speed(name: str, n: int, seconds: float) -> dict[str, Any]:
+    ms = 1e3 * seconds
+    per_token, per_second = ms / n if n else None, 1e3 * n / ms if ms else None
+    each = {"n": n, "ms": ms, "per_token_ms": per_token, "per_second": per_second}
+    return {f"{name}_{key}": value for key, value in each.items()}
+
+
+def _milliseconds(of: Round | Summary) -> dict[str, float]:
+    return {f"{part}_ms": 1e3 * getattr(of, f"{part}_seconds") for part in ("draft", "verify", "overhead")}
+
+
+def _round(round_: Round) -> dict[str, Any]:
+    return {
+        **_milliseconds(round_),
+        "drafted": round_.n_verified,
+        "branches": round_.draft.n_branches,
+        "accepted": round_.n_accepted,
+        "source": round_.source.value,
+        "rows": round_.n_sequences,
+    }

@@ -17,8 +17,7 @@ from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs
 from llamaspec.serve.errors import not_supported
-from llamaspec.serve.figures import figures, logprob_list
-from llamaspec.serve.forms import Form, WholeAnswer, sse
+from llamaspec.serve.forms import Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import Finished

@@ -37,14 +37,16 @@ from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     MessageFields,
+    Tools,
+    ToolUse,
     conversation,
     placed,
     system_message,
+    tool_use,
 )
 from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
-from llamaspec.serve.tools import Tools, ToolUse, tool_use
 from llamaspec.values import TokenArray
 
 API_VERSION = "0.12.6"  # clients refuse versions that lack what they need
@@ -150,7 +152,7 @@ class ShowBody(Fields):
 
 async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation."""
-    form = OllamaChatForm(service.model_name)
+    form = OllamaForm(service.model_name, is_chat=True)
     if not body.messages:
         return JSONResponse(form.loaded())
     prompt, parameters = await service.chat(body.chat_request())
@@ -159,7 +161,7 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
 
 async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
     """Answer a prompt, or continue a text."""
-    builder, form = service.builder, OllamaGenerateForm(service.model_name)
+    builder, form = service.builder, OllamaForm(service.model_name, is_chat=False)
     if not body.prompt:
         return JSONResponse(form.loaded())
     if not (body.raw or body.suffix or builder.template is None):
@@ -234,18 +236,22 @@ def _time(seconds: float | None = None) -> str:
 
 
 class OllamaForm(Form):
-    """One JSON object a line."""
+    """One JSON object a line, of `/api/chat` or `/api/generate`."""
 
     media_type = JSON_LINES
 
-    def __init__(self, model: str) -> None:
-        self._model, self._begin_ns = model, monotonic_ns()
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._model, self._is_chat, self._begin_ns = model, is_chat, monotonic_ns()
         self._call: CallDelta | None = None  # whose arguments are coming
         self._arguments = ""
 
     def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
         """The field or fields that hold a part of the answer."""
-        raise NotImplementedError
+        thought = {"thinking": thinking} if thinking else {}
+        if not self._is_chat:
+            return {"response": content, **thought}
+        called = {"tool_calls": calls} if calls else {}
+        return {"message": {"role": "assistant", "content": content, **thought, **called}}
 
     def loaded(self) -> Data:
         """The answer to a request without a prompt."""
@@ -304,22 +310,6 @@ class OllamaForm(Form):
             "eval_count": done.summary.n_tokens,
             "eval_duration": round(1e9 * done.summary.decode_seconds),
         }
-
-
-class OllamaChatForm(OllamaForm):
-    """The objects of `/api/chat`."""
-
-    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
-        message: Data = {"role": "assistant", "content": content}
-        message |= {"thinking": thinking} if thinking else {}
-        return {"message": message | ({"tool_calls": calls} if calls else {})}
-
-
-class OllamaGenerateForm(OllamaForm):
-    """The objects of `/api/generate`."""
-
-    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
-        return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
 def _call(call_id: str, name: str, arguments: str) -> Data:

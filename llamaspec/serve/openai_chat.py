@@ -30,13 +30,21 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import FormatFields, ResponseFormat
 from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.figures import figures, logprob_list, openai_usage
-from llamaspec.serve.forms import Form, WholeAnswer, sse
-from llamaspec.serve.messages import MAX_MESSAGES, Content, MessageFields, conversation, placed, text_of
+from llamaspec.serve.forms import Form, WholeAnswer, figures, logprob_list, openai_usage, sse
+from llamaspec.serve.messages import (
+    MAX_MESSAGES,
+    Content,
+    MessageFields,
+    ToolChoiceFields,
+    Tools,
+    conversation,
+    placed,
+    text_of,
+    tool_use,
+)
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
-from llamaspec.serve.tools import ToolChoiceFields, Tools, tool_use
 from llamaspec.values import TokenArray
 
 

@@ -25,8 +25,7 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import ContextOverflowError, bad_field, openai_error
-from llamaspec.serve.figures import figures, openai_usage
-from llamaspec.serve.forms import Form, WholeAnswer, sse
+from llamaspec.serve.forms import Form, WholeAnswer, figures, openai_usage, sse
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     CallFields,
@@ -34,15 +33,20 @@ from llamaspec.serve.messages import (
     FunctionFields,
     MessageFields,
     Role,
+    ToolChoiceFields,
+    ToolFields,
+    Tools,
+    called,
     conversation,
     required,
     system_message,
     text_of,
+    tool_use,
+    without_namespaces,
 )
 from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Endpoint, Service
-from llamaspec.serve.tools import ToolChoiceFields, ToolFields, Tools, called, tool_use, without_namespaces
 
 Data = dict[str, Any]
 

@@ -33,7 +33,7 @@ from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import AnswerOptions, GenerationBody, SpeculativeFields
 from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
-from llamaspec.serve.tools import ToolUse
+from llamaspec.serve.messages import ToolUse
 from llamaspec.values import TokenArray
 
 USUAL_BYTES = 4  # of a token: an estimate for prompts that are too long to be tokenized

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.deltas import Delta
@@ -103,6 +103,21 @@ class Submission:
     def is_over(self) -> bool:
         """Whether every sequence has ended and all its events were read."""
         return self._n_open == 0
+
+    def work(self) -> dict[str, Any]:
+        """What was computed, for the log; the speed-up is that of the last completion."""
+        done = [state.stream.completion for state in self.states if state.stream is not None]
+        ends = [state.last for state in self.states if isinstance(state.last, Finished)]
+        n_generated = sum(each.summary.n_tokens for each in done)
+        seconds = sum(each.summary.decode_seconds for each in done)
+        return {
+            "prompt_tokens": sum(each.n_prompt_tokens for each in done),
+            "cached_tokens": sum(each.n_cached for each in done),
+            "generated_tokens": n_generated,
+            "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
+            "speedup_estimate": ends[-1].completion.summary.speed_up if ends else None,
+            "cancelled": self.is_cancelled,
+        }
 
     async def events(self, deadline: float | None, keep_alive: float) -> Events:
         """All events; a PromptProgress without numbers after `keep_alive` seconds without one.

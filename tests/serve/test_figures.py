@@ -8,7 +8,7 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
-from llamaspec.serve.figures import figures, openai_usage
+from llamaspec.serve.forms import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished
 from llamaspec.values import Source

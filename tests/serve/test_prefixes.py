@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaspec import Pair
-from llamaspec.serve.prefixes import N_PROMPTS, PrefixWatch
+from llamaspec.serve.service import N_PROMPTS, PrefixWatch
 from llamaspec.values import TokenArray
 from serving import Served, served
 

@@ -122,13 +122,6 @@ def test_a_stream_whose_client_leaves_is_logged_as_cancelled(demo: Pair, monkeyp
         ({"host": "0.0.0.0"}, "--no-auth"),
         ({"host": "192.168.1.5"}, "--api-key"),
         ({"host": "example.org"}, "--api-key"),
-        ({"port": 65536}, "port"),
-        ({"parallel": 0}, "parallel"),
-        ({"max_queue": -1}, "max-queue"),
-        ({"request_timeout": -1.0}, "request-timeout"),
-        ({"request_timeout": 0.0}, "request-timeout"),
-        ({"grace_seconds": -0.1}, "grace"),
-        ({"grace_seconds": float("nan")}, "grace"),
         ({"keys": ("",)}, "key"),
     ],
 )

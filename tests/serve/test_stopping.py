@@ -102,6 +102,9 @@ def test_a_port_that_is_in_use_is_one_line() -> None:
         (["--api-key-file", "/nonexistent"], 1, "/nonexistent"),
         (["--chat-template", "/nonexistent"], 1, "/nonexistent"),
         (["--request-timeout", "-1"], 2, "request-timeout"),
+        (["--port", "65536"], 2, "--port"),
+        (["--max-queue", "-1"], 2, "--max-queue"),
+        (["--grace", "-0.1"], 2, "--grace"),
     ],
 )
 def test_options_that_are_refused(

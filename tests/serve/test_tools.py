@@ -18,9 +18,9 @@ from llamaspec.chat.template import Message, ToolCall
 from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.errors import RequestError
+from llamaspec.serve.messages import ToolChoiceFields, ToolFields, tool_use
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
-from llamaspec.serve.tools import ToolChoiceFields, ToolFields, tool_use
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
 from serving import PATIENCE_SECONDS, TEMPLATE, Served, served
