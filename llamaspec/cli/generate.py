@@ -116,8 +116,7 @@ def generate(
             interrupted = _consume(stream, output, progress)
         completion = stream.completion
         if output.timeline is not None:
-            summary = out.statistics_lines(completion, seed, "full")[0]
-            pictures.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, summary)
+            pictures.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, seed)
         if output.as_json:
             click.echo(json.dumps(out.completion_json(completion, pair, seed, decoding.rule)))
         else:

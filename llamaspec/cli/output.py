@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from llamaspec.values import MTP
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
 LINE_SECONDS = 10.0  # between two lines of progress off a terminal
+REFRESH_SECONDS = 0.1  # between two states of a bar
 TELLING = 16  # tokens; the speed-up of a shorter text would be noise
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
@@ -130,57 +130,46 @@ class SlowProgress:
     def __init__(self, label: str) -> None:
         self._label = label
         self._fraction = 0.0
-        self._bar: Progress | None = None
-        self._said_at: float | None = None  # seconds of the last plain line
-        self._lock = threading.Lock()  # the timer shows the bar from another thread
-        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
-        self._timer.daemon = True
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __call__(self, fraction: float) -> None:
         """Update the bar."""
         self._fraction = fraction
         if fraction >= 1:
             self._end()
-        elif self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=fraction)
-        elif self._said_at is not None and time.monotonic() - self._said_at > LINE_SECONDS:
-            self._say()
 
     def part(self, done: int, total: int) -> None:
         """Update the bar from a number of parts done and their total."""
         self(done / total)
 
     def __enter__(self) -> SlowProgress:
-        self._timer.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._fraction = 1.0
         self._end()
 
-    def _show(self) -> None:
-        console = stderr_console()
-        with self._lock:
-            if self._fraction < 1 and not console.is_terminal:
-                self._say()
-            elif self._fraction < 1:
-                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-                bar = Progress(*columns, console=console, transient=True)
-                bar.update(bar.add_task(self._label, total=1.0), completed=self._fraction)
-                bar.start()
-                self._bar = bar
-
-    def _say(self) -> None:
-        done = f": {self._fraction:.0%}" if self._fraction else ""
-        self._said_at = time.monotonic()
-        say(f"{self._label}{done} ...")
-
     def _end(self) -> None:
-        self._timer.cancel()
-        with self._lock:
-            if self._bar is not None:
-                self._bar.stop()
-                self._bar = None
+        self._is_over.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._is_over.wait(PATIENCE_SECONDS):
+            return
+        console = stderr_console()
+        if not console.is_terminal:
+            is_over = False
+            while not is_over:
+                done = f": {self._fraction:.0%}" if self._fraction else ""
+                say(f"{self._label}{done} ...")
+                is_over = self._is_over.wait(LINE_SECONDS)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(self._label, total=1.0)
+            while not self._is_over.wait(REFRESH_SECONDS):
+                bar.update(task, completed=self._fraction)
 
 
 # Statistics

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from llamaspec.cli.output import statistics_lines
 from llamaspec.engine.generation import Completion
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure.probe import Probe
@@ -26,11 +27,12 @@ def check_writable(path: Path, what: str) -> None:
         raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
 
 
-def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, summary: str) -> None:
+def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, seed: int) -> None:
     """Write timeline.html with the data as JSON, escaped so that no text can break the page."""
+    conclusion, summary, *_ = statistics_lines(completion, seed, "short")
     data = {
         "summary": summary,
-        "conclusion": conclusion(completion),
+        "conclusion": conclusion,
         "prompt": {"n_tokens": completion.n_prompt_tokens, "seconds": completion.prefill_seconds},
         "n_tokens": completion.summary.n_tokens,
         "plain": completion.summary.plain_seconds,
@@ -43,19 +45,6 @@ def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, s
     except OSError as error:
         reason = error.strerror or error
         raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file") from error
-
-
-def conclusion(completion: Completion) -> str:
-    """Say in one sentence what the drafts gained."""
-    summary = completion.summary
-    if not summary.n_drafted:
-        return "Nothing was drafted: this is plain decoding."
-    if summary.speed_up is None:
-        return "Every round had a draft, so there is no plain round to compare with."
-    share = 1 / summary.speed_up
-    if share <= 1:
-        return f"With drafts, decoding took {share:.0%} of the time without them (estimate)."
-    return f"Drafts cost more than they saved: decoding took {share:.2f} times as long (estimate)."
 
 
 def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
