@@ -49,6 +49,15 @@ def evaluations(n: int | None = None) -> Generator[ForwardRequest, Forward, None
         done += 1
 
 
+def is_closed(thread: ComputeThread) -> bool:
+    """Whether it takes no work any more."""
+    try:
+        thread.start(evaluations(0))
+    except ClosedError:
+        return True
+    return False
+
+
 def in_threads(*works: Callable[[], object]) -> list[threading.Thread]:
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
@@ -87,25 +96,31 @@ def test_they_make_an_evaluation_each_in_turn() -> None:
         assert all_wait.wait(PATIENCE)
         order.append("a")
 
-    (a, _), (b, _), (c, _) = pairs(first, lambda n: order.append("b"), lambda n: order.append("c"))
-    running = in_threads(*(partial(pair.run, evaluations(30)) for pair in (a, b, c)))
-    until(lambda: b._seat._is_used and c._seat._is_used)
+    opened = pairs(first, lambda n: order.append("b"), lambda n: order.append("c"))
+    streams = [stream(*pair, drafter=NoDrafter()) for pair in opened]
+    for of in streams:
+        of.begin()
     all_wait.set()
-    join(running)
+    for of in streams:
+        of.run()
     together = order[max(map(order.index, "abc")) :]
-    for i in range(60):
+    for i in range(20):
         assert sorted(together[i : i + 3]) == ["a", "b", "c"]
-    for pair in (a, b, c):
-        pair.close()
+    for thread, _ in opened:
+        thread.close()
 
 
 def test_endless_work_of_one_holds_others_up_for_one_evaluation() -> None:
     """What is asked for during an evaluation of one pair is done after it, and the work can be ended."""
     n_before: list[int] = []
 
+    def note() -> Generator[ForwardRequest, Forward, None]:
+        n_before.append(a_models[TARGET].n_attempts)
+        yield from evaluations(1)
+
     def asks(n: int) -> None:
         if n == 5:
-            b._post(lambda: n_before.append(a_models[TARGET].n_attempts), lambda: None)
+            b.start(note())
 
     (a, a_models), (b, _) = pairs(asks, nothing)
     stopped: list[BaseException] = []
@@ -167,7 +182,7 @@ def test_closing_ends_no_evaluation_of_another_pair() -> None:
     of.begin()
     assert reached.wait(PATIENCE)
     closing = in_threads(b.close)
-    until(lambda: b._seat.is_closed)
+    until(lambda: is_closed(b))
     gate.set()
     join(closing)
     assert of.run().tokens == alone()
@@ -186,8 +201,10 @@ def test_what_a_pair_was_asked_for_when_it_was_closed_is_refused() -> None:
 
     ((thread, models),) = pairs(nothing)
     told: list[BaseException] = []
+    asks = threading.Event()
 
     def ask() -> None:
+        asks.set()
         try:
             thread.call(lambda: told.append(AssertionError("it was done")))
         except ClosedError as error:
@@ -198,9 +215,9 @@ def test_what_a_pair_was_asked_for_when_it_was_closed_is_refused() -> None:
     of = stream(thread, models)
     of.begin()
     threads += in_threads(ask)
-    until(lambda: thread._seat._tasks.qsize() == 2)
+    assert asks.wait(PATIENCE)
     threads += in_threads(*[thread.close] * 3)
-    until(lambda: thread._seat.is_closed)
+    until(lambda: is_closed(thread))
     gate.set()
     join(threads)
     assert list(of) == []
