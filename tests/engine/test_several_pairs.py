@@ -22,6 +22,7 @@ import pytest
 from fakes import FakeModel, tokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
+from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import ClosedError
 from llamaspec.values import TARGET, Forward, ForwardRequest
@@ -52,7 +53,7 @@ def evaluations(n: int | None = None) -> Generator[ForwardRequest, Forward, None
 def is_closed(thread: ComputeThread) -> bool:
     """Whether it takes no work any more."""
     try:
-        thread.start(evaluations(0))
+        thread.start(RunningSequence(evaluations(0)))
     except ClosedError:
         return True
     return False
@@ -120,7 +121,7 @@ def test_endless_work_of_one_holds_others_up_for_one_evaluation() -> None:
 
     def asks(n: int) -> None:
         if n == 5:
-            b.start(note())
+            b.start(RunningSequence(note()))
 
     (a, a_models), (b, _) = pairs(asks, nothing)
     stopped: list[BaseException] = []
