@@ -36,7 +36,8 @@ import yaml
 from llamaspec.cli.output import print_table, stderr_console
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.bench import Ask, Message, baseline_of, in_turn, read_task_file
+from llamaspec.measure.bench import Ask, Message, baseline_of, read_task_file
+from llamaspec.measure.compare import in_turn
 from llamaspec.measure.served_arms import Server, own_arms, peer_arms, serving
 from llamaspec.plan import DraftPlan, ModelFile
 

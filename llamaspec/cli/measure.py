@@ -27,8 +27,8 @@ from llamaspec.cli.model_options import (
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.measure import store as curves
 from llamaspec.measure.attention import compare_attention
-from llamaspec.measure.audit import WIDEST, Audit, run_audit
 from llamaspec.measure.compare import Task
+from llamaspec.measure.exactness import AUDITED, Audit, run_audit
 from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
 from llamaspec.measure.reasons import attention_verdicts, conclusions
 from llamaspec.pair import Pair
@@ -225,7 +225,7 @@ def _show_audit(found: Audit, task: Task) -> None:
             f"alone; the two best logits lie {fork.logit_gap:.4f} apart"
         )
     widths = ", ".join(str(width) for width in found.identical_widths) or "none"
-    click.echo(f"widths up to {WIDEST} that are bit-identical with width 1 here: {widths}")
+    click.echo(f"widths up to {AUDITED} that are bit-identical with width 1 here: {widths}")
     for situation, n in found.n_changed.items():
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"

@@ -38,8 +38,7 @@ from llamaspec.hub_cache import fetch, find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.measure.machine import look_at_machine
-from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
+from llamaspec.measure.machine import Choice, Room, choices, expectation, look_at_machine, rooms_of
 from llamaspec.values import MTP
 
 _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB

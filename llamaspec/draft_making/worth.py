@@ -6,17 +6,18 @@ The acceptance is therefore known after the draft has evaluated the target's tex
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
+from llamaspec.engine.generation import Completion
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.measure.compare import Task
+from llamaspec.measure.compare import Task, take_turns
 from llamaspec.measure.probe import QUICK, TEXT, Effort, Spread, measure
 from llamaspec.measure.reasons import round_seconds
 from llamaspec.pair import Pair
@@ -135,17 +136,17 @@ class Machine:
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
         """Measure the speed-up by a draft over plain decoding, in turns, several times per text."""
-        ratios = []
         with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
-            for run in range(N_RUNS + 1):  # the first one warms up
-                for task in tasks:
-                    pair.forget()
-                    plain = task.run_plain(pair).summary.tokens_per_second
-                    pair.forget()
-                    drafted = task.run(pair).summary.tokens_per_second
-                    if run and plain and drafted:
-                        ratios.append(drafted / plain)
-        return Spread.of(ratios)
+
+            def speed(run: Callable[[Task], Completion], turn: int) -> float | None:
+                pair.forget()
+                return run(tasks[turn % len(tasks)]).summary.tokens_per_second
+
+            plain = partial(speed, lambda task: task.run_plain(pair))
+            drafted = partial(speed, lambda task: task.run(pair))
+            found = take_turns({"plain": plain, "drafted": drafted}, N_RUNS * len(tasks))
+        pairs = zip(found["drafted"], found["plain"], strict=True)
+        return Spread.of(mine / alone for mine, alone in pairs if mine and alone)
 
 
 def draft_options(target: LlamaModel) -> ModelOptions:

@@ -13,7 +13,7 @@ from functools import partial
 
 from llamaspec.errors import MemoryFullError
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.probe import AttentionTiming, Measurement, Report, Spread, sample_tokens
+from llamaspec.measure.probe import AttentionTiming, Measurement, Progress, Spread, sample_tokens
 from llamaspec.pair import Pair
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
@@ -22,7 +22,7 @@ TURNS = 9  # besides one that warms up
 MOST_SECONDS = 15.0  # for reading; above that nothing deeper is measured
 
 
-def compare_attention(pair: Pair, depths: Sequence[int], report: Report) -> tuple[AttentionTiming, ...]:
+def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tuple[AttentionTiming, ...]:
     """Time both ways at ascending depths, as far as there is time; empty if only one way is possible."""
     with other_attention(pair.target, depths[-1] + TURNS + 1) as other:
         return () if other is None else tuple(measure_in_turns(pair, other, depths, report))
@@ -54,7 +54,7 @@ def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | Non
 
 
 def measure_in_turns(
-    pair: Pair, other: Model, depths: Sequence[int], report: Report
+    pair: Pair, other: Model, depths: Sequence[int], report: Progress
 ) -> Iterator[AttentionTiming]:
     """Time a single position of the target and of `other`, which has the other attention, at each depth."""
     tokens = sample_tokens(pair.target.vocabulary, min(depths[-1] + TURNS + 1, pair.target.context_size))

@@ -12,13 +12,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import yaml
 
 from llamaspec.errors import PromptError
 from llamaspec.files import parse_json, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.measure.compare import in_turn
 from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, RefusedError
 
 TASKS = Path(__file__).with_name("tasks.yaml")
@@ -31,13 +32,6 @@ _TOKENS_PER_MESSAGE = 32  # at most, that a chat template writes beside
 
 Message = dict[str, str]  # role and content
 Ask: TypeAlias = Callable[[Mapping[str, Any]], Answer]  # (body of a chat request)
-T = TypeVar("T")
-
-
-def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
-    """Return the arms in the order of one turn: another one begins each time."""
-    shift = turn % len(arms)
-    return [*arms[shift:], *arms[:shift]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion
-from llamaspec.measure.probe import Report, Spread
+from llamaspec.measure.probe import Progress, Spread
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,18 +166,41 @@ class Comparison:
         return SpeedUp.of(ratios) if ratios else None
 
 
+def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
+    """Return the arms in the order of one turn: another one begins each time."""
+    shift = turn % len(arms)
+    return [*arms[shift:], *arms[:shift]]
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[int], T]], n_turns: int, report: Progress = lambda fraction: None
+) -> dict[str, list[T]]:
+    """Call each way once in every turn, with the turn's number; a first turn, -1, warms up."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for turn in range(-1, n_turns):
+        for i, name in enumerate(in_turn([*ways], turn)):
+            result = ways[name](turn)
+            if turn >= 0:
+                found[name].append(result)
+            report(((turn + 1) * len(ways) + i + 1) / ((n_turns + 1) * len(ways)))
+    return found
+
+
+Way = Callable[[Task], Completion]
+
+
 def run_compare(
     pair: Pair,
     tasks: Sequence[Task],
     n_runs: int,
     policy: LengthPolicy,
-    report: Report = lambda fraction: None,
+    report: Progress = lambda fraction: None,
 ) -> Comparison:
     """Measure all arms, after one run of each that warms up; runs take the tasks in turn.
 
     The KV caches of both models are emptied.
     """
-    ways: dict[str, Callable[[Task], Completion]] = {
+    ways: dict[str, Way] = {
         "target alone": lambda task: task.run_plain(pair),
         "speculative": lambda task: task.run(pair, policy),
     }
@@ -182,19 +209,16 @@ def run_compare(
         """The prompt in the draft's tokens."""
         return prompt if pair.common is None else pair.common.read(prompt)
 
+    def started(way: Way, turn: int) -> Completion:
+        pair.forget()
+        task = tasks[turn % len(tasks)]
+        return way(replace(task, seed=task.seed + turn))
+
     with ExitStack() as opened:
         if pair.draft is not None:
             alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # whose draft stays the pair's
             ways["draft alone"] = lambda task: replace(task, prompt=known(task.prompt)).run_plain(alone)
-        runs: dict[str, list[Completion]] = {name: [] for name in ways}
-        for run in range(-1, n_runs):  # run -1 warms up
-            for i, (name, start) in enumerate(ways.items()):
-                pair.forget()
-                task = tasks[run % len(tasks)]
-                completion = start(replace(task, seed=task.seed + run))
-                if run >= 0:
-                    runs[name].append(completion)
-                report(((run + 1) * len(ways) + i + 1) / ((n_runs + 1) * len(ways)))
+        runs = take_turns({name: partial(started, way) for name, way in ways.items()}, n_runs, report)
     arms = {name: Arm(name, tuple(completions)) for name, completions in runs.items()}
     same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
     return Comparison(arms["target alone"], arms.get("draft alone"), arms["speculative"], same_file)

@@ -22,7 +22,7 @@ from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import Device, ModelOptions, as_size, cache_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary, difference
 from llamaspec.llama.weights import LoadProgress, ModelFacts
-from llamaspec.measure.machine import CROWDED, Machine, look_at_machine
+from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
 from llamaspec.measure.probe import sample_tokens
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
@@ -122,7 +122,7 @@ def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter)
 # The machine
 
 
-def machine_findings(machine: Machine) -> Iterator[Finding]:
+def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
     """Build, devices, and whether other programs use the cores."""
     fault = ": a build with AMX, which crashes, so its fast kernels stay off"
     remedy = "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
@@ -147,7 +147,7 @@ def _device(device: Device) -> str:
     return f"{device.name} ({device.description}{free})"
 
 
-def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
+def thread_finding(machine: MachineFacts, role: str, asked: int | None) -> Finding:
     """Threads of one model."""
     n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
@@ -158,7 +158,7 @@ def thread_finding(machine: Machine, role: str, asked: int | None) -> Finding:
     )
 
 
-def room_finding(machine: Machine, models: Sequence[Examined]) -> Finding:
+def room_finding(machine: MachineFacts, models: Sequence[Examined]) -> Finding:
     """Weights and contexts on this machine against what was free before."""
     sizes = [
         (model.role, model.facts.weights_bytes, model.memory.size(model.context_size))
@@ -219,7 +219,7 @@ def step_seconds(model: LlamaModel, clock: Clock) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def model_findings(machine: Machine, model: Examined) -> Iterator[Finding]:
+def model_findings(machine: MachineFacts, model: Examined) -> Iterator[Finding]:
     """Yield findings about one model."""
     role, facts, options = model.role, model.facts, model.options
     parameters = f"{_count(facts.n_parameters)} parameters"

@@ -1,22 +1,30 @@
-"""Describe the machine that models run on: devices, cores, free memory, and the load of other programs."""
+"""The machine that models run on, and the pairs of the catalog that suit it.
+
+Weights and KV caches of a pair are those that the catalog states, so nothing is fetched or loaded. Only a
+probe tells whether drafts pay.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llamaspec.catalog import Catalog, Entry
+from llamaspec.errors import ModelFileError
 from llamaspec.llama import runtime
 from llamaspec.llama.options import Device, ModelOptions, find_devices
 from llamaspec.llama.threads import usage
+from llamaspec.values import MTP
 
 CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
 LOOK_SECONDS = 0.3  # for measuring the load of other programs
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """The machine that the models will run on."""
 
     system: str  # sys.platform
@@ -40,9 +48,9 @@ class Machine:
         return bool(self.gpus) and options.offloads
 
 
-def look_at_machine() -> Machine:
+def look_at_machine() -> MachineFacts:
     """Collect facts from llama.cpp and the system."""
-    return Machine(
+    return MachineFacts(
         system=sys.platform,
         backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
         devices=find_devices(),
@@ -64,3 +72,88 @@ def _taken_cores() -> float:
     wall = after.wall - before.wall
     idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
     return max(0.0, runtime.n_hardware_threads() - idle - own)
+
+
+# Pairs that suit it
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a pair has to fit into."""
+
+    n_bytes: int
+    is_gpu: bool = False  # of graphics cards, which need no room for other programs
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model of the lists with what drafts for it."""
+
+    name: str
+    draft: str | None  # a name, or mtp; None = copies of earlier text alone
+    weights_bytes: int  # of both
+    cache_bytes: int  # of both, for a context of CACHE_TOKENS
+    memory_gb: int
+    notes: str | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Weights and caches."""
+        return self.weights_bytes + self.cache_bytes
+
+    def fits(self, room: Room) -> bool:
+        """Whether the room is enough; in main memory other programs keep theirs."""
+        if room.is_gpu:
+            return self.needed_bytes <= CROWDED * room.n_bytes
+        return self.memory_gb * 10**9 <= room.n_bytes
+
+
+def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:
+    """Where a pair may lie, best first: on cards, and in main memory, which some share with their GPU."""
+    cards = [device for device in machine.gpus if device.kind == "GPU" and machine.system != "darwin"]
+    on_cards = [Room(sum(card.total_bytes for card in cards), is_gpu=True)] if cards else []
+    return [*on_cards, Room(total_bytes)]
+
+
+def choices(catalog: Catalog, room: Room) -> list[Choice]:
+    """What fits, best first: in the order of the lists, those without a draft last."""
+    found = [choice for choice in _choices(catalog) if choice.fits(room)]
+    return sorted(found, key=lambda choice: choice.draft is None)
+
+
+def _choices(catalog: Catalog) -> Iterator[Choice]:
+    for entry in catalog.entries.values():
+        try:
+            models = [entry] if entry.draft is None else [entry, catalog.find(entry.draft.partition(":")[0])]
+        except ModelFileError:  # a draft that is in no list
+            continue
+        sizes = [_weights_bytes(model) for model in models]
+        if entry.memory_gb is not None and all(sizes):
+            draft = entry.draft or (MTP if entry.heads else None)
+            cache_bytes = 10**6 * sum(model.cache_mb or 0 for model in models)
+            yield Choice(entry.name, draft, sum(sizes), cache_bytes, entry.memory_gb, entry.notes)
+
+
+def _weights_bytes(entry: Entry) -> int:
+    """0 where they are not known."""
+    return entry.file().n_bytes or 0 if entry.path is None else 0
+
+
+def expectation(machine: MachineFacts | None) -> str:
+    """Whether drafts are expected to pay on such hardware; None = a machine that is not this one."""
+    if machine is None:
+        return "whether they help depends on the hardware and the quantization"
+    if machine.system == "darwin" and machine.gpus:
+        return (
+            "on Metal, several tokens at once can cost nearly as much as one by one "
+            "(ggml-org/llama.cpp#25250), so a draft may not help; copies of earlier text do"
+        )
+    if machine.gpus:
+        return (
+            "on GPUs, several tokens at once cost little more than one, so drafts are expected to help, "
+            "less with a mixture of experts; llamaspec itself has not been measured there"
+        )
+    return (
+        "on CPUs it depends on the kernels: drafts helped with Q4_0 and F16 weights, hardly with K-quants "
+        "on two cores; a smaller pair or a mixture of experts is faster in any case"
+    )

@@ -27,7 +27,7 @@ from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, To
 
 Result = TypeVar("Result")
 Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
-Report = Callable[[float], None]  # the finished fraction, 0 to 1
+Progress = Callable[[float], None]  # the finished fraction, 0 to 1
 STEP = 0  # in place of a width: a draft step
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
@@ -169,7 +169,7 @@ class Probe:
         return frozenset(timing.width for timing in self.widths if timing.logit_difference == 0)
 
 
-def measure(pair: Pair, effort: Effort, on_progress: Report | None = None) -> Probe:
+def measure(pair: Pair, effort: Effort, on_progress: Progress | None = None) -> Probe:
     """Measure a pair. The KV caches of both models are emptied."""
     begin, target = pair.clock(), pair.target
     room = min(model.context_size for model in (target, pair.draft) if model is not None)
@@ -216,7 +216,7 @@ class _AtDepth:
         return (self.pair.clock() - begin) / self.depth
 
     def measure(
-        self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Report
+        self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Progress
     ) -> Measurement[None]:
         """Compare, warm up, and take times until some seconds have passed."""
         clock, start, effort = self.pair.clock, self.pair.clock(), self.effort
@@ -295,7 +295,7 @@ def compare_widths(
     depth: int,
     widths: Sequence[int],
     in_time: Callable[[float], bool] = lambda part: True,
-    report: Report = lambda done: None,
+    report: Progress = lambda done: None,
 ) -> Measurement[dict[int, float]]:
     """Compare widths with width 1 behind the first `depth` tokens, over all positions behind them.
 

@@ -31,7 +31,7 @@ from llamaspec.measure.doctor import (
     step_seconds,
     thread_finding,
 )
-from llamaspec.measure.machine import Machine
+from llamaspec.measure.machine import MachineFacts
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
 from tiny_vocabulary import BYTES
@@ -39,7 +39,7 @@ from vocabularies import FakeVocabulary
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
-MACHINE = Machine("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
+MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
 FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
 TARGET = Examined(
     role="target",
@@ -313,7 +313,7 @@ def test_ways_back(n_kept: int, states: bool, level: str, says: str) -> None:
 
 
 def test_flash_attention() -> None:
-    def said(asked: str, chosen: bool | None = None, machine: Machine = MACHINE) -> Finding:
+    def said(asked: str, chosen: bool | None = None, machine: MachineFacts = MACHINE) -> Finding:
         model = replace(TARGET, options=ModelOptions(flash_attention=asked), flash_attention=chosen)
         return only(list(model_findings(machine, model)), "target flash attention")
 

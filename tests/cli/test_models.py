@@ -19,7 +19,7 @@ from llamaspec.errors import ModelFileError, printable
 from llamaspec.llama import runtime
 from llamaspec.llama.nextn import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
-from llamaspec.measure.recommend import Room, choices
+from llamaspec.measure.machine import Room, choices
 from patience import PATIENCE
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"

@@ -18,7 +18,7 @@ from llamaspec.measure.probe import (
     AttentionTiming,
     Effort,
     Probe,
-    Report,
+    Progress,
     Spread,
     compare_widths,
     measure,
@@ -185,7 +185,7 @@ def test_every_position_is_compared_where_time_allows() -> None:
 
 
 def in_turns(
-    target: SlowModel, other: SlowModel, *depths: int, report: Report = lambda done: None
+    target: SlowModel, other: SlowModel, *depths: int, report: Progress = lambda done: None
 ) -> list[AttentionTiming]:
     return list(measure_in_turns(pair_of(target, other), cast(Any, other), depths, report))
 

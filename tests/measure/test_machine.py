@@ -8,14 +8,13 @@ import pytest
 
 from llamaspec.catalog import Catalog, Entry, Quantization
 from llamaspec.llama.options import Device
-from llamaspec.measure.machine import Machine
-from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
+from llamaspec.measure.machine import Choice, MachineFacts, Room, choices, expectation, rooms_of
 
 GB = 10**9
 CPU = Device("CPU", "a processor", "CPU", 3 * GB, 5 * GB)
 CARD = Device("CUDA0", "a card", "GPU", 7 * GB, 11 * GB)
 SHARED = Device("Vulkan0", "on the processor", "integrated GPU", 2 * GB, 13 * GB)
-MACHINE = Machine("linux", "built", (CPU,), False, False, True, 4 * GB, 2, 4)
+MACHINE = MachineFacts("linux", "built", (CPU,), False, False, True, 4 * GB, 2, 4)
 
 
 def entry(
