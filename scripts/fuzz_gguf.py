@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, open_pair
 
 SILENT_SECONDS = 300.0  # of a worker, more than any trial of a small file may take
@@ -99,46 +101,25 @@ class Parts:
         return rng.choice(self.entries)
 
 
-class _Reader:
-    def __init__(self, content: bytes) -> None:
-        self.content, self.at = content, 0
-
-    def number(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.content, self.at)
-        self.at += struct.calcsize("<" + code)
-        return value
-
-    def string(self) -> bytes:
-        n = self.number("Q")
-        self.at += n
-        return self.content[self.at - n : self.at]
-
-    def value(self, kind: int) -> Any:
-        return self.string() if kind == STRING else self.number(_SCALARS[kind])
-
-    def entry(self) -> Entry:
-        key, kind = self.string(), self.number("I")
-        if kind != ARRAY:
-            return Entry(key, kind, self.value(kind))
-        element_kind, n = self.number("I"), self.number("Q")
-        return Entry(key, kind, [self.value(element_kind) for _ in range(n)], element_kind)
-
-    def tensor(self) -> Tensor:
-        name, n = self.string(), self.number("I")
-        shape = [self.number("Q") for _ in range(n)]
-        return Tensor(name, shape, self.number("I"), self.number("Q"))
-
-
-def take_apart(content: bytes, alignment: int = 32) -> Parts:
+def take_apart(path: Path) -> Parts:
     """Read a sound file."""
-    reader = _Reader(content)
-    reader.at = 4
-    parts = Parts(reader.number("I"))
-    n_tensors, n_entries = reader.number("Q"), reader.number("Q")
-    parts.entries = [reader.entry() for _ in range(n_entries)]
-    parts.tensors = [reader.tensor() for _ in range(n_tensors)]
-    parts.data = content[-(-reader.at // alignment) * alignment :]
+    reader = gguf.GGUFReader(path)
+    parts = Parts(data=path.read_bytes()[reader.data_offset :])
+    for entry in reader.fields.values():
+        if not entry.name.startswith("GGUF."):  # the reader's own
+            kind, element_kind = int(entry.types[0]), int(entry.types[-1])
+            parts.entries.append(Entry(entry.name.encode(), kind, _as_bytes(entry.contents()), element_kind))
+    for tensor in reader.tensors:
+        offset = int(tensor.data_offset) - reader.data_offset
+        shape = [int(n) for n in tensor.shape]
+        parts.tensors.append(Tensor(tensor.name.encode(), shape, int(tensor.tensor_type), offset))
     return parts
+
+
+def _as_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_bytes(each) for each in value]
+    return value.encode() if isinstance(value, str) else value
 
 
 def put_together(parts: Parts, alignment: int = 32) -> bytes:
@@ -304,10 +285,10 @@ _DAMAGE: tuple[Callable[[Parts, random.Random], None], ...] = (
 )  # fmt: skip
 
 
-def damaged(content: bytes, seed: int) -> tuple[bytes, str]:
+def damaged(path: Path, seed: int) -> tuple[bytes, str]:
     """A damaged copy of a sound file, and what was done to it."""
     rng = random.Random(seed)
-    parts, done = take_apart(content), []
+    parts, done = take_apart(path), []
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 3))):
         damage = rng.choice(_DAMAGE)
         damage(parts, rng)
@@ -407,15 +388,15 @@ def note(folder: Path, result: dict[str, Any]) -> None:
 
 def work(args: argparse.Namespace) -> None:
     """Try one file after the other in this process."""
-    contents = [path.read_bytes() for path in args.base]
     begin = time.monotonic()
     for seed in left(args):
         if time.monotonic() - begin > args.seconds:
             break
-        content, how = damaged(contents[seed % len(contents)], seed)
+        base = args.base[seed % len(args.base)]
+        content, how = damaged(base, seed)
         path = args.out / "damaged.gguf"
         path.write_bytes(content)
-        now = {"seed": seed, "base": args.base[seed % len(contents)].name, "how": how}
+        now = {"seed": seed, "base": base.name, "how": how}
         state = args.out / "now.tmp"
         state.write_text(json.dumps(now))
         state.replace(args.out / "now.json")

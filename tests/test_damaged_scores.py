@@ -21,7 +21,7 @@ VALUES = {"not a number": float("nan"), "infinite": float("inf")}
 
 def spoilt(source: Path, path: Path, value: float) -> Path:
     """A copy whose last norm has a weight that is no number."""
-    parts = take_apart(source.read_bytes())
+    parts = take_apart(source)
     at = next(tensor.offset for tensor in parts.tensors if tensor.name == b"output_norm.weight")
     parts.data = parts.data[:at] + struct.pack("<f", value) + parts.data[at + 4 :]
     path.write_bytes(put_together(parts))

@@ -216,16 +216,17 @@ class _Bench:
         """Describe the copy: without prediction heads, and with corrected layer counts."""
         path = self.trial.target.path
         header = read_gguf(path)
-        numbers, name = {}, header.architecture
+        entries: dict[str, str | int] = {DRAFT_FOR: file_identity(path)}
+        name = header.architecture
         pruned, known = list(candidate.pruned), header.numbers
         n_heads = known.get(f"{name}.nextn_predict_layers", 0)
         if n_heads:
-            numbers[f"{name}.nextn_predict_layers"] = 0
+            entries[f"{name}.nextn_predict_layers"] = 0
             pruned += range(self.n_layers, self.n_layers + n_heads)
         n_dense = known.get(f"{name}.leading_dense_block_count", 0)
         if n_dense:
-            numbers[f"{name}.leading_dense_block_count"] = n_dense - sum(p < n_dense for p in pruned)
-        return Copy(candidate.file_type, tuple(pruned), {DRAFT_FOR: file_identity(path)}, numbers)
+            entries[f"{name}.leading_dense_block_count"] = n_dense - sum(p < n_dense for p in pruned)
+        return Copy(candidate.file_type, tuple(pruned), entries)
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:

@@ -53,10 +53,7 @@ def heads_in_file(path: Path) -> HeadsInFile:
     check_gguf(path)
     try:
         found = read_gguf(path)
-        architecture = found.texts.get("general.architecture", "unknown")
-        n_heads, n_layers = (
-            found.numbers.get(f"{architecture}.{key}", 0) for key in ("nextn_predict_layers", "block_count")
-        )
+        n_heads, n_layers = found.number("nextn_predict_layers"), found.number("block_count")
         tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # heads may have been left out
         others = (read_gguf(part).names for part in file_parts(path)[1:])
         if n_heads and tensor not in found.names and not any(tensor in names for names in others):
@@ -64,7 +61,7 @@ def heads_in_file(path: Path) -> HeadsInFile:
     except OSError as error:
         reason = error.strerror or error
         raise ModelFileError(f"cannot read {path}: {reason}; name a readable file") from error
-    return HeadsInFile(architecture, n_heads)
+    return HeadsInFile(found.architecture, n_heads)
 
 
 def check_heads(path: Path) -> HeadsInFile:

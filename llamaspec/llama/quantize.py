@@ -57,15 +57,14 @@ class Copy:
 
     file_type: str = COPY
     pruned: tuple[int, ...] = ()  # layers to leave out, ascending from 0
-    texts: Mapping[str, str] = field(default_factory=dict)  # metadata to add
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    entries: Mapping[str, str | int] = field(default_factory=dict)  # metadata to add or replace
 
     def __post_init__(self) -> None:
         if self.file_type not in (COPY, *FILE_TYPES):
             raise ValueError(f"the type must be one of {', '.join((COPY, *FILE_TYPES))}")
         if list(self.pruned) != sorted(set(self.pruned)) or min(self.pruned, default=0) < 0:
             raise ValueError(f"layers must ascend from 0, got {self.pruned}")
-        if any(len(part.encode()) > MOST_CHARACTERS for entry in self.texts.items() for part in entry):
+        if any(len(str(part).encode()) > MOST_CHARACTERS for entry in self.entries.items() for part in entry):
             raise ValueError(f"metadata may have at most {MOST_CHARACTERS} bytes")
 
 
@@ -118,7 +117,7 @@ def _copy(task: dict[str, Any]) -> str:
     pruned = (ctypes.c_int32 * (len(task["pruned"]) + 1))(*task["pruned"], -1)
     if task["pruned"]:
         parameters.prune_layers = ctypes.cast(pruned, ctypes.POINTER(ctypes.c_int32))
-    entries = _overrides({**task["texts"], **task["numbers"]})
+    entries = _overrides(task["entries"])
     parameters.kv_overrides = ctypes.cast(entries, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
     paths = [os.fsencode(task[name]) for name in ("source", "destination")]

@@ -59,11 +59,10 @@ def main() -> None:
 def use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
     """Open the file and use all of its vocabulary; with its weights, evaluate some tokens."""
     found = read_gguf(path)
-    architecture = found.architecture
-    trained = found.numbers.get(f"{architecture}.context_length", DEFAULT_CONTEXT)
+    trained = found.number("context_length", DEFAULT_CONTEXT)
     n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, trained))
     options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
-    if architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
+    if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
         weights = Weights(path, options, vocabulary_only=not reads_weights)
         _use_vocabulary(weights.vocabulary)
         return

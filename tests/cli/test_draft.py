@@ -172,8 +172,8 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def with_draft(target: Path) -> Path:
     """A target beside which a draft lies that was made for it."""
-    texts = {DRAFT_FOR: file_identity(target)}
-    write_copy(target, made_path(target, "L1-copy"), Copy(pruned=(1,), texts=texts), 1)
+    entries = {DRAFT_FOR: file_identity(target)}
+    write_copy(target, made_path(target, "L1-copy"), Copy(pruned=(1,), entries=entries), 1)
     return target
 
 

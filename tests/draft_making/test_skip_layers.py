@@ -172,7 +172,7 @@ def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
         {"pruned": (2, 1)},
         {"pruned": (-1,)},
         {"pruned": (1, 1)},
-        {"texts": {"k": 128 * "x"}},
+        {"entries": {"k": 128 * "x"}},
     ],
 )
 def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
@@ -257,9 +257,9 @@ def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
 
 def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "wide.gguf", Recipe(seed=9))
-    write_copy(widened, made_path(other, "x"), Copy(texts={DRAFT_FOR: file_identity(widened)}), 1)
+    write_copy(widened, made_path(other, "x"), Copy(entries={DRAFT_FOR: file_identity(widened)}), 1)
     assert made_drafts(other) == []
-    write_copy(other, made_path(other, "y"), Copy(texts={DRAFT_FOR: file_identity(other)}), 1)
+    write_copy(other, made_path(other, "y"), Copy(entries={DRAFT_FOR: file_identity(other)}), 1)
     assert made_drafts(other) == [made_path(other, "y")]
 
 

@@ -55,7 +55,7 @@ def open_and_close(path: Path) -> None:
 
 def changed(source: Path, path: Path, change: Callable[[Parts], None]) -> Path:
     """A copy with other metadata."""
-    parts = take_apart(source.read_bytes())
+    parts = take_apart(source)
     change(parts)
     path.write_bytes(put_together(parts))
     return path
