@@ -7,8 +7,9 @@ scale, because a machine gets slower and faster as a whole. Knows no model and n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from math import exp, inf, log, log2
 
 import numpy as np
@@ -108,12 +109,9 @@ class Costs:
         self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
         reading = prior.draft_reading_seconds
         self._reading = Average(log(reading), PROBED) if reading else None
-        # Timed before plain decoding, which tells how fast the machine is:
-        self._parts: dict[int, float] = {}  # width -> seconds of parts of a prompt
-        self._first_step: float | None = None  # seconds
+        self._early: list[Callable[[], None]] = []  # timings before plain decoding tells the machine's speed
         self._scale = 0.0  # logarithm
         self._allowed, self._pads = allowed, pads
-        self._latest: list[Average] = []  # that were timed
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
         self.n_timed: dict[int, int] = {}  # width -> evaluations
         self._seconds: Array = np.empty(0)  # [1 + w] of exactly this width; computed when wanted
@@ -217,17 +215,12 @@ class Costs:
             average.n = max(average.n, 1)
         elif not average.n:
             average.learn(surprise)
-            self._latest = [*self._latest[-2:], average]
         else:
             self._learn(average, surprise)
         self._seconds = np.empty(0)
-        parts, self._parts = self._parts, {}
-        for wide, of_part in parts.items():
-            self.observe_prompt(wide, of_part)
-        if self._first_step is not None:
-            first, self._first_step = log(self._first_step) - self._scale, None
-            if not self.knows_step or first < self._step.log:  # one believed too dear would never be used
-                self._step = Average(first, LASTING)
+        early, self._early = self._early, []
+        for learn in early:
+            learn()
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn the cost of a wide evaluation from a prompt chunk of the target.
@@ -236,8 +229,8 @@ class Costs:
         """
         if width < PROMPT or seconds <= 0:
             return
-        if not self.n_timed:  # what is usual on this machine is not known
-            self._parts[width] = seconds
+        if not self.n_timed:
+            self._early.append(partial(self.observe_prompt, width, seconds))
             return
         knot = _knot(width)
         if knot not in self.averages or self.averages[knot].n <= 1:
@@ -246,8 +239,14 @@ class Costs:
 
     def observe_first_step(self, seconds: float) -> None:
         """Learn from a draft step that was timed before anything else."""
-        if seconds > 0:
-            self._first_step = seconds
+        if seconds <= 0:
+            return
+        if not self.n_timed:
+            self._early.append(partial(self.observe_first_step, seconds))
+            return
+        first = log(seconds) - self._scale
+        if not self.knows_step or first < self._step.log:  # one believed too dear would never be used
+            self._step = Average(first, LASTING)
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` prompt tokens that the draft has processed."""
@@ -263,10 +262,8 @@ class Costs:
         sign = (surprise > OUTLIER) - (surprise < -OUTLIER)
         self.is_surprised = sign != 0
         average.n_outliers = sign * (max(sign * average.n_outliers, 0) + 1)
-        others = any(each is not average and each.n_outliers * sign > 0 for each in self._latest)
-        self._latest = [*self._latest[-2:], average]
         n_lasting = abs(average.n_outliers)
-        if n_lasting >= 2 and (others or average is self.averages[1]):  # the machine has changed
+        if n_lasting >= 2 and average is self.averages[1]:  # the machine has changed
             self._scale += surprise
         elif n_lasting >= LASTING or (average.n < 3 and surprise < 0):  # this width was never known
             average.log += surprise

@@ -23,11 +23,9 @@ class DraftReading:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self.n_unread = 0  # tokens, besides the last
-        self.n_to_read = 0  # tokens that the draft reads in the open round, instead of drafting
         self.is_asleep = False  # it has not read the prompt
         self.is_waking = False  # it reads the prompt beside rounds
         self.unused: UnusedDraft | None = None  # why it has not read the prompt
-        self._n_written = 0  # tokens of the text
         self._pace: float | None = None  # seconds of a token, without those of draft models; recently
 
     @property
@@ -43,12 +41,12 @@ class DraftReading:
         pace = plain if self._pace is None else min(self._pace, plain)
         return max(pace - 1.0 / rate, 0.0) * n_left
 
-    def pays(self, saving: float, plain: float) -> bool:
+    def pays(self, saving: float, plain: float, n_written: int) -> bool:
         """Whether drafts are expected to save more than the draft takes to read the rest.
 
         Known only after some tokens: where these are copies, no draft is wanted.
         """
-        has_waited = not self.is_asleep or self._n_written >= min(self.seconds / plain / WAIT, 2 * PACE)
+        has_waited = n_written >= min(self.seconds / plain / WAIT, 2 * PACE)
         return has_waited and saving > self.seconds
 
     def begin(self, n_unread: int, saving: float) -> None:
@@ -60,15 +58,15 @@ class DraftReading:
         """Keep sleeping: the draft would not earn back its prompt."""
         self.unused = UnusedDraft(self.seconds, saving)
 
-    def wake(self, plain: float) -> None:
-        """Process the rest before the next draft token; if that takes long, a chunk beside each round.
+    def wake(self, plain: float) -> int:
+        """Wake the draft. Returns the size of the chunk to process beside this round; 0: the whole rest.
 
         A chunk takes about as long as a plain round.
         """
         self.unused = None
         is_short = self.seconds <= SHORT * plain
         chunk = max(CHUNK, int(plain / self._costs.reading_seconds))
-        self.n_to_read = 0 if is_short else min(self.n_unread, chunk)
+        return 0 if is_short else min(self.n_unread, chunk)
 
     def learn(self, n_made: int, n_read: int, pace: float, *, drafted: bool, has_read: bool) -> None:
         """A round has ended.
@@ -88,7 +86,6 @@ class DraftReading:
         """
         self.n_unread = int(not has_read) if drafted else max(self.n_unread - n_read, 0) + n_made
         self.is_asleep &= self.n_unread > LITTLE
-        self._n_written += n_made
         if drafted:
             self.unused = None
         self._pace = (
