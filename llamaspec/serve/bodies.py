@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
@@ -103,6 +103,18 @@ class Fields(BaseModel):
 
     # By default pydantic keeps up to 16,384 short strings of clients in a cache.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, cache_strings="none")
+
+
+class FieldsByType(Fields):
+    """An object of one of several types; of a type that is not known, nothing else is read."""
+
+    known: ClassVar[Sequence[str]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_type(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in cls.known else given
 
 
 class SpeculativeFields(Fields):

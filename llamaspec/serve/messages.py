@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from llamaspec.chat.template import Message, ToolCall
-from llamaspec.serve.bodies import Fields
+from llamaspec.serve.bodies import Fields, FieldsByType
 from llamaspec.serve.errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
@@ -27,9 +27,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
 
 
-class ContentPart(Fields):
-    """A part of a message: text, or one of Anthropic's blocks; for other parts only the type is read."""
+class ContentPart(FieldsByType):
+    """A part of a message: text, or one of Anthropic's blocks."""
 
+    known = _PARTS
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -39,12 +40,6 @@ class ContentPart(Fields):
     input: dict[str, Any] | str | list[Any] | None = None  # an object, unless a limit cut it off
     tool_use_id: str | None = None  # of tool_result, like the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_type(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        return {"type": kind} if isinstance(kind, str) and kind not in _PARTS else given
 
 
 Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
@@ -178,6 +173,7 @@ def required(value: str | None, place: str) -> str:
 
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+_CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 # Keywords that do not affect validity, and keywords whose value is an object with names as keys.
 _PROSE = frozenset(
@@ -267,28 +263,26 @@ def tool_use(
         parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
         function = {"name": name, **description, "parameters": parameters}
         found.append({"type": "function", "function": function})
-    named: str | None = None
-    if isinstance(choice, ToolChoiceFields):
-        if choice.disable_parallel_tool_use is not None:
-            is_parallel = not choice.disable_parallel_tool_use
-        if choice.type == "allowed_tools":
-            allowed = choice.allowed_tools or choice
-            names = {(tool.function or tool).name for tool in allowed.tools or ()}
-            found = [tool for tool in found if tool["function"]["name"] in names]
-            if not found:
-                raise bad_field("tool_choice", "allows no function among the tools; name one, or auto")
-            choice = ToolChoiceFields(type=allowed.mode)
-        if choice.type in ("function", "tool"):
-            named = required((choice.function or choice).name, "tool_choice.name")
-        elif choice.type not in (None, "auto", "any", "none", "required"):
-            named = choice.name or choice.type
-        choice = choice.type
-    choice = "required" if choice == "any" else choice or "auto"
-    if named is None and choice not in ("auto", "none", "required"):
-        raise bad_field("tool_choice", "must be auto, none, required or the name of a tool")
+    asked = ToolChoiceFields(type=choice) if isinstance(choice, str) else choice or ToolChoiceFields()
+    if asked.disable_parallel_tool_use is not None:
+        is_parallel = not asked.disable_parallel_tool_use
+    if asked.type == "allowed_tools":
+        allowed = asked.allowed_tools or asked
+        names = {(tool.function or tool).name for tool in allowed.tools or ()}
+        found = [tool for tool in found if tool["function"]["name"] in names]
+        if not found:
+            raise bad_field("tool_choice", "allows no function among the tools; name one, or auto")
+        asked = ToolChoiceFields(type=allowed.mode)
+    how = asked.type or "auto"
+    chosen = _CHOICES.get(how)
+    is_named = chosen is None
+    if how in ("function", "tool"):
+        chosen = required((asked.function or asked).name, "tool_choice.name")
+    elif chosen is None:  # the name itself, or a tool that the API's own server would run
+        chosen = asked.name or how
     if is_parallel is None:  # small models that are forced to call never stop calling
-        is_parallel = named is None and choice != "required"
-    return ToolUse(found, named or choice, named is not None, is_parallel, strict, left_out)
+        is_parallel = chosen in ("auto", "none") and not is_named
+    return ToolUse(found, chosen, is_named, is_parallel, strict, left_out)
 
 
 def called(name: str, namespace: str | None) -> str:

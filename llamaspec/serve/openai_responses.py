@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ from llamaspec.serve.bodies import (
     Count,
     Effort,
     Fields,
+    FieldsByType,
     GenerationBody,
     ReasoningFields,
     refused,
@@ -60,9 +61,10 @@ _ITEMS = (*_MESSAGES, "additional_tools")
 _NOT_KEPT = "this server keeps no conversations; send the whole input"
 
 
-class InputItem(Fields):
-    """A message, or another item of a conversation; only the type of an unsupported item is read."""
+class InputItem(FieldsByType):
+    """A message, or another item of a conversation."""
 
+    known = _ITEMS
     type: str | None = None
     id: str | None = None
     role: Role | None = None
@@ -81,12 +83,6 @@ class InputItem(Fields):
     def is_left_out(self) -> bool:
         """Whether its type is not supported."""
         return self.type is not None and self.type not in _ITEMS
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_type(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        return {"type": kind} if isinstance(kind, str) and kind not in _ITEMS else given
 
 
 class EffortFields(Fields):
