@@ -94,7 +94,7 @@ def chat(
     with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
         settings = ChatSettings(*how, reasoning_budget)
-        if reasoning == "off":  # in case the model reasons nevertheless
+        if reasoning == "off":  # a model may ignore what its template is told
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
         thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
@@ -164,6 +164,7 @@ continues on the next one; """ opens a block of lines, and """ closes it. A mess
 needs a space before it.'''
 
 LEAVE = {"/exit", "/quit"}
+WITH_ARGUMENT = {"/set", "/save", "/load", "/stats"}
 
 
 @dataclass(slots=True)
@@ -181,12 +182,12 @@ class _Loop:
     keeps: bool  # store the conversation for --resume
 
     def run(self, read_line: ReadLine) -> None:
-        """Run until the user leaves."""
+        """Run until the user leaves. An error ends a chat from a pipe."""
         while self._turn(read_line):
             pass
 
     def _turn(self, read_line: ReadLine) -> bool:
-        """Handle one message or command; return False to leave. An error ends a chat from a pipe."""
+        """Handle one message or command; return False to leave."""
         try:
             typed = read_typed(read_line)
             if typed.is_command and typed.text.strip() in LEAVE:
@@ -196,14 +197,13 @@ class _Loop:
             if self.interactive:
                 click.echo(err=True)
             return False
-        except LlamaspecError as error:
+        except (LlamaspecError, KeyboardInterrupt) as error:
             if not self.interactive:
                 raise
-            say(message_of(error))
-        except KeyboardInterrupt:  # at the prompt there is nothing to stop
-            if not self.interactive:
-                raise
-            click.echo("\n/exit or Ctrl-D leaves", err=True)
+            if isinstance(error, LlamaspecError):
+                say(message_of(error))
+            else:  # at the prompt there is nothing to stop
+                click.echo("\n/exit or Ctrl-D leaves", err=True)
         return True
 
     def _act(self, typed: Typed) -> None:
@@ -214,33 +214,28 @@ class _Loop:
         if not typed.is_command:
             self._show(lambda on_prefill: self.session.ask(typed.text, on_prefill))
             return
-        name, _, argument = text.partition(" ")
-        alone: dict[str, Callable[[], None]] = {
-            "/help": lambda: click.echo(HELP, err=True),
-            "/reset": self._reset,
-            "/continue": lambda: self._show(self.session.go_on),
-            "/regenerate": lambda: self._show(self.session.regenerate),
-            "/edit": self._edit,
-        }
-        with_argument: dict[str, Callable[[str], None]] = {
+        actions: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: click.echo(HELP, err=True),
+            "/reset": lambda _: self._reset(),
+            "/continue": lambda _: self._show(self.session.go_on),
+            "/regenerate": lambda _: self._show(self.session.regenerate),
+            "/edit": lambda _: self._edit(),
             "/set": self._set,
             "/save": self._save,
             "/load": self._load,
             "/stats": self._statistics,
         }
+        name, _, argument = text.partition(" ")
         argument = argument.strip()
-        if name in with_argument:
-            if name in ("/save", "/load") and not argument:
-                raise PromptError(f"{name} needs a file: {name} FILE")
-            with_argument[name](argument)
-        elif name not in alone:
+        if name not in actions:
             raise PromptError(
                 f"there is no command {name}; see /help, or put a space before / to send it as a message"
             )
-        elif argument:
+        if argument and name not in WITH_ARGUMENT:
             raise PromptError(f"{name} takes no argument")
-        else:
-            alone[name]()
+        if not argument and name in ("/save", "/load"):
+            raise PromptError(f"{name} needs a file: {name} FILE")
+        actions[name](argument)
 
     def _show(self, answer: Callable[[Progress], Generator[str, None, None]]) -> None:
         """Write an answer as it arrives; Ctrl-C stops it and keeps its text."""

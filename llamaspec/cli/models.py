@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -29,12 +28,12 @@ from llamaspec.catalog import (
     remove_own,
 )  # fmt: skip
 from llamaspec.cli.grouped import Group
-from llamaspec.cli.model_options import say_fetching
+from llamaspec.cli.model_options import fetched_model
 from llamaspec.cli.options import JSON_OPTION
-from llamaspec.cli.output import print_table, say
+from llamaspec.cli.output import say, table_of
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import find_remote, is_path, locate_model, made_drafts
-from llamaspec.hub_cache import fetch, find_here, remove
+from llamaspec.hub_cache import find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
@@ -77,23 +76,15 @@ def list_models(as_json: bool) -> None:
     console = Console(highlight=False)
     rows = [_columns(entry) for entry in entries]
     columns = ("<!name", "!for memory", "!size", "<!draft", "<licence", "<!here")
-    if _width(columns, rows) <= console.width:
-        print_table(columns, [[_cell(text) for text in row] for row in rows], console)
+    table = table_of(columns, [[_cell(text) for text in row] for row in rows])
+    unlimited = console.options.update_width(1000)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        console.print(table)
         return
     for name, *others in rows:
         console.print(_cell(name))
         parts = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
         console.print(Padding(_cell(", ".join(parts)), (0, 0, 0, 2)))
-
-
-def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the width at which a table breaks no word."""
-    width = 2 * (len(columns) - 1)
-    for title, *cells in zip(columns, *rows, strict=True):
-        texts = [title.lstrip("<!"), *cells]
-        words = texts if "!" in title else [word for text in texts for word in text.split()]
-        width += max(map(cell_len, words))
-    return width
 
 
 class _Memory(click.ParamType):  # type: ignore[type-arg]
@@ -145,8 +136,7 @@ def recommend(memory: int | None, as_json: bool) -> None:
     if machine is not None:
         devices = ", ".join(device.description for device in machine.devices)
         computing = f"; {devices}; {machine.n_physical} cores"
-    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
-    for label, text in (
+    rows = (
         ("machine", f"{where} {'on its cards' if room.is_gpu else 'of memory'}{computing}"),
         ("pair", f"{best.name}, {_drafted(best)}"),
         ("needs", f"{best.needed_bytes / 1e9:.1f} GB: {best.weights_bytes / 1e9:.1f} of weights, "
@@ -155,10 +145,8 @@ def recommend(memory: int | None, as_json: bool) -> None:
         ("note", best.notes or ""),
         ("run", run),
         ("also fit", "; ".join(f"{other.name} ({_drafted(other)})" for other in others[:_OTHERS])),
-    ):  # fmt: skip
-        if text:
-            table.add_row(label, _cell(text))
-    Console(highlight=False).print(table)
+    )  # fmt: skip
+    _print_details([(label, text) for label, text in rows if text], Console(highlight=False))
 
 
 def _drafted(choice: Choice) -> str:
@@ -181,17 +169,25 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(entry)))
         return
-    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
+    rows: list[tuple[str, str]] = []
     for key, value in _as_json(entry).items():
-        if value not in (None, {}, [], False):
+        label = key.replace("_", " ")
+        if key in _SIZES and value:
+            label, per_gb = _SIZES[key]
+            rows.append((label, f"{value / per_gb:.1f}".removesuffix(".0") + " GB"))
+        elif isinstance(value, dict | list):
             lines = map(_as_line, value.items()) if isinstance(value, dict) else value
-            if key in _SIZES:
-                key, per_gb = _SIZES[key]
-                value = f"{value / per_gb:.1f}".removesuffix(".0") + " GB"
-            for shown in lines if isinstance(value, dict | list) else [str(value)]:
-                table.add_row(key.replace("_", " "), _cell(shown))
-                key = ""
-    Console(highlight=False, soft_wrap=True).print(table)
+            rows += [("" if i else label, line) for i, line in enumerate(lines)]
+        elif value not in (None, False):
+            rows.append((label, str(value)))
+    _print_details(rows, Console(highlight=False, soft_wrap=True))
+
+
+def _print_details(rows: Sequence[tuple[str, str]], console: Console) -> None:
+    table = Table("", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
+    for label, text in rows:
+        table.add_row(label, _cell(text))
+    console.print(table)
 
 
 @models.command(
@@ -211,12 +207,9 @@ def pull(called: tuple[str, ...], no_draft: bool) -> None:
         drafts = (read_catalog().draft_of(name) for name in called)
         wanted += [draft for draft in drafts if draft is not None]
     for name in dict.fromkeys(wanted):
-        remote = None if is_path(name) else find_remote(name)
-        if remote is None:
-            check_gguf(locate_model(name))
-            say(f"{name} is on this machine already")
-            continue
-        _echo_path(find_here(remote) or fetch(remote, say_fetching))
+        path = fetched_model(name)
+        check_gguf(path)
+        _echo_path(path)
 
 
 @models.command(

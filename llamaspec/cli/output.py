@@ -81,14 +81,19 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """Print a table. A column title that starts with "<" is left-justified, with "!" never wrapped."""
+    """Print a table; `table_of` explains the titles of columns."""
+    (console or Console(highlight=False)).print(table_of(columns, rows))
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Make a table. A column title that starts with "<" is left-justified, with "!" never wrapped."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
         name, is_left = title.lstrip("<!"), title.startswith("<")
         table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap="!" in title)
     for row in rows:
         table.add_row(*row)
-    (console or Console(highlight=False)).print(table)
+    return table
 
 
 def stderr_console() -> Console:

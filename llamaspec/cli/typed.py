@@ -5,11 +5,10 @@ A terminal has line editing and a history that is kept; a pipe is read line by l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,8 @@ import click
 from platformdirs import user_state_path
 
 from llamaspec.cli.options import decoded
-from llamaspec.files import read_file
 
-_MAX_HISTORY_LINES, _MAX_HISTORY_BYTES = 1000, 10 << 20
+_MAX_HISTORY_LINES = 1000
 _QUOTES = '"""'
 
 ReadLine = Callable[[str], str]  # (prompt) -> a line without its newline; raises EOFError at the end
@@ -98,25 +96,19 @@ def line_editing() -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    path, is_kept = history_path(), True
-    try:
-        read_file(path, _MAX_HISTORY_BYTES)
+    path = history_path()
+    with suppress(OSError):  # a chat does not fail because of its history
         readline.read_history_file(path)
-    except FileNotFoundError:
-        pass
-    except OSError:  # a pipe, a device, too large, or unreadable
-        is_kept = False
     if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines arrive as one message
     readline.set_history_length(_MAX_HISTORY_LINES)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # a chat does not fail because of its history
-            if is_kept:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(mode=0o600)  # other users must not read it
-                readline.write_history_file(path)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # other users must not read it
+            readline.write_history_file(path)
 
 
 def history_path() -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import readline
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,26 +275,6 @@ def spawn(talker: list[Path], tmp_path: Path) -> Iterator[Callable[..., pexpect.
     yield start
     for child in children:
         child.close(force=True)
-
-
-@pytest.mark.parametrize("what", ["a pipe", "huge", "lines"])
-def test_a_history_that_is_no_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A pipe kept the person waiting for ever."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    path = history_path()
-    path.parent.mkdir(parents=True)
-    path.write_text("one\n")
-    if what == "a pipe":
-        path.unlink()
-        os.mkfifo(path)
-    elif what == "huge":
-        os.truncate(path, 1 << 40)
-    calls: list[Path] = []
-    for name in ("read_history_file", "write_history_file"):
-        monkeypatch.setattr(readline, name, calls.append)
-    with line_editing():
-        pass
-    assert calls == ([path, path] if what == "lines" else [])
 
 
 def test_the_first_history_of_a_person_is_theirs_alone(
