@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,8 +91,9 @@ _NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, for c
 class ModelChoice:
     """The models that a command was asked for, as named on the command line."""
 
-    target: str | None  # None = the embedded pair
+    target: str
     drafts: tuple[str, ...]  # each drafts for the one before it
+    is_embedded: bool  # whether no target was named, so that the embedded pair is used
     copying: Copying
     no_draft: bool
     verbose: bool
@@ -101,17 +102,12 @@ class ModelChoice:
     draft_options: ModelOptions
 
     @property
-    def is_embedded(self) -> bool:
-        """Whether no model was named, so that the embedded pair serves."""
-        return self.target is None
-
-    @property
     def n_ctx(self) -> int | None:
         """Tokens of the target's context."""
         return self.target_options.n_ctx
 
     def with_context(self, n_ctx: int) -> ModelChoice:
-        """The same with another size of the contexts; a ValueError where it is impossible."""
+        """Return the same with another size of the contexts, or raise a ValueError."""
         draft = replace(self.draft_options, n_ctx=n_ctx if self.draft_ctx is None else self.draft_ctx)
         return replace(self, target_options=replace(self.target_options, n_ctx=n_ctx), draft_options=draft)
 
@@ -120,13 +116,18 @@ def _choice(
     *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
-    """From the command line, where a pair in the environment gives way to names that are nearer."""
+    """Make a ModelChoice; names on the command line replace a pair named in the environment."""
     if pair is not None:
         context = click.get_current_context()
         for name in ("target", "draft"):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
         target, draft = pair, (AUTO, *draft[1:])
+    is_embedded, copying = target is None, Copying.of(ngram)
+    if no_draft:
+        draft, copying = (), Copying.OFF
+    elif is_embedded and draft in ((), (AUTO,)):
+        draft = (str(demo_draft()),)
     n_ctx, draft_ctx, threads = given["n_ctx"], given["draft_ctx"], given["threads"]
     target_options = ModelOptions(
         n_ctx=n_ctx,
@@ -152,7 +153,8 @@ def _choice(
         max_scored=DRAFT_SCORED,
     )
     return ModelChoice(
-        target, draft, Copying.of(ngram), no_draft, verbose, draft_ctx, target_options, draft_options,
+        target or str(demo_target()), draft, is_embedded, copying, no_draft, verbose, draft_ctx,
+        target_options, draft_options,
     )  # fmt: skip
 
 
@@ -164,10 +166,10 @@ def device_names(text: str | None) -> tuple[str, ...] | None:
 
 
 def _shares(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
     try:
-        return (
-            tuple(map(float, text.replace("/", ",").split(","))) if text else ()
-        )  # llama.cpp allows slashes
+        return tuple(float(share) for share in text.replace("/", ",").split(","))  # llama.cpp allows slashes
     except ValueError:
         raise ValueError(f"--tensor-split needs numbers such as 3,1, not {text}") from None
 
@@ -178,43 +180,35 @@ model_or_plain_options = option_group("models", _choice, (*_NAMES, *_COMPUTING, 
 
 
 def fetched_model(name: str | Path) -> Path:
-    """The file of a model; a ModelFileError where there is none, or where it cannot be fetched."""
-    return resolve_model(name, say_fetching)
+    """Return the file of a model, fetched if necessary; ModelFileError if that is impossible."""
+    return resolve_model(name, _say_fetching)
 
 
-def say_fetching(file: RemoteFile, n_missing: int) -> None:
-    """Tell what is fetched; the bar is huggingface-hub's."""
-    say(f"fetching {file}, {n_missing / 1e9:.1f} GB")
+def _say_fetching(file: RemoteFile, n_missing: int) -> None:
+    say(f"fetching {file}, {n_missing / 1e9:.1f} GB")  # the bar is huggingface-hub's
 
 
-def find_plan(choice: ModelChoice) -> DraftPlan:
-    """What was chosen, with its files; fetched first if they are on the hub and not here.
+def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
+    """Return the plan with its files; models on the hub are fetched first.
 
     Raises a PairError if no draft is known, a ModelFileError if there is no such model.
     """
-    return _plan(choice, fetched_model)
-
-
-def find_plan_here(choice: ModelChoice) -> DraftPlan:
-    """The same, but nothing is fetched; a ModelFileError if a model is not on this machine."""
-    plan = _plan(choice, locate_model)
-    for model in plan.models:
-        check_gguf(model.path)
-    return plan
-
-
-def _plan(choice: ModelChoice, find: Find) -> DraftPlan:
-    drafts: Sequence[str | Path] = () if choice.no_draft else choice.drafts
-    if choice.is_embedded and not choice.no_draft and drafts in ((), (AUTO,)):
-        drafts = (demo_draft(),)
     return make_plan(
-        choice.target or demo_target(),
-        drafts,
-        copying=Copying.OFF if choice.no_draft else choice.copying,
+        choice.target,
+        choice.drafts,
+        copying=choice.copying,
         target_options=choice.target_options,
         draft_options=choice.draft_options,
         find=find,
     )
+
+
+def find_plan_here(choice: ModelChoice) -> DraftPlan:
+    """Return the plan, but fetch nothing; ModelFileError if a model is not on this machine."""
+    plan = find_plan(choice, locate_model)
+    for model in plan.models:
+        check_gguf(model.path)
+    return plan
 
 
 def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
@@ -222,19 +216,16 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
     runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
-    elif plan.is_plain and not choice.no_draft:
+    elif choice.no_draft:
+        pass
+    elif plan.is_plain:
         say("no --draft given, decoding plainly")
-    elif not choice.drafts and not choice.no_draft and _could_draft(choice, plan):
+    elif not choice.drafts and known_draft(choice.target, lambda _: plan.target.path) is not None:
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     with SlowProgress("loading") as progress:
         pair = open_plan(plan, cache_ram=cache_ram, on_load=progress)
     _warn(pair)
     return pair
-
-
-def _could_draft(choice: ModelChoice, plan: DraftPlan) -> bool:
-    """Whether a draft is known for the target."""
-    return known_draft(str(choice.target), lambda target: plan.target.path) is not None
 
 
 @contextmanager
@@ -251,7 +242,8 @@ def learning(
     Unless `quiet`, the first run says that it has measured, and the run that first knows it what drafts gain.
     """
     with open_models(plan, choice, cache_ram) as pair:
-        policy = make_policy(pair, decoding)
+        with SlowProgress("measuring the speed of the pair"):
+            policy = make_policy(pair, decoding)
         restore_reading_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
@@ -262,7 +254,7 @@ def learning(
             keep_prior(pair, policy)
             keep_reading_gain(pair)
         if tells and is_first:
-            say("first run with this pair: its speed was measured meanwhile; the next runs start from that")
+            say("first run with this pair: its speed was measured, and the next runs start from that")
         if tells and (found := pair_verdict(pair)) is not None:
             say(found)
 
