@@ -212,13 +212,12 @@ class Entry:
 
     def as_listed(self) -> dict[str, Any]:
         """The entry as written to a list, without unknown fields."""
-        content = {key: value for key, value in asdict(self).items() if value not in (None, {})}
-        for key in ("name", "is_own"):
-            content.pop(key, None)
-        for known in content.get("quantizations", {}).values():
-            for key in [key for key, value in known.items() if value is None]:
-                del known[key]
-        return content
+
+        def known(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+            own = ("name", "is_own")
+            return {key: value for key, value in fields if key not in own and value not in (None, {})}
+
+        return asdict(self, dict_factory=known)
 
 
 def expanded(path: str) -> Path:

@@ -4,7 +4,8 @@
 
 Other programs share the folder. The hub's metadata (names, sizes, addresses) is checked before a transfer,
 and the hash of the content after it; only then does the file get its name. An interrupted transfer leaves
-blobs/HASH.incomplete, and the next one resumes it.
+blobs/HASH.incomplete, and the next one resumes it. huggingface-hub no longer does that (2.4: each transfer
+writes a file of its own, and deletes it if it fails), so transfers are ours.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamaspec.catalog import MAX_BYTES, RemoteFile, quoted
+from llamaspec.catalog import MAX_BYTES, SHA256, RemoteFile, quoted
 from llamaspec.errors import ModelFileError
-from llamaspec.files import STALE_SECONDS, read_file, write_file
+from llamaspec.files import read_file, write_file
 from llamaspec.llama.gguf_file import check_gguf
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
-_RESUMED_SECONDS = 7 * 24 * 3600.0  # an interrupted transfer this old is deleted
+_STALE_SECONDS = 7 * 24 * 3600.0  # an interrupted transfer this old is deleted
 _IN_USE_SECONDS = 60.0  # another process may still be writing to a file that changed more recently
-_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256, or git's SHA-1 of a file outside of LFS
 
 OnFetch = Callable[[RemoteFile, int], None]  # called with the file and the number of missing bytes
 
@@ -56,7 +56,7 @@ def remove(file: RemoteFile) -> int:
     of interrupted transfers are deleted for the whole repository.
     """
     folder = repo_folder(file.repo)
-    freed = _sweep(folder / "blobs", _IN_USE_SECONDS, _IN_USE_SECONDS)
+    freed = _sweep(folder / "blobs", _IN_USE_SECONDS)
     freed += sum(
         _remove_link(folder, state / part) for state in fetched_states(folder) for part in file.parts
     )
@@ -119,7 +119,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         if len({said.commit for said in parts.values()}) > 1:
             raise ModelFileError(f"{file} changed on the hub while it was fetched; pull it again")
         blobs = repo_folder(file.repo) / "blobs"
-        _sweep(blobs, STALE_SECONDS, _RESUMED_SECONDS)
+        _sweep(blobs, _STALE_SECONDS)
         n_missing = sum(said.n_bytes - _n_here(blobs / said.tag, said) for said in parts.values())
         folder = next(folder for folder in blobs.parents if folder.exists())
         free = shutil.disk_usage(folder).free
@@ -146,7 +146,7 @@ class _Announced:
     """The hub's metadata of a file, after validation."""
 
     commit: str
-    tag: str  # the content's hash
+    tag: str  # the content's SHA-256
     n_bytes: int
 
 
@@ -167,7 +167,7 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
         raise ModelFileError(f"{file.repo} has no file {part}; {meant}") from error
     said = _Announced(fact.commit_hash or "", fact.etag or "", fact.size or 0)
     fault = None
-    if not _HASH.fullmatch(said.tag):
+    if not SHA256.fullmatch(said.tag):
         fault = f"the hash {quoted(said.tag) or 'of no digits'}"
     elif not _COMMIT.fullmatch(said.commit):
         fault = f"the commit {quoted(said.commit) or 'of no digits'}"
@@ -178,7 +178,7 @@ def _ask(file: RemoteFile, part: str) -> _Announced:
     if fault is not None:
         raise ModelFileError(f"the hub gives {fault} for {part}; nothing was fetched")
     known = file.sha256 if file.parts == (part,) else None
-    if known is not None and len(said.tag) == len(known) and known != said.tag:
+    if known is not None and known != said.tag:
         raise ModelFileError(
             f"{file} is not the file that the list of models describes: its hash is {said.tag[:12]}..., "
             f"expected {known[:12]}...; to use it anyway, give the model as {file}"
@@ -201,7 +201,7 @@ def _fetch_part(file: RemoteFile, part: str, said: _Announced) -> Path:
     with WeakFileLock(lock):
         content = next((path for path in (link, blob) if path.exists()), None) or _transfer(file, part, said)
         try:
-            _check(content, part, (file.sha256 if len(file.parts) == 1 else None) or said.tag)
+            _check(content, part, said.tag)
         except ModelFileError:
             _remove_link(folder, content)
             raise
@@ -258,7 +258,7 @@ def _check(content: Path, part: str, expected: str) -> None:
 
     settings = _bar_settings("checking", content.stat().st_size)
     with tqdm(**settings) as bar:  # type: ignore[no-untyped-call]
-        found = file_hash(content, len(expected), bar.update)
+        found = file_hash(content, bar.update)
     if found != expected:
         raise ModelFileError(
             f"{part} arrived damaged: its hash is {found[:12]}..., expected {expected[:12]}...; "
@@ -293,27 +293,21 @@ def _n_here(blob: Path, said: _Announced) -> int:
     return 0
 
 
-def _sweep(blobs: Path, stale_seconds: float, resumed_seconds: float) -> int:
-    """Delete old leftovers of interrupted transfers; return the number of bytes freed.
-
-    huggingface-hub adds a random part to the name and cannot resume such a file, so it goes sooner.
-    """
+def _sweep(blobs: Path, seconds: float) -> int:
+    """Delete interrupted transfers that are older than this; return the number of bytes freed."""
     freed = 0
     for left in blobs.glob("*.incomplete"):
-        most = resumed_seconds if _HASH.fullmatch(left.stem) else stale_seconds
         with suppress(OSError):  # another process was faster
             facts = left.stat()
-            if time.time() - facts.st_mtime > most:
+            if time.time() - facts.st_mtime > seconds:
                 left.unlink()
                 freed += facts.st_size
     return freed
 
 
-def file_hash(path: Path, n_digits: int, on_bytes: Callable[[int], object]) -> str:
-    """SHA-256 for 64 digits; for 40, git's hash of a file that is not in LFS."""
-    digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
-    if n_digits != 64:
-        digest.update(f"blob {path.stat().st_size}\0".encode())
+def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
+    """SHA-256 in hexadecimal digits."""
+    digest = hashlib.sha256()
     with path.open("rb") as content:
         while chunk := content.read(1 << 20):
             digest.update(chunk)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
+from llamaspec.chat.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.transcript import tokenize_inside
 from llamaspec.engine.detokenize import Span, take_characters
@@ -61,7 +61,7 @@ class AnswerStream:
         if self._is_over:
             raise StopIteration
         deltas = self._end_reasoning_if_due()
-        return self._take(next(self._stream, None)) if deltas is None else deltas
+        return _joined(self._take(next(self._stream, None)) if deltas is None else deltas)
 
     def begin(self, notify: Callable[[], object]) -> None:
         """As `TextStream.begin`."""
@@ -69,7 +69,7 @@ class AnswerStream:
         self._stream.begin(notify)
 
     def ready(self) -> list[Delta]:
-        """The deltas that exist by now, neighbouring content joined; begins the answer, never waits."""
+        """The deltas that exist by now, with neighbours joined; begins the answer, never waits."""
         found: list[Delta] = []
         while not self._is_over:
             deltas = self._end_reasoning_if_due()
@@ -191,8 +191,8 @@ class _Origins:
         self._spans.append(Span(text, False))
 
     def added(self, deltas: Iterable[Delta]) -> list[Delta]:
-        """The deltas, with the origin of their content; content that follows content is joined."""
-        return _joined(self._content(each) if isinstance(each, ContentDelta) else each for each in deltas)
+        """The deltas, with the origin of their content."""
+        return [self._content(each) if isinstance(each, ContentDelta) else each for each in deltas]
 
     def _content(self, delta: ContentDelta) -> ContentDelta:
         """Content with its spans and tokens; skips the marks, reasoning and calls before it."""
@@ -215,13 +215,17 @@ class _Origins:
 
 
 def _joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, with neighbours that are content joined."""
+    """The same deltas, with neighbours of one kind joined; each call begins with a `CallDelta`."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
         if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
             spans, logprobs = _merged((*last.spans, *delta.spans)), last.logprobs + delta.logprobs
             joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs, end=delta.end)
+        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            joined[-1] = ReasoningDelta(last.text + delta.text, end=delta.end)
+        elif isinstance(delta, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
+            joined[-1] = ArgumentsDelta(delta.index, last.text + delta.text)
         else:
             joined.append(delta)
     return joined

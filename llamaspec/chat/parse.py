@@ -13,7 +13,6 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.chat.escaping import Json
@@ -102,10 +101,7 @@ class AnswerParser:
         end = max(len(text.rstrip()), len(text) - MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
         self._space_end, text_end = text_end, text_end - len(self._space)
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, kind) and last.end + len(text) == text_end:
-            self._deltas[-1] = kind(last.text + text, end=text_end)
-        elif text:
+        if text:
             self._deltas.append(kind(text, end=text_end))
 
     def _begin_text(self) -> None:
@@ -119,11 +115,7 @@ class AnswerParser:
         self._n_calls += 1
 
     def _arguments(self, text: str) -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, ArgumentsDelta):
-            self._deltas[-1] = replace(last, text=last.text + text)
-        else:
-            self._deltas.append(ArgumentsDelta(self._n_calls - 1, text))
+        self._deltas.append(ArgumentsDelta(self._n_calls - 1, text))
 
     # Readers.
 

@@ -66,7 +66,7 @@ class Reply:
     before: AnswerSoFar | None = None  # the answer that this one continues, if any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Totals:
     """Sums over all answers of a session, including dropped and regenerated ones."""
 
@@ -216,7 +216,7 @@ class Session:
 
     def _keep(self, turns: Turns, reply: Reply, before: AnswerSoFar, said: str, attempt: int) -> None:
         """Add an answer to the conversation, unless it was interrupted before its first text."""
-        completion, totals = reply.completion, self.totals
+        completion = reply.completion
         if completion.stop_reason is StopReason.INTERRUPT and not said:
             return
         self._transcript.wrote(completion.tokens)
@@ -226,11 +226,9 @@ class Session:
         self._turns = (*turns, self._as_message(self._answered.said))
         self._attempt = attempt
         self.last = reply
-        self.totals = Totals(
-            totals.n_answers + 1,
-            totals.n_prompt_tokens + completion.n_prompt_tokens,
-            totals.n_cached + completion.n_cached,
-        )
+        self.totals.n_answers += 1
+        self.totals.n_prompt_tokens += completion.n_prompt_tokens
+        self.totals.n_cached += completion.n_cached
 
     def _system_messages(self) -> Turns:
         return (Message("system", self._system),) if self._system else ()
@@ -288,11 +286,12 @@ class Session:
     def _answer_of_file(self, said: str, turns: Turns) -> AnswerSoFar:
         """Return an answer that was not generated here; its reasoning is unknown."""
         rendered = self._render((*self._system_messages(), *turns))
-        reasoning = self._format.reasoning
-        cut = reasoning.cut if reasoning is not None and self._format.begins_thinking(rendered.text) else ""
-        tokens = tokenize_inside(self._vocabulary, cut, parse_special=True).tolist()
-        tokens += tokenize_inside(self._vocabulary, said).tolist()
-        return AnswerSoFar(tuple(tokens), cut + said, said)
+        tokens: list[int] = []
+        text = ""
+        for part, is_mark in self._format.begun(said, "", rendered.text):
+            tokens += tokenize_inside(self._vocabulary, part, parse_special=is_mark).tolist()
+            text += part
+        return AnswerSoFar(tuple(tokens), text, said)
 
 
 def _next_turn(turns: Turns, start: int) -> int | None:

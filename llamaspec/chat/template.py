@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -201,14 +202,10 @@ class ChatTemplate:
         """
         if isinstance(error, TemplateTimeError) or self._refuses((), error, **more):
             return ""
-        first, last = 0, len(messages)
-        while last - first > 1:
-            middle = (first + last) // 2
-            if self._refuses(messages[:middle], error, **more):
-                last = middle
-            else:
-                first = middle
-        return messages[first].place
+        accepted = bisect_left(
+            range(1, len(messages)), True, key=lambda n: self._refuses(messages[:n], error, **more)
+        )
+        return messages[accepted].place
 
     def _refuses(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> bool:
         """Whether rendering fails with the same error."""
@@ -269,26 +266,11 @@ def _call_as_dict(call: ToolCall, arguments_in_text: bool = False) -> dict[str, 
 def _as_object(arguments: str) -> Mapping[str, Json]:
     """Return the arguments of a call as an object, because templates iterate over them.
 
-    Arguments that were cut off are closed, so that their beginning is found in the KV cache. Anything but an
-    object becomes a string in one.
+    Arguments that were cut off are closed, so that their beginning is found in the KV cache. Text behind the
+    object is left out. Anything but an object becomes a string in one.
     """
     try:
-        found = from_json(arguments.strip() or "{}")
+        found = from_json(arguments.strip() or "{}", allow_partial="trailing-strings")
     except ValueError:
-        found = None if _begins_with_json(arguments) else _closed(arguments)
+        found = None
     return found if isinstance(found, dict) else {"arguments": arguments}
-
-
-def _begins_with_json(text: str) -> bool:
-    try:
-        json.JSONDecoder().raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _closed(text: str) -> Json:
-    try:
-        return from_json(text, allow_partial="trailing-strings")
-    except ValueError:
-        return None

@@ -365,7 +365,7 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
         architecture=_text(found.architecture),
         quantization=kinds.get(found.numbers.get("general.file_type", -1), "of unknown type"),
         n_bytes=sum(part.stat().st_size for part in file_parts(path)),
-        sha256=file_hash(path, 64, lambda n_bytes: None) if with_hash else None,
+        sha256=file_hash(path, lambda n_bytes: None) if with_hash else None,
     )
 
 
