@@ -25,10 +25,11 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,
-    store_prior,
+    keep,
     store_probe,
-    stored_prior,
-    stored_probe,
+)
+from llamaspec.measure.store import (
+    stored as stored_of,
 )
 from llamaspec.plan import DraftPlan, ModelFile
 
@@ -94,11 +95,11 @@ def stored(
         )
     if request.param == "probe":
         path = store_probe(pair, PROBE)
-        return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_probe(pair).fault)
+        return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_of(pair, Probe).fault)
     prior = AutoLength(CostCurve((1, 3), (0.02, 0.03), 0.004)).experience()
-    store_prior(pair, prior)
+    keep(pair, prior)
     (path,) = (tmp_path / "cache").rglob("*.json")
-    return Stored(path, lambda: store_prior(pair, prior), lambda: _used(stored_prior(pair)))
+    return Stored(path, lambda: keep(pair, prior), lambda: _used(stored_of(pair, LearnedPrior)))
 
 
 def _used(kept: Kept[LearnedPrior]) -> str | None:

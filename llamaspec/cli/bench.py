@@ -49,7 +49,7 @@ from llamaspec.measure.served_arms import (
     program_version,
     serving,
 )
-from llamaspec.measure.store import store_gains
+from llamaspec.measure.store import keep_gains
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
 
@@ -176,7 +176,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
         )  # fmt: skip
         is_usual = drafting == {"draft_length": None, "trees": False, "exact": False}
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
-            store_gains(plan, speed_ups(samples))
+            keep_gains(plan, speed_ups(samples))
         _show(report, bench)
         if bench.share is not None and is_whole:
             write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")

@@ -86,7 +86,7 @@ def probe(
         return
     if show:
         plan = find_plan_here(models)
-        kept = curves.stored_probe(plan)
+        kept = curves.stored(plan, Probe)
         if kept.value is None:
             reason = kept.fault or "this pair has not been probed yet"
             raise LlamaspecError(f"{reason}; run the probe without --show")

@@ -16,12 +16,13 @@ from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import DecodingOptions, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import AUTO, locate_model, resolve_model
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.measure.store import keep_prior, keep_reading_gain, restore_reading_gain, stored_prior
+from llamaspec.measure.store import keep_learnt, restore_reading_gain, stored
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
 from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
@@ -247,12 +248,11 @@ def learning(
         restore_reading_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
-        is_first = stored_prior(pair).value is None
+        is_first = stored(pair, LearnedPrior).value is None
         try:
             yield pair, policy
         finally:
-            keep_prior(pair, policy)
-            keep_reading_gain(pair)
+            keep_learnt(pair, policy)
         if tells and is_first:
             say("first run with this pair: its speed was measured, and the next runs start from that")
         if tells and (found := pair_verdict(pair)) is not None:

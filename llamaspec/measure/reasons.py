@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.length.acceptance import UNDRAWN
+from llamaspec.length.acceptance import UNDRAWN, LearnedPrior
 from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.measure.probe import Probe
-from llamaspec.measure.store import PairOnDisk, prior_with_target, stored_gains, stored_prior
+from llamaspec.measure.store import BenchGains, PairOnDisk, prior_with_target, stored
 from llamaspec.values import COPIES, Round, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -167,7 +167,7 @@ def pair_verdict(pair: PairOnDisk) -> str | None:
 
     The latest benchmark counts, else the costs and the acceptance of earlier runs.
     """
-    gains, prior = stored_gains(pair).value, stored_prior(pair).value
+    gains, prior = stored(pair, BenchGains).value, stored(pair, LearnedPrior).value
     if gains is not None:
         return (
             f"on this machine this pair is {_gains_in_words(gains.speed_ups)} (measured by llamaspec bench)"

@@ -12,24 +12,25 @@ import platform
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import parse_json, read_file
 from llamaspec.hub_cache import file_hash
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, find_devices
 from llamaspec.measure.bench import Sample, baseline_of
 from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_BEST, PEER_PLAIN, PLAIN
-from llamaspec.measure.store import stored_prior
+from llamaspec.measure.store import stored
 from llamaspec.plan import DraftPlan
 
 FORMAT = 2
@@ -44,20 +45,7 @@ _PUBLIC_WORDS = {*CACHE_TYPES, *FLASH_ATTENTION, "none", "mtp", "ngram"}
 
 # Figures
 
-
-@dataclass(frozen=True, slots=True)
-class PromptFigures:
-    """One arm on one prompt: medians over the repeats, of ratios to the baseline's answer and of seconds."""
-
-    whole: float  # times as fast, whole request; an answer of other length is scaled to the baseline's
-    decoding: float | None  # tokens per second after the first
-    first: float  # times as fast, to the first text
-    seconds: float
-    first_seconds: float
-    total_seconds: float  # of all its answers, scaled as in `whole`
-    baseline_seconds: float  # of all the baseline's
-    forks: tuple[int, ...]  # the first characters in which texts differ from the baseline's
-    n_answers: int
+AnswerPairs: TypeAlias = dict[str, list[tuple[Sample, Sample]]]  # by prompt: an arm's answer, the baseline's
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,67 +67,73 @@ class Figures:
     n_answers: int
 
 
-def prompt_figures(samples: Sequence[Sample], arm: str, baseline: str) -> dict[str, PromptFigures]:
-    """One arm by prompt, next to another one."""
+def answer_pairs(samples: Sequence[Sample], arm: str, baseline: str) -> AnswerPairs:
+    """Return an arm's answers with those of another one to the same requests."""
     beside = {sample.request: sample for sample in samples if sample.arm == baseline}
-    pairs: dict[str, list[tuple[Sample, Sample]]] = {}
+    pairs: AnswerPairs = {}
     for sample in samples:
         if sample.arm == arm:
             pairs.setdefault(sample.prompt, []).append((sample, beside[sample.request]))
-    return {prompt: _of_prompt(each) for prompt, each in pairs.items()}
+    return pairs
 
 
-def _of_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> PromptFigures:
-    rates = [(mine.tokens_per_second, base.tokens_per_second) for mine, base in pairs]
-    decoding = [mine / base for mine, base in rates if mine and base]
-    scaled = [mine.seconds_for(base.n_tokens) for mine, base in pairs]
-    return PromptFigures(
-        whole=statistics.median(base.seconds / own for own, (_, base) in zip(scaled, pairs, strict=True)),
-        decoding=statistics.median(decoding) if decoding else None,
-        first=statistics.median(base.first_seconds / mine.first_seconds for mine, base in pairs),
-        seconds=statistics.median(mine.seconds for mine, _ in pairs),
-        first_seconds=statistics.median(mine.first_seconds for mine, _ in pairs),
-        total_seconds=sum(scaled),
-        baseline_seconds=sum(base.seconds for _, base in pairs),
-        forks=tuple(mine.differs_at for mine, _ in pairs if mine.differs_at is not None),
-        n_answers=len(pairs),
-    )
+def _whole(pairs: Iterable[tuple[Sample, Sample]]) -> float:
+    """Return how many times as fast a prompt is; an answer of other length is scaled to the baseline's."""
+    return statistics.median(base.seconds / mine.seconds_for(base.n_tokens) for mine, base in pairs)
 
 
-def best_of(arms: Sequence[Mapping[str, PromptFigures]]) -> dict[str, PromptFigures]:
-    """For each prompt the figures of the arm that was fastest there, known afterwards."""
-    return {prompt: max((arm[prompt] for arm in arms), key=lambda each: each.whole) for prompt in arms[0]}
+def best_of(arms: Sequence[AnswerPairs]) -> AnswerPairs:
+    """Return for each prompt the answers of the arm that was fastest there, known afterwards."""
+    return {prompt: max((arm[prompt] for arm in arms), key=_whole) for prompt in arms[0]}
 
 
-def figures(prompts: Mapping[str, PromptFigures]) -> Figures:
-    """Fold the figures of several prompts, at least one."""
-    each = [*prompts.values()]
-    logs = [math.log(one.whole) for one in each]
-    worst_prompt = min(prompts, key=lambda prompt: prompts[prompt].whole)
-    decoding = [one.decoding for one in each if one.decoding is not None]
-    total_seconds = sum(one.total_seconds for one in each)
-    n_answers = sum(one.n_answers for one in each)
+def figures(pairs: AnswerPairs) -> Figures:
+    """Fold the answers to several prompts, at least one: of each the medians over its repeats."""
+    prompts = [*pairs.values()]
+    wholes = {prompt: _whole(each) for prompt, each in pairs.items()}
+    worst_prompt = min(wholes, key=wholes.__getitem__)
+    rates = [
+        [
+            mine.tokens_per_second / base.tokens_per_second
+            for mine, base in each
+            if mine.tokens_per_second and base.tokens_per_second
+        ]
+        for each in prompts
+    ]
+    decoding = [statistics.median(each) for each in rates if each]
+    logs = [math.log(whole) for whole in wholes.values()]
+    forks = {
+        prompt: tuple(mine.differs_at for mine, _ in each if mine.differs_at is not None)
+        for prompt, each in pairs.items()
+    }
+    answers = [pair for each in prompts for pair in each]
+    total_seconds = sum(mine.seconds_for(base.n_tokens) for mine, base in answers)
     return Figures(
         whole=math.exp(statistics.mean(logs)),
         spread=math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0,
-        worst=prompts[worst_prompt].whole,
+        worst=wholes[worst_prompt],
         worst_prompt=worst_prompt,
         decoding=statistics.geometric_mean(decoding) if decoding else None,
-        first=statistics.geometric_mean(one.first for one in each),
-        total=sum(one.baseline_seconds for one in each) / total_seconds,
-        seconds=statistics.median(one.seconds for one in each),
-        first_seconds=statistics.median(one.first_seconds for one in each),
+        first=statistics.geometric_mean(
+            statistics.median(base.first_seconds / mine.first_seconds for mine, base in each)
+            for each in prompts
+        ),
+        total=sum(base.seconds for _, base in answers) / total_seconds,
+        seconds=statistics.median(statistics.median(mine.seconds for mine, _ in each) for each in prompts),
+        first_seconds=statistics.median(
+            statistics.median(mine.first_seconds for mine, _ in each) for each in prompts
+        ),
         total_seconds=total_seconds,
-        forks={prompt: one.forks for prompt, one in prompts.items() if one.forks},
-        n_same=n_answers - sum(len(one.forks) for one in each),
-        n_answers=n_answers,
+        forks={prompt: places for prompt, places in forks.items() if places},
+        n_same=len(answers) - sum(map(len, forks.values())),
+        n_answers=len(answers),
     )
 
 
 def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
     """By arm, next to the baseline; of several llama-servers also the best of each prompt."""
     names = [*dict.fromkeys(sample.arm for sample in samples)]
-    arms = {arm: prompt_figures(samples, arm, baseline_of(names)) for arm in names}
+    arms = {arm: answer_pairs(samples, arm, baseline_of(names)) for arm in names}
     peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
     if len(peers) > 1:
         arms[PEER_BEST] = best_of(peers)
@@ -149,7 +143,7 @@ def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
 def speed_ups(samples: Sequence[Sample]) -> dict[str, float]:
     """Return how many times as fast llamaspec's defaults are as plain decoding, by group of tasks."""
     return {
-        group: figures(prompt_figures(each, AUTO, PLAIN)).whole
+        group: figures(answer_pairs(each, AUTO, PLAIN)).whole
         for group, each in grouped(samples, "group").items()
     }
 
@@ -332,13 +326,13 @@ def make_report(
         drafts=tuple(_model(model.path, with_hashes) for model in plan.drafts),
         has_heads=plan.heads is not None,
         settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
-        curve=None if (prior := stored_prior(plan).value) is None else prior.curve,
+        curve=None if (prior := stored(plan, LearnedPrior).value) is None else prior.curve,
         baseline=baseline,
         best_type=best,
         groups=groups,
         tasks={task: figures_of_arms(each) for task, each in grouped(shown, "task").items()},
         to_best_type={} if best in (None, baseline) else {
-            group: figures(prompt_figures(each, AUTO, best)) for group, each in by_group.items()
+            group: figures(answer_pairs(each, AUTO, best)) for group, each in by_group.items()
         },
         samples=tuple(shown),
     )  # fmt: skip

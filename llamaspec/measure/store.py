@@ -63,7 +63,7 @@ class BenchGains:
 
 PairOnDisk: TypeAlias = DraftPlan | Pair  # what names a pair
 Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness | BenchGains
-_SUFFIXES: dict[type[Measured], str] = {
+_SUFFIXES: dict[type[object], str] = {
     Probe: "",
     LearnedPrior: ".runs",
     ReadingGain: ".reading",
@@ -80,9 +80,15 @@ class Kept(Generic[T]):
     fault: str | None = None  # one line
 
 
-def stored_probe(pair: PairOnDisk) -> Kept[Probe]:
-    """What was found for this pair on this machine."""
-    return _read(_path(pair, Probe), Probe)
+def stored(pair: PairOnDisk, kind: type[T]) -> Kept[T]:
+    """Return what is kept of a pair. A prior is kept for every way to compute attention."""
+    return _read(_path(pair, kind), kind)
+
+
+def keep(pair: PairOnDisk, measured: Measured) -> None:
+    """Keep a measurement, if the cache folder can be written: it is not what people came for."""
+    with suppress(OSError):
+        _write(_path(pair, type(measured)), measured)
 
 
 def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
@@ -104,11 +110,6 @@ def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
     return path
 
 
-def stored_prior(pair: PairOnDisk) -> Kept[LearnedPrior]:
-    """What a probe has found and earlier runs have learnt since, however attention is computed."""
-    return _read(_path(pair, LearnedPrior), LearnedPrior)
-
-
 def prior_with_target(pair: PairOnDisk, target: Path) -> LearnedPrior:
     """Return what is kept of the same drafts with another file as their target."""
     mine, *drafts = pair.models
@@ -116,23 +117,10 @@ def prior_with_target(pair: PairOnDisk, target: Path) -> LearnedPrior:
     return _read(path, LearnedPrior).value or LearnedPrior()
 
 
-def store_prior(pair: PairOnDisk, prior: LearnedPrior) -> None:
-    """Keep what a run has learnt, if it can be kept."""
-    with suppress(OSError):  # the text is what people came for
-        _write(_path(pair, LearnedPrior), prior)
-
-
-def stored_gains(pair: PairOnDisk) -> Kept[BenchGains]:
-    """Results of the latest benchmarks."""
-    return _read(_path(pair, BenchGains), BenchGains)
-
-
-def store_gains(pair: PairOnDisk, speed_ups: Mapping[str, float]) -> None:
-    """Keep the results of a benchmark, if they can be kept; other groups of tasks keep theirs."""
-    earlier = stored_gains(pair).value
-    with suppress(OSError):
-        before = {} if earlier is None else earlier.speed_ups
-        _write(_path(pair, BenchGains), BenchGains({**before, **speed_ups}))
+def keep_gains(pair: PairOnDisk, speed_ups: Mapping[str, float]) -> None:
+    """Keep the results of a benchmark; other groups of tasks keep theirs."""
+    earlier = stored(pair, BenchGains).value
+    keep(pair, BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups}))
 
 
 def forget(pair: PairOnDisk) -> bool:
@@ -164,7 +152,7 @@ def auto_length(
     for stage in pair.stages:
         prior = usable(_read(_path_of_stage(stage), LearnedPrior))
         stage.length = AutoLength(prior, sources=stage.sources, pads=pads)
-    prior = usable(stored_prior(pair))
+    prior = usable(stored(pair, LearnedPrior))
     policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails says so when it is used
@@ -174,33 +162,27 @@ def auto_length(
 
 def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: None) -> Exactness:
     """Which evaluations have the bits of single positions: as found earlier, or found now and kept."""
-    known = _read(_path(pair, Exactness), Exactness).value
+    known = stored(pair, Exactness).value
     if known is None:
         tell("--exact: comparing the numbers of all batch widths, once for a pair on a machine")
         known = find_exactness(pair)
         if known.is_whole:  # else the machine was busy
-            with suppress(OSError):
-                _write(_path(pair, Exactness), known)
+            keep(pair, known)
     return known
 
 
 def restore_reading_gain(pair: Pair) -> None:
     """Let a pair know what was measured of reading its prompts on this machine."""
-    kept, reader = _read(_path(pair, ReadingGain), ReadingGain).value, pair.target.reader
+    kept, reader = stored(pair, ReadingGain).value, pair.target.reader
     if kept is not None and reader is not None:
         reader.gain = kept.gain
 
 
-def keep_reading_gain(pair: Pair) -> None:
-    """Keep what was measured of reading prompts."""
+def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
+    """Keep what a run has learnt of a pair and its stages, if it was long enough, and of reading prompts."""
     reader = pair.target.reader
     if reader is not None and reader.gain is not None:
-        with suppress(OSError):
-            _write(_path(pair, ReadingGain), ReadingGain(reader.gain))
-
-
-def keep_prior(pair: Pair, policy: LengthPolicy) -> None:
-    """Keep what a run has learnt about this pair and its stages, if it was long enough to learn something."""
+        keep(pair, ReadingGain(reader.gain))
     kept = [(_path(pair, LearnedPrior), policy)]
     kept += [(_path_of_stage(stage), stage.length) for stage in pair.stages]
     for path, learned in kept:
@@ -226,7 +208,7 @@ def _write(path: Path, content: Measured) -> None:
     write_file(path, json.dumps(asdict(content)))
 
 
-def _path(pair: PairOnDisk, kind: type[Measured]) -> Path:
+def _path(pair: PairOnDisk, kind: type[object]) -> Path:
     """The file of a pair's measurements; those of reading prompts belong to its target alone."""
     return _path_of(pair.models[:1] if kind is ReadingGain else pair.models, pair.heads is not None, kind)
 
@@ -235,7 +217,7 @@ def _path_of_stage(stage: Stage) -> Path:
     return _path_of(stage.models, False, LearnedPrior)
 
 
-def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: type[Measured]) -> Path:
+def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: type[object]) -> Path:
     """Timings and bits also depend on how attention is computed."""
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), has_heads]
     if kind in (Probe, Exactness):

@@ -15,10 +15,10 @@ from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     WORTH_KEEPING,
     auto_length,
-    keep_prior,
-    store_prior,
+    keep,
+    keep_learnt,
     store_probe,
-    stored_prior,
+    stored,
 )
 
 PROMPT = "Once upon a time"
@@ -73,11 +73,11 @@ def test_a_probe_makes_it_old(models: list[Path], tmp_path: Path, option: str) -
 def test_a_policy_begins_with_it(models: list[Path]) -> None:
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
         pair = Pair(target, draft, 0.0)
-        assert stored_prior(pair).value is None
+        assert stored(pair, LearnedPrior).value is None
         policy = auto_length(pair)
         pair.stream(PROMPT, seed=5, max_tokens=LONG, policy=policy).run()
-        keep_prior(pair, policy)
-        assert stored_prior(pair).value == policy.experience()
+        keep_learnt(pair, policy)
+        assert stored(pair, LearnedPrior).value == policy.experience()
         assert auto_length(pair).experience().log_odds == policy.experience().log_odds
 
 
@@ -93,7 +93,7 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
         assert costs.step_seconds == pytest.approx(0.6)
         assert auto_length(pair, frozenset({1, 4})).costs.padded_width(2) == 4
-        store_prior(pair, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
+        keep(pair, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
         costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])
 
@@ -110,12 +110,12 @@ def test_a_draft_step_is_timed_in_the_first_runs_of_a_pair(
     monkeypatch.setattr("llamaspec.measure.store.time_draft_step", noted)
     with open_pair(*models) as pair:
         for _ in range(SETTLED + 2):
-            store_prior(pair, auto_length(pair).experience())
+            keep(pair, auto_length(pair).experience())
     assert len(timed) == SETTLED + 2, "no run has learnt a step"
     timed.clear()
     with open_pair(*models) as pair:
         for n in range(SETTLED + 2):
-            store_prior(pair, LearnedPrior(CostCurve((1, 2), (0.02, 0.03), 0.01), n_runs=n))
+            keep(pair, LearnedPrior(CostCurve((1, 2), (0.02, 0.03), 0.01), n_runs=n))
             auto_length(pair)
     assert len(timed) == SETTLED
 

@@ -8,13 +8,12 @@ import pytest
 
 from llamaspec.measure.bench import Sample, baseline_of, first_difference
 from llamaspec.measure.report import (
-    PromptFigures,
+    answer_pairs,
     best_of,
     best_type,
     figures,
     figures_of_arms,
     grouped,
-    prompt_figures,
 )
 from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN
 
@@ -35,29 +34,31 @@ def test_ratios_are_to_the_answer_beside() -> None:
         sample(PLAIN, "a", answer(42.0, first=2.0), 1), sample("auto", "a", answer(7.0, first=3.0), 1),
         sample(PLAIN, "b", answer(5.0)), sample("auto", "b", answer(10.0, first=2.0)),
     ]  # fmt: skip
-    by_prompt = prompt_figures(samples, "auto", PLAIN)
-    assert [*by_prompt] == ["a", "b"]
-    assert by_prompt["a"].whole == pytest.approx((21 / 11 + 42 / 7) / 2)  # the median of two
-    assert by_prompt["a"].decoding == pytest.approx((20 / 5 + 40 / 4) / 2)
-    assert (by_prompt["a"].seconds, by_prompt["a"].first_seconds) == (9.0, 4.5)
-    assert by_prompt["a"].first == pytest.approx((1 / 6 + 2 / 3) / 2)
-    assert (by_prompt["a"].total_seconds, by_prompt["a"].baseline_seconds) == (18.0, 63.0)
-    assert by_prompt["b"].whole == 0.5
-    assert by_prompt["b"].decoding == pytest.approx((10 / 8) / (10 / 4))
-    assert prompt_figures(samples, PLAIN, PLAIN)["b"].whole == 1.0
+    pairs = answer_pairs(samples, "auto", PLAIN)
+    assert [*pairs] == ["a", "b"]
+    first, second = (figures({prompt: pairs[prompt]}) for prompt in "ab")
+    assert first.whole == pytest.approx((21 / 11 + 42 / 7) / 2)  # the median of two
+    assert first.decoding == pytest.approx((20 / 5 + 40 / 4) / 2)
+    assert (first.seconds, first.first_seconds) == (9.0, 4.5)
+    assert first.first == pytest.approx((1 / 6 + 2 / 3) / 2)
+    assert (first.total_seconds, first.total) == (18.0, 63 / 18)
+    assert second.whole == pytest.approx(0.5)
+    assert second.decoding == pytest.approx((10 / 8) / (10 / 4))
+    assert figures(answer_pairs(samples, PLAIN, PLAIN)).whole == 1.0
 
 
 def test_a_text_of_other_length_is_scaled_to_the_baselines() -> None:
     plain = answer(21.0, n=11)
     shorter = answer(5.0, first=1.0, n=5, differs_at=0)  # 1 s a token: 11 tokens would take 11 s
-    found = prompt_figures([sample(PLAIN, "a", plain), sample("auto", "a", shorter)], "auto", PLAIN)["a"]
+    found = figures(answer_pairs([sample(PLAIN, "a", plain), sample("auto", "a", shorter)], "auto", PLAIN))
     assert found.whole == pytest.approx(21 / 11)
     assert found.total_seconds == pytest.approx(11.0)
     assert found.decoding == pytest.approx(1 / 0.5)
-    assert found.forks == (0,)
+    assert found.forks == {"a": (0,)}
     single = answer(4.0, first=4.0, n=1)
-    found = prompt_figures([sample(PLAIN, "a", plain), sample("auto", "a", single)], "auto", PLAIN)["a"]
-    assert (found.whole, found.decoding) == (21 / 4, None)
+    found = figures(answer_pairs([sample(PLAIN, "a", plain), sample("auto", "a", single)], "auto", PLAIN))
+    assert found.whole == pytest.approx(21 / 4)
+    assert found.decoding is None
 
 
 @pytest.mark.parametrize(
@@ -67,30 +68,32 @@ def test_where_texts_fork(text: str, at: int | None) -> None:
     assert first_difference(text, "abc") == at
 
 
-def of(whole: float, decoding: float | None, seconds: float, forks: tuple[int, ...] = ()) -> PromptFigures:
-    return PromptFigures(whole, decoding, whole / 2, seconds, seconds / 4, 3 * seconds, 21.0, forks, 3)
-
-
 def test_prompts_are_folded() -> None:
-    found = figures({"a": of(2.0, 3.0, 8.0), "b": of(0.5, None, 2.0, (7, 9)), "c": of(8.0, 12.0, 4.0)})
+    """The whole requests are 2, 0.5 and 8 times as fast."""
+    times = {"a": (8.0, 4.0), "b": (1.0, 2.0), "c": (64.0, 8.0)}
+    samples = [
+        sample(arm, prompt, answer(seconds, first=seconds / 4, differs_at=at), repeat)
+        for prompt, each in times.items()
+        for arm, seconds, at in ((PLAIN, each[0], None), ("auto", each[1], 7 if prompt == "b" else None))
+        for repeat in range(3)
+    ]
+    found = figures(answer_pairs(samples, "auto", PLAIN))
     assert found.whole == pytest.approx(2.0)
     assert found.spread == pytest.approx(4.0)  # the logarithms are -1, 1 and 3 times log 2
     assert (found.worst, found.worst_prompt) == (0.5, "b")
-    assert found.decoding == pytest.approx(6.0)
+    assert found.decoding == pytest.approx(2.0)
     assert (found.seconds, found.first_seconds) == (4.0, 1.0)
-    assert found.first == pytest.approx(1.0)
-    assert (found.total_seconds, found.total) == (42.0, 63 / 42), "the long requests count most"
-    assert found.forks == {"b": (7, 9)}
-    assert (found.n_same, found.n_answers) == (7, 9)
-    assert figures({"a": of(2.0, None, 8.0)}).spread == 1.0
-    assert figures({"a": of(2.0, None, 8.0)}).decoding is None
+    assert found.first == pytest.approx(2.0)
+    assert (found.total_seconds, found.total) == (42.0, 3 * 73 / 42), "the long requests count most"
+    assert found.forks == {"b": (7, 7, 7)}
+    assert (found.n_same, found.n_answers) == (6, 9)
+    single = figures(answer_pairs(samples[:6], "auto", PLAIN))
+    assert single.spread == 1.0
 
 
 def test_the_best_arm_of_each_prompt() -> None:
-    arms = [
-        {"a": of(2.0, 3.0, 8.0), "b": of(0.5, None, 2.0)},
-        {"a": of(1.5, 9.0, 1.0), "b": of(0.6, 1.0, 3.0)},
-    ]
+    samples = llama_servers({PEER_PLAIN: (8.0, 8.0), MOD: (4.0, 16.0), SIMPLE: (5.0, 10.0)})
+    arms = [answer_pairs(samples, arm, PEER_PLAIN) for arm in (MOD, SIMPLE)]
     assert best_of(arms) == {"a": arms[0]["a"], "b": arms[1]["b"]}
 
 
@@ -125,7 +128,7 @@ def test_the_baseline_is_the_peer() -> None:
     assert whole[PEER_BEST] == pytest.approx((4 / 1 * 4 / 4) ** 0.5), (
         "the best of each prompt, which nobody can"
     )
-    next_to = figures(prompt_figures(llama_servers(times), "auto", SIMPLE))
+    next_to = figures(answer_pairs(llama_servers(times), "auto", SIMPLE))
     assert next_to.whole == pytest.approx((2 / 2 * 5 / 4) ** 0.5)
     assert next_to.worst == 1.0
 

@@ -20,7 +20,7 @@ from llamaspec.measure.bench import Sample
 from llamaspec.measure.bench_tables import is_comparable, markdown
 from llamaspec.measure.report import Report, make_report, public_options, read_report
 from llamaspec.measure.served_arms import PEER_BEST, PEER_PLAIN
-from llamaspec.measure.store import store_prior
+from llamaspec.measure.store import keep
 from llamaspec.plan import DraftPlan, ModelFile
 
 MOD, SIMPLE = "llama-server, ngram-mod", "llama-server, draft-simple"
@@ -64,7 +64,7 @@ def beside_the_peer(pair: DraftPlan) -> Report:
 def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
     options = ModelOptions(threads=1)
     files = DraftPlan(ModelFile(target_file, options), (ModelFile(draft_file, options),))
-    store_prior(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
+    keep(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
     return files
 
 

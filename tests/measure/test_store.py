@@ -22,10 +22,9 @@ from llamaspec.measure.probe import Probe, Spread, WidthTiming
 from llamaspec.measure.store import (
     Kept,
     forget,
-    store_prior,
+    keep,
     store_probe,
-    stored_prior,
-    stored_probe,
+    stored,
 )
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import Draft, Round
@@ -57,7 +56,7 @@ def place_of_probe(pair: DraftPlan, tmp_path: Path) -> Path:
 
 def place_of_prior(pair: DraftPlan, tmp_path: Path) -> Path:
     """Where a learned prior lies."""
-    store_prior(pair, EARLIER)
+    keep(pair, EARLIER)
     (path,) = tmp_path.rglob("*.runs.json")
     return path
 
@@ -67,15 +66,15 @@ PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
 
 
 def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
-    assert (stored_probe(pair), stored_prior(pair)) == (Kept(), Kept())
+    assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (Kept(), Kept())
     place_of_prior(pair, tmp_path)
-    assert stored_prior(pair) == Kept(EARLIER)
+    assert stored(pair, LearnedPrior) == Kept(EARLIER)
     store_probe(pair, PROBE)
-    assert stored_probe(pair) == Kept(PROBE)
-    assert stored_prior(pair) == Kept(LearnedPrior(PROBE.curve))  # the other was older
+    assert stored(pair, Probe) == Kept(PROBE)
+    assert stored(pair, LearnedPrior) == Kept(LearnedPrior(PROBE.curve))  # the other was older
     assert forget(pair)
     assert not forget(pair)
-    assert stored_probe(pair) == Kept()
+    assert stored(pair, Probe) == Kept()
 
 
 def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
@@ -85,9 +84,9 @@ def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
     for changes in elsewhere:
         options = ModelOptions(threads=1, **changes)
         other = on_disk(pair.target.path, options)
-        assert stored_probe(other) == Kept()
+        assert stored(other, Probe) == Kept()
         store_probe(other, PROBE)
-        assert stored_probe(other) == Kept(PROBE)
+        assert stored(other, Probe) == Kept(PROBE)
 
 
 def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:
@@ -100,8 +99,8 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         replace(usual, cache_type_v="bf16"),
     ):
         other = on_disk(pair.target.path, options)
-        assert stored_probe(other) == Kept()
-        assert stored_prior(other) == stored_prior(pair) != Kept()
+        assert stored(other, Probe) == Kept()
+        assert stored(other, LearnedPrior) == stored(pair, LearnedPrior) != Kept()
 
 
 @PLACES
@@ -115,7 +114,7 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
 def test_a_damaged_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
     path = place(pair, tmp_path)
     path.write_text(content)
-    kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+    kept = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
     assert kept.value is None
     assert kept.fault is not None
     assert str(path) in kept.fault
@@ -155,18 +154,18 @@ def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, pla
     content = json.loads(path.read_text())
     if place is place_of_probe:
         path.write_text(json.dumps(content).replace("0.012", "1e300"))
-        assert stored_probe(pair).fault is not None
+        assert stored(pair, Probe).fault is not None
     n_accepted = n_refused = 0
     for changed in every_change(copy.deepcopy(content)):
         path.write_text(json.dumps(changed))
         if place is place_of_probe:
-            probe = stored_probe(pair)
+            probe = stored(pair, Probe)
             if probe.value is not None:
                 use(probe.value.curve)
                 assert probe.value.identical_widths
             usable, fault = probe.value is not None, probe.fault
         else:
-            prior = stored_prior(pair)
+            prior = stored(pair, LearnedPrior)
             if prior.value is not None:
                 use(prior.value)
             usable, fault = prior.value is not None, prior.fault
@@ -190,12 +189,12 @@ def test_no_small_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Pl
     else:
         with path.open("wb") as file:
             file.truncate(1 << 40)
-    kept = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+    kept = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
     assert kept.value is None
     assert kept.fault is not None
     if kind != "folder":  # written anew
         place(pair, tmp_path)
-        found = stored_probe(pair) if place is place_of_probe else stored_prior(pair)
+        found = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
         assert found.value is not None
 
 

@@ -10,7 +10,7 @@ from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance, LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.measure.store import forget, store_gains, store_prior
+from llamaspec.measure.store import forget, keep, keep_gains
 from llamaspec.plan import DraftPlan, ModelFile
 
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
@@ -37,15 +37,15 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
     ],
 )
 def test_costs_and_acceptance(pair: DraftPlan, prior: LearnedPrior, said: str | None) -> None:
-    store_prior(pair, prior)
+    keep(pair, prior)
     found = pair_verdict(pair)
     assert found is None if said is None else found is not None and said in found
 
 
 def test_a_benchmark_counts_more_and_groups_are_kept(pair: DraftPlan) -> None:
-    store_prior(pair, LearnedPrior(DEAR, KNOWN))
-    store_gains(pair, {"chat": 1.58})
-    store_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
+    keep(pair, LearnedPrior(DEAR, KNOWN))
+    keep_gains(pair, {"chat": 1.58})
+    keep_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
     assert pair_verdict(pair) == (
         "on this machine this pair is about 1.6 times as fast for chat, about 2.5 times as fast for edits, "
         "10% slower for code and as fast as without drafts for lists (measured by llamaspec bench)"
@@ -64,12 +64,12 @@ def test_another_quantization_is_named_if_it_was_measured_and_wins(
         path.write_bytes(target_file.read_bytes() + name.encode())  # each has an identity of its own
     draft = ModelFile(target_file, ModelOptions(threads=1))
     pairs = {name: DraftPlan(ModelFile(path, draft.options), (draft,)) for name, path in files.items()}
-    store_prior(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
+    keep(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
     alone = pair_verdict(pairs["Q4_K_M"])
     assert alone is not None
-    store_prior(pairs["F16"], LearnedPrior(CostCurve((1, 4, 9), (3.0, 3.3, 3.8), 0.1)))  # slower all the same
+    keep(pairs["F16"], LearnedPrior(CostCurve((1, 4, 9), (3.0, 3.3, 3.8), 0.1)))  # slower all the same
     assert pair_verdict(pairs["Q4_K_M"]) == alone
-    store_prior(pairs["q8_0"], LearnedPrior(CostCurve((1, 4, 9), (1.2, 1.5, 2.0), 0.1)))
+    keep(pairs["q8_0"], LearnedPrior(CostCurve((1, 4, 9), (1.2, 1.5, 2.0), 0.1)))
     assert pair_verdict(pairs["Q4_K_M"]) == (
         f"{alone}; big-q8_0.gguf with drafts is 1.7 times as fast at 80% acceptance"
     )

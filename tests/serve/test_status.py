@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamaspec import AutoLength, Pair, Sampling
-from llamaspec.measure.store import store_gains
+from llamaspec.measure.store import keep_gains
 from serving import CONTEXT, Served, open_demo, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
@@ -80,7 +80,7 @@ def test_what_earlier_runs_have_measured_is_told(demo: Pair, own_cache: None) ->
     """Other commands told it; the page reads it from here."""
     for gains in (None, {"code": 1.58}):
         if gains is not None:
-            store_gains(demo, gains)
+            keep_gains(demo, gains)
         with served(demo) as server:
             told = server.client.get("/props").json()["speculative"]["verdict"]
         wanted = "on this machine this pair is about 1.6 times as fast for code (measured by llamaspec bench)"
