@@ -72,6 +72,17 @@ def test_going_on_is_the_longer_answer(pair: Pair) -> None:
     assert say(chat, "two") == say(whole, "two")
 
 
+def test_an_answer_from_a_file_goes_on_in_the_final_channel(pair: Pair) -> None:
+    """An answer of gpt-oss was continued directly behind <|start|>assistant, where a channel has to stand."""
+    template = ChatTemplate(f"{TEMPLATE}{{# <|channel|><|message|><|start|> #}}", "<s>", "</s>")
+    chat = session(pair, template=template)
+    chat.replace([Message("user", "one"), Message("assistant", "two")])
+    list(chat.go_on())
+    prompt = template.render(chat.messages[:1]).text + b"<|channel|>final<|message|>two"
+    assert last(chat)[0] == len(pair.target.vocabulary.tokenize(prompt[len("<s>") :], parse_special=True))
+    assert chat.messages[-1].text.startswith("two")
+
+
 def test_another_message_in_place_of_the_last(pair: Pair) -> None:
     chat, other = session(pair), session(pair)
     with pytest.raises(PromptError, match="there is no message yet"):
