@@ -12,6 +12,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import PartName, read_beginning
@@ -106,7 +107,7 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
     found = GgufFile()
     with (
         path.open("rb") as file,
-        suppress(struct.error, ValueError, OverflowError),  # cut short, empty, damaged
+        suppress(struct.error, KeyError, ValueError, OverflowError),  # cut short, empty, damaged
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
         _Reader(content, with_tokens=with_tokens).read(found)
@@ -228,8 +229,7 @@ class _Reader:
         elif kind == _ARRAY:
             self._array(key, found)
         else:
-            (value,) = self._scalar(kind).unpack_from(self._content, self._at)
-            self._skip(self._scalar(kind).size)
+            value = self._number(_SCALARS[kind])
             if isinstance(value, float):
                 found.floats[key] = value
             elif not isinstance(value, bool):
@@ -239,7 +239,7 @@ class _Reader:
         kind, n = self._number(_U32), self._number(_U64)
         found.lengths[key] = n
         if kind != _STRING:
-            start, scalar = self._at, self._scalar(kind)
+            start, scalar = self._at, _SCALARS[kind]
             self._skip(n * scalar.size)
             if kind not in _FLOATS and n <= _MOST_LAYERS:
                 values = scalar.iter_unpack(self._content[start : self._at])
@@ -260,18 +260,12 @@ class _Reader:
         self._skip(n)
         return self._content[start : self._at]
 
-    def _number(self, kind: struct.Struct) -> int:
+    def _number(self, kind: struct.Struct) -> Any:
         (number,) = kind.unpack_from(self._content, self._at)
         self._at += kind.size
-        return int(number)
+        return number
 
     def _skip(self, n: int) -> None:
         self._at += n
         if self._at > len(self._content):
             raise ValueError("the file is cut short")
-
-    @staticmethod
-    def _scalar(kind: int) -> struct.Struct:
-        if kind not in _SCALARS:
-            raise ValueError(f"there is no type {kind}")
-        return _SCALARS[kind]

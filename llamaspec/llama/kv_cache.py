@@ -81,7 +81,9 @@ class KVCache:
             n_before = self.n_compactions
             answers = [self._answer(*entry) for entry in batch]
             if self._has_much_garbage():
+                self._is_changing = True
                 self.compact()
+                self._is_changing = False
             if self.n_compactions == n_before:
                 return answers
 
@@ -129,7 +131,7 @@ class KVCache:
             oldest = min(finished, key=lambda each: each.last_used)
             self._move_to_store(oldest)
             finished.remove(oldest)
-        sequence = next(each for each in free if not each.n)
+        sequence = min(free, key=lambda each: each.n)  # an empty one
         sequence.row = row
         self._of_row[row] = sequence
         if finished and not self._keeps_finished:
@@ -214,17 +216,17 @@ class KVCache:
 
     def release(self, row: int) -> None:
         """The row has ended; what is known of its text stays, here or in the store."""
-        was_changing, self._is_changing = self._is_changing, True
+        self._settle()
+        self._is_changing = True
         sequence = self._of_row.pop(row, None)
         if sequence is not None:
-            if not was_changing:
-                self._trees.drop(sequence)
+            self._trees.drop(sequence)
             sequence.row, sequence.n_reserved = None, 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
-            if self._of_row and not was_changing and not self._keeps_finished:
+            if self._of_row and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True
-        self._is_changing = was_changing
+        self._is_changing = False
 
     def store_row(self, row: int) -> None:
         """Copy to the store what is cached of a running row."""
@@ -257,11 +259,9 @@ class KVCache:
         """Move what is held down over the garbage; what cannot be moved is given up."""
         for sequence in self._of_row.values():
             self._trees.drop(sequence)
-        was_changing, self._is_changing = self._is_changing, True
         self.n_compactions += 1
         held = [sequence for sequence in self._sequences if sequence.n]
         self._table.compact(sorted(held, key=lambda each: each.last_used))
-        self._is_changing = was_changing
 
     def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
         """Empty a finished sequence; its text is stored if it has many tokens more than `n_known`."""
