@@ -58,9 +58,7 @@ class Copying(str, Enum):
 
 COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
-CHUNK = (
-    64  # positions of one text that an evaluation may always have; on CPUs attention takes as many at once
-)
+CHUNK = 64  # positions of one text that an evaluation may always have; attention on CPUs takes 64 at once
 WAIT_SECONDS = 0.5  # for which a larger chunk may keep other sequences waiting
 
 
@@ -275,7 +273,6 @@ class Round:
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
-    n_draft_scored: int = 0  # positions that draft models scored
     n_prefill: int = 0  # of `width`: positions of a prompt of another sequence, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance

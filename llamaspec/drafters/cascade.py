@@ -91,7 +91,6 @@ class CascadeDrafter:
             n_draft_steps=sum(request.n_scored > 0 for request, _ in spent),
             draft_seconds=sum(seconds for _, seconds in spent),
             verify_seconds=forward.seconds,
-            n_draft_scored=sum(request.n_scored for request, _ in spent),
             n_prefill=forward.n_prefill,
             n_dropped=len(made) - len(helped),
             counterfactual=counterfactual(made, helped, verification, model.rule, p),

@@ -5,7 +5,7 @@ Only `Scheduler` calls it. It evaluates nothing itself. tests/engine/test_schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llamaspec.engine.sequence import Slot
@@ -26,17 +26,10 @@ class Group(NamedTuple):
 
 
 class Batching:
-    """Chooses what to evaluate next.
+    """Chooses what to evaluate next, of the last model first: drafts come before their targets."""
 
-    Parameters
-    ----------
-    models : mapping of name -> Model
-        Evaluated in reverse order: drafts come before their targets.
-    """
-
-    def __init__(self, models: Mapping[str, Model]) -> None:
+    def __init__(self, models: dict[str, Model]) -> None:
         self._models = models
-        self._order = tuple(reversed(list(models)))
         self._prompts_wait = False  # a round was evaluated since the last chunk of a prompt
         self._last_read: str | None = None  # the model that evaluated the last chunk of a prompt
         self._speeds: dict[str, float] = {}  # positions per second of each model's last chunk
@@ -57,7 +50,7 @@ class Batching:
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
             return self._reading(prompts)
-        name = next((name for name in self._order if name in others), None)
+        name = next((name for name in reversed(self._models) if name in others), None)
         if name is None:
             return None
         group = self._together(name, others[name])

@@ -29,12 +29,7 @@ HEADROOM = 256  # tokens that a sequence should be able to add before it is swap
 class Scheduler:
     """Runs sequences over models; not thread-safe, except `abort`.
 
-    Parameters
-    ----------
-    models : mapping of name -> Model
-        TARGET among them. The others draft; the last is asked first, so a draft's own draft comes last.
-    clock : callable
-        Returns seconds.
+    One of the models is TARGET. The others draft; the last is asked first, so a draft's own draft comes last.
     """
 
     def __init__(self, models: Mapping[str, Model], *, clock: Clock = time.perf_counter) -> None:

@@ -85,8 +85,7 @@ class Stopwatch:
         self._clock = clock
         self._since = 0.0
         self.request_seconds = 0.0  # evaluations of the current request: a long prompt takes several
-        self._draft_seconds = self._verify_seconds = self._overhead_seconds = 0.0
-        self._n_draft_steps = self._n_draft_scored = 0
+        self._begin_round()
 
     def start(self) -> None:
         """The coroutine runs from now on; its request is answered."""
@@ -104,8 +103,7 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Forget everything up to now: the prompt is not part of the first round."""
-        self._draft_seconds = self._verify_seconds = self._overhead_seconds = 0.0
-        self._n_draft_steps = self._n_draft_scored = 0
+        self._begin_round()
         self._since = self._clock()
 
     def count_preparation(self, seconds: float) -> None:
@@ -120,21 +118,23 @@ class Stopwatch:
         else:
             self._draft_seconds += seconds
             self._n_draft_steps += bool(request.n_scored)
-            self._n_draft_scored += request.n_scored
 
-    def stamped(self, round_: Round) -> Round:
+    def stamped(self, round_: Round, *, is_drafting: bool) -> Round:
         """The round with its seconds; the next round starts here."""
+        self.lap(is_drafting=is_drafting)
         stamped = replace(
             round_,
             n_draft_steps=self._n_draft_steps,
-            n_draft_scored=self._n_draft_scored,
             draft_seconds=self._draft_seconds,
             verify_seconds=self._verify_seconds,
             overhead_seconds=self._overhead_seconds,
         )
-        self._draft_seconds = self._verify_seconds = self._overhead_seconds = 0.0
-        self._n_draft_steps = self._n_draft_scored = 0
+        self._begin_round()
         return stamped
+
+    def _begin_round(self) -> None:
+        self._draft_seconds = self._verify_seconds = self._overhead_seconds = 0.0
+        self._n_draft_steps = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -203,9 +203,9 @@ class Slot:
             wanted = completion.send(answer) if error is None else completion.throw(error)
             while not isinstance(wanted, ForwardRequest):
                 if isinstance(wanted, Round):
-                    stopwatch.lap(is_drafting=is_drafting)
+                    wanted = stopwatch.stamped(wanted, is_drafting=is_drafting)
                     is_drafting, self.has_rounds = False, True
-                    wanted = completion.send(stopwatch.stamped(wanted))
+                    wanted = completion.send(wanted)
                 else:
                     self.sequence.put(wanted)
                     if not self.has_rounds:

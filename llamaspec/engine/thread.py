@@ -32,12 +32,7 @@ ABORT_SECONDS = 0.05  # between attempts to abort an evaluation: the first may c
 
 
 class ComputeThread:
-    """Runs a scheduler in the compute thread, from its first sequence to the end of this object.
-
-    Parameters
-    ----------
-    scheduler : Scheduler
-    """
+    """Runs a scheduler in the compute thread, from its first sequence to the end of this object."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -57,13 +52,7 @@ class ComputeThread:
             raise
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
-        """Wait for the next event of a sequence; None after its end.
-
-        Raises
-        ------
-        Exception
-            The error that ended the sequence.
-        """
+        """Wait for the next event of a sequence; None after its end. Raises the error that ended it."""
         self._check_caller()
         event = sequence.next_event()
         if event is not None and sequence.events.qsize() == MAX_UNREAD - 1:  # it waited for its reader

@@ -64,5 +64,5 @@ def test_trees_are_off_unless_asked_for(trees: bool, curve: CostCurve, grows: bo
     plan = row.tree(lambda plan: plan)
     assert (plan is not None) == grows
     assert row.n_verified(BRANCHED) == 4  # the tree has chosen
-    row.observe(replace(Round(BRANCHED, (0,), 0, 5), verify_seconds=0.011, n_draft_steps=2, n_draft_scored=4))
+    row.observe(replace(Round(BRANCHED, (0,), 0, 5), verify_seconds=0.011, n_draft_steps=2))
     assert policy.costs.step_seconds == pytest.approx(curve.draft_step_seconds, rel=0.2)
