@@ -34,7 +34,7 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.vocabulary import check_pair, difference
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.plan import DraftPlan, make_plan
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceConstraint
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
@@ -181,7 +181,7 @@ class Pair:
             length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
             begun.callback(length.close)
             if drafter is None:
-                drawing = Drawing(sampling, rule, streams, len(tokens), sequence_constraint)
+                drawing = Drawing(sampling, RULES[rule], streams, len(tokens), sequence_constraint)
                 expected = NO_TOKENS
                 if prediction is not None and len(prediction):
                     expected = self._tokens(prediction, add_special=False)
@@ -269,16 +269,9 @@ class Pair:
     ) -> None:
         self.close()
 
-    def model_drafter(
-        self,
-        sampling: Sampling,
-        rule: str,
-        streams: SeededStreams,
-        n_prompt: int = 0,
-        constraint: SequenceConstraint | None = None,
-    ) -> Drafter:
+    def model_drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> Drafter:
         """The drafter that uses only the draft model, or the target's prediction heads; no trees."""
-        return self._drafters.asking_model(Drawing(sampling, rule, streams, n_prompt, constraint))
+        return self._drafters.asking_model(Drawing(sampling, RULES[rule], streams))
 
     def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:
         if isinstance(text, str):

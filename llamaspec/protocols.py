@@ -143,6 +143,18 @@ class WholeVocabulary(Vocabulary, Protocol):
         """Token ids of a text, with the special tokens that the model wants at its start or without."""
 
 
+def token_names(vocabulary: WholeVocabulary) -> list[bytes]:
+    """[V] the text of each token, or the name of a special token behind a byte that no text holds.
+
+    llguidance knows special tokens by this byte.
+    """
+    specials = vocabulary.specials
+    return [
+        b"\xff" + specials[token] if token in specials else vocabulary.piece(token)
+        for token in range(vocabulary.size)
+    ]
+
+
 class SequenceConstraint(Protocol):
     """The tokens allowed next in one sequence: a pure function of the tokens generated so far."""
 

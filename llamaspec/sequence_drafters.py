@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -16,8 +16,8 @@ from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, SequenceConstraint, SequenceLength
-from llamaspec.sampling.acceptance_rules import RULES, Coupled
+from llamaspec.protocols import Drafter, LengthPolicy, RandomStreams, Rule, SequenceConstraint, SequenceLength
+from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
@@ -55,7 +55,7 @@ class Drawing:
     """How the tokens of one sequence are sampled."""
 
     sampling: Sampling
-    rule: str
+    rule: Rule
     streams: RandomStreams
     n_prompt: int = 0  # tokens that the constraint does not apply to
     constraint: SequenceConstraint | None = None
@@ -96,20 +96,15 @@ class SequenceDrafters:
     def asking_model(self, drawing: Drawing, length: SequenceLength | None = None) -> ModelDrafter:
         """The drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
-            drafter = self._asking(self.heads, drawing, MTP)
-            return replace(drafter, source=Source.MTP, longest=self.heads.longest)
+            return self._asking(self.heads, drawing, MTP, source=Source.MTP, longest=self.heads.longest)
         assert self.draft is not None
-        kind: Callable[..., ModelDrafter] = ModelDrafter
-        if isinstance(length, TreeLength) and drawing.rule == Coupled.name:
-            kind = partial(TreeDrafter, trees=length) if self._can_branch else kind
-        drafter = self._asking(self.draft, drawing, kind=kind)
-        if length is not None:
-            drafter.reading, drafter.n_cached = prompt_reading(length), self.draft.n_cached
-        return drafter
-
-    @property
-    def _can_branch(self) -> bool:
-        return self.draft is not None and not (self.target.keeps_states or self.draft.keeps_states)
+        if length is None:
+            return self._asking(self.draft, drawing)
+        reading: dict[str, Any] = {"reading": prompt_reading(length), "n_cached": self.draft.n_cached}
+        keeps_states = self.target.keeps_states or self.draft.keeps_states  # of one branch only
+        if isinstance(length, TreeLength) and drawing.rule.name == Coupled.name and not keeps_states:
+            return self._asking(self.draft, drawing, kind=TreeDrafter, trees=length, **reading)
+        return self._asking(self.draft, drawing, **reading)
 
     def _cascaded(self, drawing: Drawing, level: int = 0) -> Drafter:
         """The drafter of a draft model, with everything that drafts for it."""
@@ -120,25 +115,28 @@ class SequenceDrafters:
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
         if Source.NGRAM in here.sources:
             helper = FallbackDrafter([NgramDrafter(), helper])
-        length = here.length.start_sequence(drops=RULES[drawing.rule].drops)
+        length = here.length.start_sequence(drops=drawing.rule.drops)
         return CascadeDrafter(model, helper, length, streams, here.models[0].max_scored)
 
     def _asking(
         self,
         asked: LlamaModel | PredictionHeads,
         drawing: Drawing,
-        model: str = DRAFT,
-        kind: Callable[..., ModelDrafter] = ModelDrafter,
+        name: str = DRAFT,
+        *,
+        kind: type[ModelDrafter] = ModelDrafter,
+        **settings: Any,
     ) -> ModelDrafter:
         return kind(
             asked.vocabulary_size,
             asked.context_size,
             drawing.sampling,
-            RULES[drawing.rule],
+            drawing.rule,
             drawing.streams,
             n_tokens=self.target.vocabulary_size,
-            model=model,
+            model=name,
             tokens=self.common,
             n_prompt=drawing.n_prompt,
             constraint=drawing.constraint,
+            **settings,
         )

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from llamaspec.errors import PairError
-from llamaspec.protocols import WholeVocabulary
+from llamaspec.protocols import WholeVocabulary, token_names
 from llamaspec.sampling.filters import Scores
 from llamaspec.values import NO_TOKENS, TokenArray
 
 LEAST = 0.5  # share of the tokens of typical text that both vocabularies must have
 NONE = -1  # no such token
-_SPECIAL = b"\xff"  # before the name of a special token: no text holds this byte
 SAMPLE = """\
 def mean(values: list[float]) -> float:
     \"\"\"The arithmetic mean of 2 or more values.\"\"\"
@@ -71,8 +70,8 @@ class CommonTokens:
 
     def __init__(self, target: WholeVocabulary, draft: WholeVocabulary) -> None:
         self._target, self._target_bos = target, target.bos
-        names = _names(target)
-        of_target, self._of_name = _by_name(names), _by_name(_names(draft))
+        names = token_names(target)
+        of_target, self._of_name = _by_name(names), _by_name(token_names(draft))
         # [V of the target] the draft's token with the same text, or NONE
         self.to_draft = np.array([self._of_name.get(name, NONE) for name in names], dtype=np.int32)
         pairs = {of_target[name]: self._of_name[name] for name in of_target.keys() & self._of_name.keys()}
@@ -146,15 +145,6 @@ class CommonTokens:
                 found.append(self._of_name[text[begin:end]])
             begin = end or begin + 1
         return np.array(found, dtype=np.int32)
-
-
-def _names(vocabulary: WholeVocabulary) -> list[bytes]:
-    """[V] the key of each token: its text, or the name of a special token; empty if it has neither."""
-    specials = vocabulary.specials
-    return [
-        _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)
-        for token in range(vocabulary.size)
-    ]
 
 
 def _by_name(names: list[bytes]) -> Mapping[bytes, int]:

@@ -23,8 +23,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
-from llamaspec.protocols import SequenceConstraint, WholeVocabulary
-from llamaspec.values import NO_TOKENS, TokenArray
+from llamaspec.protocols import SequenceConstraint, WholeVocabulary, token_names
+from llamaspec.values import NO_TOKENS, TokenArray, n_common
 
 Result = TypeVar("Result")
 
@@ -35,7 +35,6 @@ _KEPT = 24  # answers that a sequence remembers: a round asks twice for each tok
 _STACK = 256 << 20  # bytes; llguidance recurses over rules, and 3,000 in a chain overflow the usual 8 MiB
 _STACK_LOCK = threading.Lock()  # the size is the process's
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
-_SPECIAL = b"\xff"  # what llguidance knows special tokens by: no text holds this byte
 
 
 class GrammarSequence:
@@ -81,7 +80,7 @@ class GrammarSequence:
 
     def _go_to(self, generated: TokenArray) -> bool:
         """Let the matcher have read exactly this; False where an end or a token not allowed is in it."""
-        n = _n_shared(self._read, generated)
+        n = n_common(self._read, generated)
         n_back = len(self._read) - n
         if self._matcher.is_error() or (n_back and not self._matcher.rollback(n_back)):
             self._matcher, n = self._fresh.deep_copy(), 0
@@ -191,13 +190,6 @@ def _line(message: str) -> str:
     return first if len(first) <= 200 else first[:200] + "…"
 
 
-def _n_shared(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
-
-
 class _Tokens:
     """A vocabulary as llguidance reads it; the names of the attributes are its own."""
 
@@ -207,10 +199,7 @@ class _Tokens:
     def __init__(self, vocabulary: WholeVocabulary) -> None:
         self._vocabulary = vocabulary
         self._specials = specials = vocabulary.specials
-        self.tokens = [
-            _SPECIAL + specials[token] if token in specials else vocabulary.piece(token)
-            for token in range(vocabulary.size)
-        ]
+        self.tokens = token_names(vocabulary)
         self.special_token_ids = sorted(specials)
         self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
 
