@@ -85,11 +85,7 @@ EVALUATION_FAULTS = (EvaluationError, MemoryFullError)  # in place of the answer
 def printable(text: str, keep: str = "") -> str:
     """Text of models, files and hubs as a terminal may show it: control characters become escapes.
 
-    Parameters
-    ----------
-    text : str
-    keep : str
-        Characters that stay as they are, such as a newline.
+    The characters in `keep`, such as a newline, stay as they are.
 
     Examples
     --------

@@ -31,13 +31,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A target and where its draft tokens come from.
-
-    Raises
-    ------
-    ValueError
-        Both a draft model and prediction heads.
-    """
+    """A target and where its draft tokens come from: draft models or prediction heads, not both."""
 
     target: ModelFile
     drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other for the previous one

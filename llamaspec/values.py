@@ -68,11 +68,6 @@ class ForwardRequest:
 
     The answer has logits for each of the last `n_logits` tokens of the sequence, then one for each
     draft token behind the first `n_read`. With n_logits = 0 and no draft it is a prefill.
-
-    Raises
-    ------
-    ValueError
-        The parts do not belong together.
     """
 
     model: str  # TARGET, DRAFT, or a name that the scheduler knows
@@ -142,13 +137,7 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Draft tokens: a chain, or a tree whose first branch is the most probable.
-
-    Raises
-    ------
-    ValueError
-        A parent does not stand before its child, or the parts differ in length.
-    """
+    """Draft tokens: a chain, or a tree whose first branch is the most probable."""
 
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty where unknown

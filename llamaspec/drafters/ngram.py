@@ -40,10 +40,7 @@ UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; o
 def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[int, int]:
     """The longest end of `path` in `tokens` that something follows, the latest of several.
 
-    Returns
-    -------
-    (length, index)
-        Tokens, at most LONGEST_MATCH, and the index in `tokens` of the first that follows; (0, 0) for none.
+    Returns its length, at most LONGEST_MATCH, and the index in `tokens` of what follows; (0, 0) for none.
     """
     if len(path) < at_least or len(tokens) <= at_least:
         return 0, 0
@@ -64,18 +61,11 @@ def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[
 
 
 class Alignment:
-    """Where a text follows a source, over insertions, deletions and replacements.
-
-    Parameters
-    ----------
-    at : int
-        Index in the source of the token that is expected next.
-    n_matched : int
-        Tokens before it that are the same in text and source.
-    """
+    """Where a text follows a source, over insertions, deletions and replacements."""
 
     def __init__(self, at: int, n_matched: int) -> None:
-        self.at, self.n_matched = at, n_matched
+        self.at = at  # index in the source of the token that is expected next
+        self.n_matched = n_matched  # tokens before it that are the same in text and source
         self.n_before = 0  # tokens that matched before the last mismatch
         self.lost: list[int] = []  # tokens of the text since the mismatch at `at`, not found in the source
         self._replacements: dict[int, Replacement] = {}  # by the first of the replaced tokens

@@ -188,24 +188,15 @@ PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A prompt and how to continue it.
-
-    Raises
-    ------
-    PromptError
-        The prompt is empty or does not fit the target's context.
-    ValueError
-        A number is outside its range, or a stop string is empty.
-    """
+    """A prompt and how to continue it."""
 
     prompt: TokenArray  # [n] int32
     vocabulary: Vocabulary
     speculation: Speculation
     max_tokens: int = 256
     stops: Sequence[str] = ()  # strings that end the text; they are not part of it
-    spelled: Mapping[int, bytes] = field(
-        default_factory=dict
-    )  # text of control tokens, which are otherwise silent
+    # The text of control tokens, which are otherwise silent.
+    spelled: Mapping[int, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         n, context_size = len(self.prompt), self.speculation.context_size

@@ -35,14 +35,8 @@ Progress = Callable[[int, int], None]  # (tokens read, tokens to read)
 class TextStream:
     """Iterate to generate, with `for` or `async for`; `completion` is the result so far, at any time.
 
-    Parameters
-    ----------
-    request : GenerationRequest
-    thread : ComputeThread
-    on_prefill : callable, optional
-        Called with the number of prompt tokens processed and their total, in the thread that iterates.
-    is_interactive : bool
-        Whether its prompt and first tokens go before those of other sequences.
+    The thread that iterates calls `on_prefill`. The prompt and first tokens of an interactive sequence go
+    before those of others.
     """
 
     def __init__(
@@ -104,20 +98,14 @@ class TextStream:
     def begin(self, notify: Callable[[], object] | None = None) -> None:
         """Start generating without waiting. May be called more than once.
 
-        Parameters
-        ----------
-        notify : callable, optional
-            Called by the compute thread whenever `ready` may have something new.
+        The compute thread calls `notify` whenever `ready` may have something new.
         """
         self._begun(notify).notify = notify
 
     def ready(self) -> list[Piece]:
         """The pieces that exist by now; starts generating, and does not wait.
 
-        Raises
-        ------
-        Exception
-            The error that ended the completion.
+        Raises the error that ended the completion.
         """
         pieces: list[Piece] = []
         while (piece := self.next_ready()) is not None:

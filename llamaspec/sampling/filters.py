@@ -26,12 +26,7 @@ class Sampling:
     """How a token is drawn from a model's scores, in llama.cpp's order of steps.
 
     Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token,
-    ties to the lowest id.
-
-    Raises
-    ------
-    ValueError
-        A field is outside its range.
+    ties to the lowest id. A field outside its range is a ValueError.
     """
 
     temperature: float = 0.8  # >= 0; 0 = greedy
@@ -70,22 +65,10 @@ class Sampling:
 def distribution(
     scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
 ) -> Distribution:
-    """The distribution of the next token.
+    """The distribution of the next token; a ValueError if the scores are not numbers.
 
-    Parameters
-    ----------
-    scores : [V] float32
-        Logits of one position; not changed.
-    sampling : Sampling
-    seen : [n] int32
-        The tokens so far, for the penalties; only the last `sampling.penalty_window` count.
-    allowed : [A] int32, optional
-        Ascending, not empty: the only tokens that may be drawn.
-
-    Raises
-    ------
-    ValueError
-        The scores are not numbers.
+    `scores` [V] float32 are the logits of one position. The penalties count the last tokens of `seen`. Only
+    tokens of `allowed`, ascending and not empty, may be drawn.
 
     Examples
     --------

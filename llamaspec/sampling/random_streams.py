@@ -24,12 +24,8 @@ class SeededStreams:
     """Reproducible chance from one seed.
 
     Tokens are drawn by the Gumbel-max trick: the argmax of log p(v) + g(v), with g(v) standard Gumbel
-    noise, has law p. Two distributions that share the noise choose the same token where they agree.
-
-    Parameters
-    ----------
-    seed : int
-        Any integer; taken modulo 2^64.
+    noise, has law p. Two distributions that share the noise choose the same token where they agree. The seed
+    is taken modulo 2^64.
 
     References
     ----------

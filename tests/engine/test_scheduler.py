@@ -385,8 +385,8 @@ def test_one_that_nobody_reads_does_not_run_away() -> None:
     waiting = stream(scheduler, models, seed=1, drafter=NoDrafter(), max_tokens=200)
     next(waiting)
     stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=150).run()
-    assert waiting._sequence is not None
-    assert waiting._sequence.events.qsize() == MAX_UNREAD
+    n_evaluated = sum(0 in evaluated.rows for evaluated in models[TARGET].evaluated)
+    assert n_evaluated < MAX_UNREAD + 4  # the prompt, and what the reader took
     assert tuple(piece.token for piece in waiting)[-1] == alone(seed=1, max_tokens=200)[-1]
 
 

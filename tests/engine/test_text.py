@@ -77,8 +77,3 @@ def test_characters_count_once_they_are_complete(part: bytes, n: int) -> None:
     text = TextAssembler(["xyz"])  # whether they are held back or not
     text.add(part, drafted=True)
     assert text.n_characters == n
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be empty"):
-        TextAssembler([""])
