@@ -23,8 +23,7 @@ from llamaspec.protocols import (
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.sampling.filters import Sampling, confidence
-from llamaspec.sampling.sampler import Sampler
+from llamaspec.sampling.filters import Sampler, Sampling, confidence
 from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
 
 

@@ -20,7 +20,7 @@ from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.costs import Array
 from llamaspec.length.tree import DEPTHS, WIDEST, TreePlan, looked_ahead
 from llamaspec.protocols import Drafting, SequenceLength
-from llamaspec.sampling.sampler import Sampler, candidates
+from llamaspec.sampling.filters import Sampler, candidates
 from llamaspec.values import Draft, ForwardRequest, Source, TokenArray
 
 CONTEXT = -1  # in place of the index of a draft token: the text before the draft

@@ -29,8 +29,7 @@ from llamaspec.protocols import (
     SequenceLength,
 )
 from llamaspec.sampling.acceptance_rules import counterfactual
-from llamaspec.sampling.filters import Sampling
-from llamaspec.sampling.sampler import LogitsTarget, Sampler, round_logprobs
+from llamaspec.sampling.filters import LogitsTarget, Sampler, Sampling, round_logprobs
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
