@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-Unknown = Literal["forbid", "ignore"]  # what becomes of keys that a dataclass lacks
+Unknown = Literal["forbid", "ignore"]  # how to treat keys that a dataclass lacks
 
 STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
 _LONGEST_REASON = 200  # characters

@@ -314,7 +314,7 @@ def open_pair(
         is these heads, "ngram" no model at all. Of several, each drafts for the previous one.
     ngram : bool, optional
         Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
-        length, where nothing compares copies with the model's tokens.
+        length, because nothing compares copies with the model's tokens.
     cache_ram : int, optional
         Bytes of main memory for the KV caches of finished sequences, so that a prompt with the same beginning
         is not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.

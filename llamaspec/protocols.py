@@ -125,11 +125,11 @@ class WholeVocabulary(Vocabulary, Protocol):
 
     @property
     def bos(self) -> int:
-        """The token that begins a text; -1 where there is none."""
+        """The token that begins a text; -1 if there is none."""
 
     @property
     def eos(self) -> int:
-        """The token that ends a text; -1 where there is none."""
+        """The token that ends a text; -1 if there is none."""
 
     @property
     def ends(self) -> Sequence[int]:
@@ -161,8 +161,8 @@ class SequenceConstraint(Protocol):
     def allowed(self, generated: TokenArray) -> TokenArray:
         """The tokens that may come next: int32 [A], ascending.
 
-        With the end-of-text tokens where the text may be complete; none behind an end-of-text token, or
-        behind tokens that were not allowed.
+        With the end-of-text tokens if the text may be complete; none after an end-of-text token, or
+        after tokens that were not allowed.
         """
 
     def forced(self, generated: TokenArray) -> TokenArray:
@@ -227,7 +227,7 @@ class PromptReading(Protocol):
         """The draft has read `n` tokens of the text."""
 
     def plain_seconds(self, n_sequences: int) -> float | None:
-        """What a round of so many texts without drafts is believed to take; None before one was timed."""
+        """Expected time of a round without drafts beside so many sequences; None before one was timed."""
 
 
 class LengthPolicy(Protocol):

@@ -1,4 +1,4 @@
-"""The values that flow between modules: frozen, and validated where they are made.
+"""The values that flow between modules: frozen, and validated when they are made.
 
 A token sequence is always an int32 array of shape [n]. `None` is the only "off".
 """
@@ -140,7 +140,7 @@ class Draft:
     """Draft tokens: a chain, or a tree whose first branch is the most probable."""
 
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty where unknown
+    distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty if unknown
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
     source: Source = Source.MODEL
     parents: TokenArray | None = None  # [K] index of the token before it, -1 = the context; None = chain

@@ -63,7 +63,7 @@ class CascadeDrafter:
         return draft
 
     def close(self) -> None:
-        """The sequence has ended."""
+        """End the sequence."""
         self.length.close()
         if isinstance(self.helper, Closing):
             self.helper.close()

@@ -47,7 +47,7 @@ class SameTokens:
     spelled = read
 
     def scores(self, logits: Scores) -> Scores:
-        """The draft's scores of the target's tokens: float32 [V of the target], -inf where it has none."""
+        """The draft's scores of the target's tokens: float32 [V of the target], -inf if it has none."""
         if self._n_target <= self._n_draft:
             return logits[: self._n_target]
         scores = np.full(self._n_target, -np.inf, dtype=np.float32)
@@ -121,7 +121,7 @@ class CommonTokens:
         return spelled if has_begin else np.concatenate((self.begin, spelled))
 
     def scores(self, logits: Scores) -> Scores:
-        """The draft's scores of the target's tokens: float32 [V of the target], -inf where it has none."""
+        """The draft's scores of the target's tokens: float32 [V of the target], -inf if it has none."""
         scores = np.full(len(self.to_draft), -np.inf, dtype=np.float32)
         scores[self._in_target] = logits[self._in_draft]
         return scores

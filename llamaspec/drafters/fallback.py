@@ -119,7 +119,7 @@ class FallbackDrafter:
         return NO_DRAFT
 
     def close(self) -> None:
-        """The sequence has ended."""
+        """End the sequence."""
         for drafter in self.drafters:
             if isinstance(drafter, Closing):
                 drafter.close()

@@ -1,10 +1,10 @@
-"""Prompt lookup: draft tokens copied from where the same tokens occurred before.
+"""Prompt lookup: draft tokens copied from an earlier occurrence of the same tokens.
 
 A copy begins at the longest end of the text that also occurs earlier, in the text itself or in the caller's
 prediction. From there on the text is aligned with its source. After an insertion, deletion or replacement the
-copy resumes in the same passage. A replacement that was seen once is proposed where the replaced tokens come
-next, and a copy is less sure behind two tokens where the text has left its source before. Copies cost nothing
-to make; their confidences decide which are verified. scripts/replay_edits.py shows what they cost in edits.
+copy resumes in the same passage. A replacement that was seen once is proposed when the replaced tokens come
+next, and a copy is less sure after two tokens at which the text has left its source before. Copies cost
+nothing to make; their confidences decide which are verified. scripts/replay_edits.py measures them on edits.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """
@@ -24,11 +24,11 @@ from llamaspec.values import LONGEST_COPY, NO_TOKENS, Distribution, Draft, Sourc
 Array = npt.NDArray[np.float64]
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
-MIN_MATCH_BESIDE_MODEL = 4  # tokens; behind a shorter match a draft model guesses better
+MIN_MATCH_BESIDE_MODEL = 4  # tokens; after a shorter match a draft model guesses better
 LONGEST_MATCH = 32  # tokens; longer ones are not told apart
 SURE = 8  # strength of an alignment that is not compared with other matches
 SWITCH = 12  # tokens of a match elsewhere that an alignment jumps to
-BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, where a text is looked for
+BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, in which the text is looked for
 NEAR = 8  # tokens of the source that a text may skip, for each token behind them that matches, but for one
 FAR = 48  # lost tokens after which the text is looked for everywhere
 LONGEST_REPLACED = 8  # tokens of a replacement
@@ -149,7 +149,7 @@ class Alignment:
         return np.array(tokens[:n], np.int32), np.array(strengths[:n], np.float64)
 
     def _replacement(self, source: TokenArray, i: int) -> Replacement | None:
-        """What replaces the tokens at index `i` of the source, as far as that is known."""
+        """The replacement of the tokens at index `i` of the source, if one is known."""
         found = self._replacements.get(int(source[i])) if i < len(source) else None
         if found is None or tuple(source[i : i + len(found.replaced)].tolist()) != found.replaced:
             return None
@@ -233,7 +233,7 @@ class NgramDrafter:
             self._alignment, self._source = Alignment(begin, n), Source.NGRAM
         elif self._source is Source.NGRAM and (n >= SWITCH or len(alignment.lost) > FAR):
             alignment.jump(begin, n)
-        # What is copied may itself be copied from: a text that repeats goes on.
+        # A copy may be copied again: a text that repeats goes on.
         following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
         return _copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
 
@@ -260,7 +260,7 @@ class NgramDrafter:
 
 
 def _copied(source: Source, following: TokenArray, strengths: Array, length: SequenceLength) -> Draft:
-    """What is expected next, while the policy wants more."""
+    """Draft the tokens that are expected next, while the policy wants more."""
     ahead = tuple((strengths / (strengths + 1.0)).tolist())
     n = 0
     while n < len(following) and length.wants_more(

@@ -55,7 +55,7 @@ class Coupled:
 
 
 class _Drawing:
-    """What `Rejection` and `Block` have in common: draft tokens with noise of their own."""
+    """The common part of `Rejection` and `Block`: draft tokens with noise of their own."""
 
     name: str
     drops = False
@@ -143,7 +143,7 @@ def counterfactual(
 ) -> tuple[float, float] | None:
     """Of the first draft token that was not verified: its confidence, and its chance to be accepted.
 
-    None where all were verified, or one before it was rejected.
+    None if all were verified, or one before it was rejected.
     """
     n = len(verified)
     if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
@@ -153,7 +153,7 @@ def counterfactual(
 
 
 def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribution:
-    """norm(max(weight · p - q, 0)); p where rounding leaves nothing."""
+    """norm(max(weight · p - q, 0)); p if rounding leaves nothing."""
     uncovered = _uncovered(p, q, weight)
     total = uncovered.sum()
     if total <= 0:

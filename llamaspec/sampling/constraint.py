@@ -1,4 +1,4 @@
-"""What a text must look like: JSON schemas and grammars, computed by llguidance.
+"""The form of a text: JSON schemas and grammars, computed by llguidance.
 
 A constraint is a pure function from the tokens generated so far to the tokens that may come next. The matcher
 is rolled back inside, to the beginning that a question shares with the last.
@@ -44,7 +44,7 @@ class GrammarSequence:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
         self._ends, self._is_end = ends, frozenset(ends.tolist())
         self._size = size
-        self._read = NO_TOKENS  # what the matcher has read
+        self._read = NO_TOKENS  # tokens that the matcher has read
         self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and the tokens in it
         self._answers: OrderedDict[bytes, TokenArray] = OrderedDict()
 
@@ -75,11 +75,11 @@ class GrammarSequence:
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little")
             self._mask, self._tokens = mask, np.flatnonzero(bits).astype(np.int32)
         tokens = self._tokens
-        # Nothing goes on where a limit of llguidance is reached, or no token spells what must come.
+        # The text ends if a limit of llguidance is reached, or no token spells the only continuation.
         return tokens if len(tokens) and not self._matcher.is_error() else self._ends
 
     def _go_to(self, generated: TokenArray) -> bool:
-        """Let the matcher have read exactly this; False where an end or a token not allowed is in it."""
+        """Make the matcher read exactly this; False if it contains an end or a token that is not allowed."""
         n = n_common(self._read, generated)
         n_back = len(self._read) - n
         if self._matcher.is_error() or (n_back and not self._matcher.rollback(n_back)):
@@ -99,7 +99,7 @@ class Grammar:
     size: int  # V, the number of tokens
 
     def start_sequence(self) -> GrammarSequence:
-        """A text begins."""
+        """Start a sequence."""
         return GrammarSequence(self.matcher, self.ends, self.size)
 
 

@@ -172,7 +172,7 @@ def _sum_exp(scores: Scores, highest: float) -> float:
 def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float | None) -> TokenArray:
     """Every token that may survive truncation, and few others: int32 [C], ascending.
 
-    `mass` is the sum of exp(score - highest) over all tokens, where top-p is taken of all.
+    `mass` is the sum of exp(score - highest) over all tokens, if top-p is taken of all.
     """
     threshold = -np.inf
     if sampling.top_k is not None:
@@ -223,7 +223,7 @@ class Sampler:
         return allowed if self.n_tokens is None else allowed[: np.searchsorted(allowed, self.n_tokens)]
 
     def only_allowed(self, tokens: TokenArray) -> int | None:
-        """The token that must follow, where the constraint leaves no choice."""
+        """The token that must follow, if the constraint leaves no choice."""
         allowed = self.allowed(tokens)
         return int(allowed[0]) if allowed is not None and len(allowed) == 1 else None
 
@@ -236,7 +236,7 @@ class Sampler:
 
 
 class LogitsTarget:
-    """The target's distributions behind a draft, each computed once and only where a rule looks.
+    """The target's distributions behind a draft, each computed once and only if a rule asks for it.
 
     Made from the logits after the context and after each of K draft tokens: [1 + K, V] float32.
     """
@@ -253,7 +253,7 @@ class LogitsTarget:
                 tokens = np.concatenate([tokens, self._draft.tokens[self._draft.path(i)]])
             allowed = self._sampler.allowed(tokens)
             if allowed is not None and not len(allowed):
-                allowed = None  # behind the end of the text, where nothing is kept
+                allowed = None  # after the end of the text; nothing there is kept
             self._known[i] = self._sampler.distribution(self._logits[i + 1], tokens, allowed)
         return self._known[i]
 

@@ -24,8 +24,8 @@ class SeededStreams:
     """Reproducible chance from one seed.
 
     Tokens are drawn by the Gumbel-max trick: the argmax of log p(v) + g(v), with g(v) standard Gumbel
-    noise, has law p. Two distributions that share the noise choose the same token where they agree. The seed
-    is taken modulo 2^64.
+    noise, has law p. Two distributions that share the noise choose the same token if they agree on it.
+    The seed is taken modulo 2^64.
 
     References
     ----------
@@ -55,7 +55,7 @@ class SeededStreams:
     def perturbed(
         self, distribution: Distribution, use: Stream, position: int, attempt: int = 0
     ) -> npt.NDArray[np.float64]:
-        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
+        """Scores whose greatest `choose` takes: log p + noise of each token, float64 [S]."""
         uniform = self._uniform(distribution.tokens.astype(np.uint64), use, position, attempt)
         perturbed: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
         return perturbed
@@ -90,7 +90,7 @@ class CascadeStreams:
         return self._streams.choose(distribution, use, position, self._own(attempt))
 
     def perturbed(self, distribution: Distribution, use: Stream, position: int) -> npt.NDArray[np.float64]:
-        """What `choose` takes the greatest of: log p + noise of each token, float64 [S]."""
+        """Scores whose greatest `choose` takes: log p + noise of each token, float64 [S]."""
         return self._streams.perturbed(distribution, use, position)
 
     def chance(self, probability: float, use: Stream, position: int, attempt: int = 0) -> bool:
@@ -103,7 +103,7 @@ class CascadeStreams:
 
 @functools.lru_cache(maxsize=64)
 def _of_part(part: int) -> int:
-    """What a use, a position or an attempt adds to a key; draft and target ask for the same ones."""
+    """The part of a key that comes from a use, a position or an attempt; draft and target share them."""
     key = _mixed((part + 1) * _GOLDEN & _MASK)
     return key if part <= _MASK else _mixed(key ^ _of_part(part >> 64))
 
