@@ -197,11 +197,11 @@ class Draft:
             i = self.parent(i)
         return path[::-1]
 
-    def plus(self, token: int, distribution: Distribution, confidence: float) -> Draft:
-        """The same chain with one more draft token."""
+    def plus(self, token: int, distribution: Distribution | None = None, confidence: float = 1.0) -> Draft:
+        """The same chain with one more draft token; without a distribution it is the only possible one."""
         return Draft(
             np.concatenate((self.tokens, np.array((token,), dtype=np.int32))),
-            (*self.distributions, distribution),
+            (*self.distributions, distribution or Distribution.certain(token)),
             (*self.confidences, confidence),
             self.source,
             self.parents,

@@ -16,10 +16,10 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.fixed import SequenceAtMost
 from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceLength
-from llamaspec.sampling.acceptance_rules import counterfactual
+from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import LogitsTarget, Sampler, confidence
 from llamaspec.sampling.random_streams import CascadeStreams
-from llamaspec.values import Distribution, Draft, ForwardRequest, Round, Source, TokenArray
+from llamaspec.values import Draft, ForwardRequest, Round, Source, TokenArray
 
 
 @dataclass(slots=True)
@@ -51,9 +51,9 @@ class CascadeDrafter:
         sampler = Sampler(model.sampling, model.n_prompt, model.constraint, model.n_drawn)
         while model.fault is None and length.wants_more(draft):
             path = np.concatenate((context, draft.tokens))
-            only = sampler.only_allowed(path)
-            if only is not None:
-                draft = draft.plus(only, Distribution.certain(only), 1.0)
+            allowed = sampler.allowed(path)
+            if allowed is not None and len(allowed) == 1:
+                draft = draft.plus(int(allowed[0]))
                 continue
             try:
                 draft = yield from self._longer(draft, path, sampler, length)
@@ -80,19 +80,11 @@ class CascadeDrafter:
         logits = forward.logits[:, : model.n_drawn]
         p = LogitsTarget(logits, path, helped, sampler)
         verification = model.rule.verify(helped, p, self.streams, len(path))
-        round_ = Round(
-            helped.without_distributions(),
-            verification.path,
-            verification.next_token,
-            forward.n_positions,
-            forward.n_sequences,
-            forward.evaluation,
+        round_ = replace(
+            round_of(made, helped, forward, verification, model.rule, p),
             n_draft_steps=sum(request.n_scored > 0 for request, _ in spent),
             draft_seconds=sum(seconds for _, seconds in spent),
             verify_seconds=forward.seconds,
-            n_prefill=forward.n_prefill,
-            n_dropped=len(made) - len(helped),
-            counterfactual=counterfactual(made, helped, verification, model.rule, p),
         )
         nodes, n_before = (-1, *verification.path), len(draft)
         for node, token, q in zip(nodes, round_.tokens.tolist(), verification.distributions, strict=True):

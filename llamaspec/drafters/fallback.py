@@ -19,7 +19,7 @@ from llamaspec.protocols import (
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.values import NO_DRAFT, Distribution, Draft, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import NO_DRAFT, Draft, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,7 @@ class ForcedDrafter:
         draft = Draft(source=Source.GRAMMAR)
         if length.wants_more(draft):
             for token in self.constraint.forced(context[self.n_prompt :]).tolist():
-                draft = draft.plus(token, Distribution.certain(token), 1.0)
+                draft = draft.plus(token)
                 if not length.wants_more(draft):
                     break
         return draft

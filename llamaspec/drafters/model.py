@@ -24,7 +24,7 @@ from llamaspec.protocols import (
     SequenceLength,
 )
 from llamaspec.sampling.filters import Sampler, Sampling, confidence
-from llamaspec.values import DRAFT, Distribution, Draft, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class ModelDrafter:
             allowed = sampler.allowed(text)
             if allowed is not None:
                 if len(allowed) == 1:
-                    draft = draft.plus(int(allowed[0]), Distribution.certain(int(allowed[0])), 1.0)
+                    draft = draft.plus(int(allowed[0]))
                     continue
                 allowed = tokens.among(allowed)
                 if not len(allowed):

@@ -12,7 +12,7 @@ References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviath
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ from llamaspec.protocols import (
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.sampling.acceptance_rules import counterfactual
+from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import LogitsTarget, Sampler, Sampling, round_logprobs
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
@@ -92,28 +92,14 @@ def _next_round(
     made = draft.first(at_most.limit)  # a drafter may not have asked
     draft = made.first(max(length.n_verified(made), 0))
     draft = _evaluable(draft, length, config.context_size + 1 - len(tokens))
-    forward: Forward = yield ForwardRequest(
-        TARGET,
-        tokens,
-        draft=draft.tokens,
-        parents=draft.parents,
-    )
+    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
     verification = config.rule.verify(draft, p, config.streams, len(tokens))
-    round_: Round = yield Round(
-        draft=draft.without_distributions(),
-        path=verification.path,
-        next_token=verification.next_token,
-        width=forward.n_positions,
-        n_sequences=forward.n_sequences,
-        evaluation=forward.evaluation,
-        logprobs=()
-        if config.n_logprobs is None
-        else round_logprobs(forward.logits, draft, verification, config.n_logprobs),
-        n_prefill=forward.n_prefill,
-        n_dropped=len(made) - len(draft),
-        counterfactual=counterfactual(made, draft, verification, config.rule, p),
+    n_top = config.n_logprobs
+    round_: Round = yield replace(
+        round_of(made, draft, forward, verification, config.rule, p),
+        logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
         plain_seconds=None if costs is None else costs.plain_seconds(forward.n_sequences),
     )
     length.observe(round_)

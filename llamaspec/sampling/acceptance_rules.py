@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
-from llamaspec.values import Distribution, Draft, Verification
+from llamaspec.values import Distribution, Draft, Forward, Round, Verification
 
 DEFAULT_RULE = "coupled"
 
@@ -138,7 +138,29 @@ class Block(_Drawing):
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (Coupled(), Rejection(), Block())})
 
 
-def counterfactual(
+def round_of(
+    made: Draft,
+    verified: Draft,
+    forward: Forward,
+    verification: Verification,
+    rule: Rule,
+    target: TargetDistributions,
+) -> Round:
+    """A round without its seconds: a draft, the part of it that was verified, and the outcome."""
+    return Round(
+        draft=verified.without_distributions(),
+        path=verification.path,
+        next_token=verification.next_token,
+        width=forward.n_positions,
+        n_sequences=forward.n_sequences,
+        evaluation=forward.evaluation,
+        n_prefill=forward.n_prefill,
+        n_dropped=len(made) - len(verified),
+        counterfactual=_counterfactual(made, verified, verification, rule, target),
+    )
+
+
+def _counterfactual(
     made: Draft, verified: Draft, verification: Verification, rule: Rule, target: TargetDistributions
 ) -> tuple[float, float] | None:
     """Of the first draft token that was not verified: its confidence, and its chance to be accepted.

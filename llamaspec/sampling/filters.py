@@ -222,11 +222,6 @@ class Sampler:
         allowed = self.constraint.allowed(tokens[self.n_prompt :])
         return allowed if self.n_tokens is None else allowed[: np.searchsorted(allowed, self.n_tokens)]
 
-    def only_allowed(self, tokens: TokenArray) -> int | None:
-        """The token that must follow, if the constraint leaves no choice."""
-        allowed = self.allowed(tokens)
-        return int(allowed[0]) if allowed is not None and len(allowed) == 1 else None
-
     def distribution(
         self, scores: Scores, tokens: TokenArray, allowed: TokenArray | None = None
     ) -> Distribution:
