@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from command import environment
 from llamaspec.chat import sandbox
 from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
 from llamaspec.chat.template import Message
+from patience import PATIENCE
 
 HELLO = Message("user", "hello")
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -98,32 +100,36 @@ def test_ctrl_c_while_a_template_computes() -> None:
     assert (done.stdout, done.stderr) == (b"next\n", b"")
 
 
-def test_a_killed_process_is_begun_again() -> None:
+def working() -> tuple[TemplateProcess, psutil.Process]:
+    """A process for templates that has been used, and what it started."""
+    before = set(psutil.Process().children())
     process = TemplateProcess()
     assert process.render("{{ x }}", {"x": "1"}) == "1"
-    assert process._process is not None
-    process._process.kill()
-    process._process.wait()
+    (started,) = set(psutil.Process().children()) - before
+    return process, started
+
+
+def test_a_killed_process_is_begun_again() -> None:
+    process, started = working()
+    started.kill()
+    started.wait(PATIENCE)
     assert process.render("{{ x }}", {"x": "2"}) == "2"
     process.close()
     process.close()
 
 
 def test_a_fork_has_its_own() -> None:
-    process = TemplateProcess()
-    process.check("")
-    assert process._process is not None
-    theirs = process._process.pid
+    process, started = working()
     child = os.fork()
     if child == 0:
         try:
-            mine = process.render("{{ x }}", {"x": "y"}) == "y" and process._process.pid != theirs
+            mine = process.render("{{ x }}", {"x": "y"}) == "y" and len(psutil.Process().children()) == 1
             process.close()
         finally:
             os._exit(0 if mine else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert process.render("{{ x }}", {"x": "z"}) == "z"
-    assert process._process.pid == theirs
+    assert started.is_running()
     process.close()
 
 

@@ -501,8 +501,8 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
 
 
 def test_part_of_a_prompt_tells_what_wide_evaluations_cost_once_a_plain_one_was_timed() -> None:
-    row = AutoLength(sources={Source.NGRAM}).start_sequence(drops=True)
-    policy = row._policy
+    policy = AutoLength(sources={Source.NGRAM})
+    row = policy.start_sequence(drops=True)
     row.observe_prompt(512, 8.0)
     assert policy.costs.widest == 1
     row.observe(Round(Draft(), (), 0, 1, verify_seconds=0.1))
