@@ -24,7 +24,7 @@ LLAMASPEC = [sys.executable, "-m", "llamaspec"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Probed:
     """What a probe says of one quantisation."""
 
     kind: str
@@ -55,18 +55,18 @@ def _models(factor: int, layers: int, kind: str) -> list[str]:
     return ["--target", str(target), "--draft", str(demo_draft())]
 
 
-def _probed(kind: str, models: list[str]) -> Found:
+def _probed(kind: str, models: list[str]) -> Probed:
     answer = json.loads(_run([*LLAMASPEC, "probe", "--quick", *models, "--json"], is_read=True))
     best = answer["best_fixed_length"][ACCEPTANCE]
-    return Found(kind, best["speed_up"], best["n_guesses"], answer["verdict"])
+    return Probed(kind, best["speed_up"], best["n_guesses"], answer["verdict"])
 
 
-def most_gained(found: list[Found]) -> Found:
+def most_gained(found: list[Probed]) -> Probed:
     """The kind on which drafts should gain most."""
     return max(found, key=lambda one: one.speed_up)
 
 
-def report(found: list[Found]) -> str:
+def report(found: list[Probed]) -> str:
     """A line for each kind, and which is compared."""
     lines = [f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting here should give"]
     for one in found:

@@ -27,7 +27,7 @@ from torch.nn.functional import kl_div, log_softmax
 import step35
 from demo_corpus import collect
 from llamaspec import FixedLength, Sampling, demo_target, open_pair
-from llamaspec.draft_making.student import RMS_EPSILON, ROPE_BASE, Block, Llama, Norm, Shape
+from llamaspec.draft_making.student import RMS_EPSILON, ROPE_BASE, Llama, Norm, Shape, TransformerBlock
 from llamaspec.draft_making.training import Plan, train
 from plain_llama import PlainLlama
 from widening import Source, UnsuitableFileError
@@ -150,7 +150,7 @@ class Head(nn.Module):
         width = trunk.shape.width
         self.embedding_norm, self.hidden_norm = Norm(width), Norm(width)
         self.join = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(trunk.shape)
+        self.block = TransformerBlock(trunk.shape)
         self.block.load_state_dict(trunk.layers()[-1].state_dict())
         with torch.no_grad():
             self.join.weight.copy_(torch.cat([0.5 * torch.eye(width), torch.eye(width)], dim=1))

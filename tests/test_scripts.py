@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from demo import Found, most_gained, report
+from demo import Probed, most_gained, report
 
 
 def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
-    found = [Found("Q4_0", 1.0, 0, "drafting does not pay"), Found("F16", 2.05, 5, "not below 0.31")]
+    found = [Probed("Q4_0", 1.0, 0, "drafting does not pay"), Probed("F16", 2.05, 5, "not below 0.31")]
     assert most_gained(found).kind == "F16"
     assert report(found).splitlines()[1:] == [
         "  Q4_0  nothing: drafting does not pay",

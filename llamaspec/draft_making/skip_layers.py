@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MeasuredCandidate:
     """Measurements of a candidate on this machine."""
 
     candidate: Candidate
@@ -60,7 +60,7 @@ class Found:
 class Made:
     """The result of a search."""
 
-    found: tuple[Found, ...]  # the best first
+    found: tuple[MeasuredCandidate, ...]  # the best first
     measured: Spread | None  # speed-up over plain decoding; None: no candidate was promising
     path: Path | None  # of the draft; None: no candidate is faster
     reason: str | None  # why there is no draft
@@ -118,15 +118,15 @@ def make_draft(
 
 
 def search(
-    influence: Sequence[float], types: Sequence[str], measure: Callable[[Candidate], Found | None]
-) -> list[Found]:
+    influence: Sequence[float], types: Sequence[str], measure: Callable[[Candidate], MeasuredCandidate | None]
+) -> list[MeasuredCandidate]:
     """Measure candidates until no neighbour of the best is better; return them, the best first.
 
     `influence` says how much each layer changes its input; 0 = nothing. A few numbers of layers far apart
     come first, then steps from the best one, each half as long as the last; then the other types. `measure`
     returns None if llama.cpp cannot use the candidate, or the time is over.
     """
-    found: dict[Candidate, Found | None] = {}
+    found: dict[Candidate, MeasuredCandidate | None] = {}
     least_first = sorted(range(len(influence)), key=lambda layer: (influence[layer], -layer))
     most = len(influence) - 1
 
@@ -153,7 +153,7 @@ def search(
     return sorted((result for result in found.values() if result is not None), key=rank)
 
 
-def rank(found: Found) -> tuple[float, int]:
+def rank(found: MeasuredCandidate) -> tuple[float, int]:
     """Sort key: the fastest first; of equals the smallest."""
     return -found.speed_up, found.n_bytes
 
@@ -167,10 +167,10 @@ class _Bench:
     folder: Path  # for files of candidates
     deadline: float  # time.monotonic()
     tell: Tell
-    best: Found | None = None
+    best: MeasuredCandidate | None = None
     longest: float = 0.0  # seconds of the slowest candidate so far
 
-    def __call__(self, candidate: Candidate) -> Found | None:
+    def __call__(self, candidate: Candidate) -> MeasuredCandidate | None:
         """Measure a candidate; None if it cannot be used, or the time is over."""
         start = time.monotonic()
         is_target = not candidate.pruned and candidate.file_type == COPY
@@ -204,13 +204,13 @@ class _Bench:
         """Return a short name, such as L12-Q4_0."""
         return f"L{self.n_layers - len(candidate.pruned)}-{candidate.file_type}"
 
-    def _measure(self, candidate: Candidate, path: Path) -> Found:
+    def _measure(self, candidate: Candidate, path: Path) -> MeasuredCandidate:
         target, seconds = self.trial.target, self.trial.round_seconds
         write_copy(target.path, path, self._copy(candidate), target.options.threads or 0)
         ratio, accepted = self.trial.cost_and_acceptance(path)
         best = best_length([s + n * ratio * seconds[0] for n, s in enumerate(seconds)], accepted, least=1)
         n_left, n_bytes = self.n_layers - len(candidate.pruned), path.stat().st_size
-        return Found(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
+        return MeasuredCandidate(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
     def _copy(self, candidate: Candidate) -> Copy:
         """Describe the copy: without prediction heads, and with corrected layer counts."""

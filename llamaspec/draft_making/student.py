@@ -63,7 +63,7 @@ class Norm(nn.Module):
         return (x32 * scale * self.weight).to(x.dtype)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: attention, then a gated feed-forward, each behind its norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -109,7 +109,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.n_vocab, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.n_layers))
         self.final_norm = Norm(shape.width)
         half = shape.head_size // 2
         rates = ROPE_BASE ** (-torch.arange(half).float() / half)
@@ -123,9 +123,9 @@ class Llama(nn.Module):
                 if name.startswith(("attention_out", "down")):
                     nn.init.zeros_(parameter)
 
-    def layers(self) -> list[Block]:
+    def layers(self) -> list[TransformerBlock]:
         """Return the blocks under their own type."""
-        return cast("list[Block]", list(self.blocks))
+        return cast("list[TransformerBlock]", list(self.blocks))
 
     def rows(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Map ids [B, T] to the last layer's output [B, T, width]; bfloat16 needs autocast around it."""

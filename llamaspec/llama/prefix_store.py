@@ -53,7 +53,7 @@ class Node:
         return max((each.n for each in self.checkpoints if each.n <= n), default=0)
 
 
-class Found(NamedTuple):
+class KnownPrefix(NamedTuple):
     """The longest stored beginning of a text: all tokens of `nodes`, but perhaps only some of the last."""
 
     nodes: tuple[Node, ...] = ()
@@ -72,14 +72,14 @@ class PrefixStore:
         self._clock = itertools.count(1)
         self._roots: dict[Hashable, Node] = {}  # by owner
 
-    def find(self, owner: Hashable, tokens: TokenArray) -> Found:
+    def find(self, owner: Hashable, tokens: TokenArray) -> KnownPrefix:
         """The longest beginning of some tokens that is stored for an owner."""
-        best, waiting = Found(), [(self.root(owner), Found())]
+        best, waiting = KnownPrefix(), [(self.root(owner), KnownPrefix())]
         while waiting:
             node, found = waiting.pop()
             for child in node.children:
                 n = child.n_usable(tokens[found.n :])
-                longer = Found((*found.nodes, child), found.n + n)
+                longer = KnownPrefix((*found.nodes, child), found.n + n)
                 if longer.n > best.n:
                     best = longer
                 if n == len(child.tokens):
@@ -128,7 +128,7 @@ class PrefixStore:
             self._remove(node)
         self.add(Node(root, tokens.copy(), content, is_whole=True, checkpoints=checkpoints))
 
-    def touch(self, found: Found) -> None:
+    def touch(self, found: KnownPrefix) -> None:
         """Note that what was found is used."""
         now = next(self._clock)
         for node in found.nodes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from command import invoke, run, said
-from llamaspec.draft_making.skip_layers import Candidate, Found, Made
+from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
 from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, find_draft, made_path
@@ -203,8 +203,8 @@ def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
 
 
 FOUND = (
-    Found(Candidate((1, 2), "Q4_0"), 6, 12_400_000, 0.25, 0.625, 3, 1.375),
-    Found(Candidate((), "Q8_0"), 8, 30_600_000, 0.5, 0.75, 2, 1.125),
+    MeasuredCandidate(Candidate((1, 2), "Q4_0"), 6, 12_400_000, 0.25, 0.625, 3, 1.375),
+    MeasuredCandidate(Candidate((), "Q8_0"), 8, 30_600_000, 0.5, 0.75, 2, 1.125),
 )
 
 

@@ -16,7 +16,7 @@ from gguf import GGUFReader
 from llama_cpp import llama_cpp as lib
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
-from llamaspec.draft_making.skip_layers import Candidate, Found, Made, make_draft, search
+from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate, make_draft, search
 from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.files import file_identity
@@ -284,13 +284,13 @@ class KnownWorth:
         self.best, self.n_layers, self.refused = best, n_layers, refused
         self.asked: list[Candidate] = []
 
-    def __call__(self, candidate: Candidate) -> Found | None:
+    def __call__(self, candidate: Candidate) -> MeasuredCandidate | None:
         self.asked.append(candidate)
         if candidate.file_type in self.refused:
             return None
         n_left = self.n_layers - len(candidate.pruned)
         speed_up = 2.0 - abs(n_left - self.best) / 10 + (candidate.file_type == "B") / 100
-        return Found(candidate, n_left, n_left, n_left / self.n_layers, 0.5, 1, speed_up)
+        return MeasuredCandidate(candidate, n_left, n_left, n_left / self.n_layers, 0.5, 1, speed_up)
 
 
 def test_layers_that_change_nothing_are_left_out_first() -> None:

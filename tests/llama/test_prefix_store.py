@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forward_requests import text
-from llamaspec.llama.prefix_store import Checkpoint, Found, PrefixStore
+from llamaspec.llama.prefix_store import Checkpoint, KnownPrefix, PrefixStore
 from llamaspec.llama.sequences import Bytes
 from llamaspec.values import TokenArray, n_common
 
@@ -30,7 +30,7 @@ def put(store: PrefixStore, tokens: TokenArray, owner: str = OWNER) -> list[tupl
     return copied.spans
 
 
-def found_tokens(found: Found) -> TokenArray:
+def found_tokens(found: KnownPrefix) -> TokenArray:
     return np.concatenate([np.empty(0, dtype=np.int32), *(node.tokens for node in found.nodes)])[: found.n]
 
 
@@ -54,7 +54,7 @@ def test_a_common_beginning_is_stored_once() -> None:
 def test_another_owner_finds_nothing() -> None:
     store = PrefixStore(LARGE)
     put(store, text(40))
-    assert store.find("draft", text(40)) == Found()
+    assert store.find("draft", text(40)) == KnownPrefix()
     store.clear("draft")
     assert store.find(OWNER, text(40)).n == 40
     store.clear(OWNER)
