@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
-from llamaspec.cli.options import DRAFTING, JSON_OPTION
+from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.cli.pictures import check_plot, check_writable, save_figure
 from llamaspec.cli.serve import check_installed, serve
@@ -131,8 +131,8 @@ Examples:
 )
 @option_group("bench", BenchOptions, _OPTIONS)
 @model_options
-@option_group("drafting", dict, DRAFTING)
-def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) -> None:
+@drafting_options
+def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     """Measure whole requests, with drafts and without.
 
     Each arm is a server: plain (no draft, no copies), auto (llamaspec serve with its defaults), and others on
@@ -174,7 +174,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: dict[str, Any]) ->
             bench.llama_server and program_version(bench.llama_server),
             with_hashes=bench.as_json or bench.share is not None,
         )  # fmt: skip
-        is_usual = drafting == {"draft_length": None, "trees": False, "exact": False}
+        is_usual = drafting == Drafting()
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from llamaspec.catalog import RemoteFile
 from llamaspec.cli.grouped import Decorator, option_group
-from llamaspec.cli.options import DecodingOptions, make_policy
+from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import AUTO, locate_model, resolve_model
 from llamaspec.length.acceptance import LearnedPrior
@@ -233,7 +233,7 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
 def learning(
     plan: DraftPlan,
     choice: ModelChoice,
-    decoding: DecodingOptions,
+    drafting: Drafting,
     cache_ram: int | None = None,
     *,
     quiet: bool = False,
@@ -244,7 +244,7 @@ def learning(
     """
     with open_models(plan, choice, cache_ram) as pair:
         with SlowProgress("measuring the speed of the pair"):
-            policy = make_policy(pair, decoding)
+            policy = make_policy(pair, drafting)
         restore_reading_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _limit(default: int, shown: str | bool, text: str) -> Decorator:
                         show_default=shown, help=text)  # fmt: skip
 
 
-DRAFTING: tuple[Decorator, ...] = (  # also options of `serve`
+_DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
                  help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
@@ -149,45 +149,56 @@ _DECODING: tuple[Decorator, ...] = (
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
                  help="How draft tokens are accepted; only with coupled does a seed give the same text with "
                       "and without a draft."),
-    *DRAFTING,
+    *_DRAFTING,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingOptions:
-    """Sampling and drafting options. Raises a ValueError for --exact with a fixed draft length."""
+class Drafting:
+    """How much is drafted. Raises a ValueError for --exact with a fixed draft length."""
 
-    sampling: Sampling
-    max_tokens: int
-    seed: int | None  # None = random
-    rule: str
-    draft_length: int | None  # None = automatic
-    exact: bool
+    draft_length: int | None = None  # None = automatic
+    exact: bool = False
     trees: bool = False  # draft tokens may branch
 
     def __post_init__(self) -> None:
         if self.exact and self.draft_length:
             raise ValueError("--exact chooses the number of draft tokens by itself; drop --draft-length")
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingOptions(Drafting):
+    """Sampling and drafting options."""
+
+    sampling: Sampling
+    max_tokens: int
+    seed: int | None  # None = random
+    rule: str
+
     def seed_or_random(self) -> int:
         """Return the seed, or a random one."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
 
-def _decoding(
-    *, max_tokens: int, seed: int | None, rule: str, draft_length: int | None, exact: bool, trees: bool,
-    **chain: Any,
-) -> DecodingOptions:  # fmt: skip
-    """Make DecodingOptions; on the command line 1 or 0 means off."""
-    off = {"top_p": 1, "repeat_penalty": 1}
-    kept: dict[str, Any] = {
-        name: None if name != "temperature" and value == off.get(name, 0) else value
-        for name, value in chain.items()
-    }
-    return DecodingOptions(Sampling(**kept), max_tokens, seed, rule, draft_length, exact, trees)
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 
-# The command gets DecodingOptions as `decoding`; answers of a chat end by themselves.
+def _decoding(**given: Any) -> DecodingOptions:
+    sampling = Sampling(**{name: _none_if_off(name, given.pop(name)) for name in _SAMPLING})
+    return DecodingOptions(sampling=sampling, **given)
+
+
+def _none_if_off(name: str, value: Any) -> Any:
+    """Return None for a value that means off on the command line: 1 for some options, 0 for others."""
+    off = {"top_p": 1, "repeat_penalty": 1, "temperature": None}.get(name, 0)
+    return None if value == off else value
+
+
+# The command gets DecodingOptions as `decoding`; answers of a chat end by themselves. Servers and benchmarks
+# get only Drafting, as `drafting`.
+drafting_options = option_group("drafting", Drafting, _DRAFTING)
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
 _ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
@@ -196,17 +207,18 @@ answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
     """Return the options with one value changed, parsed as on the command line; PromptError if invalid."""
-    values = settings_of(decoding)
+    names = tuple(settings_of(decoding))
     field = name.lstrip("-").replace("-", "_")
-    if field not in values:
-        names = ", ".join(values).replace("_", "-")
-        raise PromptError(f"there is no setting {name}; choose one of {names}")
+    if field not in names:
+        raise PromptError(f"there is no setting {name}; choose one of {', '.join(names).replace('_', '-')}")
     settable: Any = answer_decoding_options(lambda: None)
     option = next(option for option in settable.__click_params__ if option.name == field)
-    values |= {name: getattr(decoding, name) for name in ("rule", "draft_length", "exact", "trees")}
     try:
-        values[field] = option.type.convert(value, option, None)
-        return _decoding(**values)
+        changed = {field: option.type.convert(value, option, None)}
+        if field not in _SAMPLING:
+            return replace(decoding, **changed)
+        changed = {field: _none_if_off(field, changed[field])}
+        return replace(decoding, sampling=replace(decoding.sampling, **changed))
     except (click.BadParameter, ValueError) as error:
         reason = error.message.rstrip(".") if isinstance(error, click.BadParameter) else str(error)
         raise PromptError(f"{name} cannot be {value}: {reason}; /set shows them") from error
@@ -214,18 +226,16 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
 
 def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
     """Return the settings that can change between answers; None = off, or a random seed."""
-    penalties = ("repeat_penalty", "presence_penalty", "frequency_penalty")
-    names = ("temperature", "top_k", "top_p", "min_p", *penalties)
-    chain = {name: getattr(decoding.sampling, name) for name in names}
+    chain = {name: getattr(decoding.sampling, name) for name in _SAMPLING}
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
 
 
-def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | None = None) -> LengthPolicy:
+def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = None) -> LengthPolicy:
     """Return a new policy that starts from the stored measurements of this pair."""
-    if not decoding.exact:
-        if decoding.draft_length is not None:
-            return FixedLength(decoding.draft_length)
-        return auto_length(pair, tell=say, trees=decoding.trees)
+    if not drafting.exact:
+        if drafting.draft_length is not None:
+            return FixedLength(drafting.draft_length)
+        return auto_length(pair, tell=say, trees=drafting.trees)
     found = exactness or known_exactness(pair, say)
     if not found.reads:
         pair.target.isolate_texts()
@@ -233,8 +243,8 @@ def make_policy(pair: Pair, decoding: DecodingOptions, exactness: Exactness | No
             "--exact: batch sizes round differently here, so prompts are processed in equal chunks and "
             "cached prefixes are not shared; Q8_0 and Q4_0 weights are exact on most CPUs"
         )
-    policy = auto_length(pair, frozenset(found.widths), say, trees=decoding.trees)
-    return policy if decoding.draft_length is None else AtMost(decoding.draft_length, policy)
+    policy = auto_length(pair, frozenset(found.widths), say, trees=drafting.trees)
+    return policy if drafting.draft_length is None else AtMost(drafting.draft_length, policy)
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:

@@ -25,8 +25,6 @@ from llamaspec.llama.prefix_file import PrefixFolder
 from llamaspec.llama.rpc import PORT, serve_worker
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import MAX_PARALLEL, ServeSettings
 
 _OPTIONS: tuple[Decorator, ...] = (
@@ -55,7 +53,6 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--alias", help="Model name in responses; default: the file's name."),
     click.option("--chat-template", metavar="FILE",
                  help="Jinja chat template to use instead of the target's own."),
-    *shared.DRAFTING,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
                  help="Main memory for finished sequences, so that their prefixes need not be processed "
                       "again. Default: a quarter of the free memory, at most 8192; 0 = none."),
@@ -79,15 +76,14 @@ Examples:
 )
 @section("Server", _OPTIONS)
 @model_or_plain_options
+@shared.drafting_options
 def serve(
     models: ModelChoice,
+    drafting: shared.Drafting,
     api_keys: tuple[str, ...],
     api_key_file: str | None,
     ctx_per_request: int | None,
     chat_template: str | None,
-    draft_length: int | None,
-    exact: bool,
-    trees: bool,
     cache_ram_mib: int | None,
     cache_dir: str | None,
     cache_dir_gib: float,
@@ -96,7 +92,6 @@ def serve(
 ) -> None:
     """Serve an OpenAI- and Anthropic-compatible API. Stop with Ctrl-C."""
     with refusing_values():
-        decoding = shared.DecodingOptions(Sampling(), 1, None, DEFAULT_RULE, draft_length, exact, trees)
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
     check_installed()
@@ -108,7 +103,7 @@ def serve(
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
-    with opened, learning(plan, models, decoding, cache_ram) as (pair, policy), _prefixes(folder, pair):
+    with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
         if pair.target.reader is not None:
             pair.target.reader.open_if_faster()
         with suppress(ConstraintError):

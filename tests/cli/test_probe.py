@@ -9,8 +9,8 @@ import pytest
 
 from command import generate, invoke, naming, run
 from hub_server import Hub
-from llamaspec import LlamaModel, ModelOptions, Pair, Sampling, open_pair
-from llamaspec.cli.options import DecodingOptions, make_policy
+from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.exactness import Exactness, find_exactness, reads_exactly
 from llamaspec.measure.probe import Effort, measure
@@ -194,9 +194,9 @@ def test_without_draft_tokens_exact_widths_are_kept_to(
     models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = Exactness((1, 3), reads=False)
-    decoding = DecodingOptions(Sampling(), 8, 1, "coupled", 0, exact=True)
+    drafting = Drafting(0, exact=True)
     with open_pair(*models) as pair:
-        length = make_policy(pair, decoding, known).start_sequence()
+        length = make_policy(pair, drafting, known).start_sequence()
         assert [length.width(n) for n in (1, 2, 3, 4)] == [1, 3, 3, None]
         assert pair.target.prompt_chunk == 64
         assert pair.target.max_chunked_prefill == 0
