@@ -207,7 +207,8 @@ def trim(
     assert file is not None
     if not texts:
         say("no --text given, keeping the lowest ids; for languages other than English, give texts in them")
-    trimmed = trim_draft(path, file, texts, keep, file_type, owner)
+    with SlowProgress("trimming"):
+        trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:
         click.echo(json.dumps({"path": str(file), **asdict(trimmed)}))
         return
