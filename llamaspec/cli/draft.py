@@ -149,8 +149,7 @@ def distil(
     output = options.output or made_path(path, "distilled")
     with SlowProgress("distilling") as progress:
         distil_draft(path, options.models, options.texts, wish, output, say, progress)
-    say("measuring the draft together with its target")
-    with _opened(path, options) as model:
+    with _opened(path, options) as model, SlowProgress("measuring the draft together with its target"):
         trial = Trial(model, TrialSettings(options.texts, sampling=options.sampling))
         cost, accepted = trial.cost_and_acceptance(output)
         measured = trial.speed_up(output)
