@@ -169,7 +169,7 @@ class Probe:
         return frozenset(timing.width for timing in self.widths if timing.logit_difference == 0)
 
 
-def measure(pair: Pair, effort: Effort, on_progress: Progress | None = None) -> Probe:
+def measure(pair: Pair, effort: Effort, report: Progress = lambda fraction: None) -> Probe:
     """Measure a pair. The KV caches of both models are emptied."""
     begin, target = pair.clock(), pair.target
     room = min(model.context_size for model in (target, pair.draft) if model is not None)
@@ -186,15 +186,18 @@ def measure(pair: Pair, effort: Effort, on_progress: Progress | None = None) -> 
         left = effort.seconds - (pair.clock() - begin)
         slow = [deeper for deeper in coming if pace * (deeper - part.depth) > READING * left]
         coming, left_out = [depth for depth in coming if depth not in slow], left_out + slow
-        n_done, n = len(parts), len(parts) + 1 + len(coming)
-
-        def tell(done: float, n_done: int = n_done, n: int = n) -> None:
-            if on_progress is not None:
-                on_progress((n_done + done) / n)
-
-        pair.run(part.measure(widths, left / (1 + len(coming)), with_draft=not parts, report=tell))
+        n = len(parts) + 1 + len(coming)
+        report(len(parts) / n)
+        pair.run(part.compare(widths, COMPARING * left / (1 + len(coming))))
+        left = effort.seconds - (pair.clock() - begin)
+        turning = _between(report, (len(parts) + COMPARING) / n, (len(parts) + 1) / n)
+        pair.run(part.measure(left / (1 + len(coming)), with_draft=not parts, report=turning))
         parts.append(part)
     return _folded(parts, tuple(left_out))
+
+
+def _between(report: Progress, low: float, high: float) -> Progress:
+    return lambda done: report(low + (high - low) * done)
 
 
 @dataclass
@@ -215,29 +218,30 @@ class _AtDepth:
         yield ForwardRequest(TARGET, self.tokens[: self.depth])
         return (self.pair.clock() - begin) / self.depth
 
-    def measure(
-        self, widths: Sequence[int], seconds: float, *, with_draft: bool, report: Progress
-    ) -> Measurement[None]:
-        """Compare, warm up, and take times until some seconds have passed."""
-        clock, start, effort = self.pair.clock, self.pair.clock(), self.effort
+    def compare(self, widths: Sequence[int], seconds: float) -> Measurement[None]:
+        """Find the widths that are bit-identical, as far as there is time."""
+        start, tokens = self.pair.clock(), self.tokens[: self.depth + self.effort.n_compared]
         self.differences = yield from compare_widths(
-            self.tokens[: self.depth + effort.n_compared],
-            self.depth,
-            widths,
-            lambda part: clock() - start < part * COMPARING * seconds,
-            lambda done: report(COMPARING * done),
+            tokens, self.depth, widths, lambda part: self.pair.clock() - start < part * seconds
         )
+
+    def measure(self, seconds: float, *, with_draft: bool, report: Progress) -> Measurement[None]:
+        """Warm up, and take times until some seconds have passed."""
+        clock, start = self.pair.clock, self.pair.clock()
         jobs = [*self.differences]
         if with_draft and self.pair.sources & {Source.MODEL, Source.MTP}:
             jobs.append(STEP)
         shuffled = random.Random(0)
-        for turn in range(effort.most_turns + 1):  # the first one warms up
+        for turn in range(self.effort.most_turns + 1):  # the first one warms up
             begin = clock()
             for job in shuffled.sample(jobs, len(jobs)):
-                taken = yield from self._draft_step() if job == STEP else self._evaluation(job)
+                if job == STEP:
+                    taken = yield from draft_step(self.pair, self.tokens[: self.depth], DRAFT_STEPS)
+                else:
+                    taken = yield from self._evaluation(job)
                 if turn:
                     self.seconds.setdefault(job, []).append(taken)
-            report(COMPARING + (1 - COMPARING) * (turn + 1) / (effort.most_turns + 1))
+            report((turn + 1) / (self.effort.most_turns + 1))
             if turn and clock() - start + (clock() - begin) > seconds:
                 break
 
@@ -248,27 +252,21 @@ class _AtDepth:
         forward = yield ForwardRequest(TARGET, self.tokens[: self.depth + width], width)
         return forward.seconds
 
-    def _draft_step(self) -> Measurement[float]:
-        """One draft token among some in a row, with all that a drafter does."""
-        context, clock = self.tokens[: self.depth], self.pair.clock
-        drafter = self.pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
-        yield from preparing(drafter, context)
-        start = clock()
-        yield from drafting(drafter, context, FixedLength(DRAFT_STEPS))
-        return (clock() - start) / DRAFT_STEPS
+
+def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[float]:
+    """Return the seconds of one draft token among some in a row, with all that a drafter does."""
+    drafter = pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
+    yield from preparing(drafter, context)
+    start = pair.clock()
+    yield from drafting(drafter, context, FixedLength(n_steps))
+    return (pair.clock() - start) / n_steps
 
 
 def time_draft_step(pair: Pair) -> float:
     """Seconds of a draft step behind a single token; five steps are made."""
-
-    def measure(n_steps: int) -> Measurement[float]:
-        drafter = pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
-        start = pair.clock()
-        yield from drafting(drafter, sample_tokens(pair.target.vocabulary, 1), FixedLength(n_steps))
-        return (pair.clock() - start) / n_steps
-
-    pair.run(measure(1))  # reads the weights
-    return min(pair.run(measure(2)) for _ in range(2))
+    token = sample_tokens(pair.target.vocabulary, 1)
+    pair.run(draft_step(pair, token, 1))  # reads the weights
+    return min(pair.run(draft_step(pair, token, 2)) for _ in range(2))
 
 
 def _folded(parts: Sequence[_AtDepth], left_out: tuple[int, ...]) -> Probe:
@@ -295,7 +293,6 @@ def compare_widths(
     depth: int,
     widths: Sequence[int],
     in_time: Callable[[float], bool] = lambda part: True,
-    report: Progress = lambda done: None,
 ) -> Measurement[dict[int, float]]:
     """Compare widths with width 1 behind the first `depth` tokens, over all positions behind them.
 
@@ -307,8 +304,6 @@ def compare_widths(
         Ascending from 1.
     in_time : callable
         Whether less than a part of the time, 0 to 1, has passed.
-    report : callable
-        Told the finished fraction.
 
     Returns
     -------
@@ -317,20 +312,17 @@ def compare_widths(
         width comes first, narrow before wide ones, so where time is short the widest are left out.
     """
     alone = yield from _one_at_a_time(tokens, depth, in_time)
-    report(0.3)
     found = {1: 0.0}
     for width in widths[1:]:
         if len(found) > 1 and not in_time(1.0):
             break
         found[width] = yield from _difference(tokens, depth, width, alone[:width])
-    report(0.6)
     # More positions only for widths that still seem identical.
     unsure = [width for width in found if found[width] == 0 and 2 * width <= len(alone) and width > 1]
-    for done, width in enumerate(unsure):
+    for width in unsure:
         if not in_time(1.0):
             break
         found[width] = yield from _difference(tokens, depth, width, alone[: len(alone) // width * width])
-        report(0.6 + 0.4 * (done + 1) / len(unsure))
     return found
 
 
