@@ -171,18 +171,13 @@ class Head:
 
 
 class SharedHead:
-    """The head over its own weights and the target's KV cache."""
+    """The head over its own weights and the KV cache of a target; PairError if it was made for another."""
 
-    def __init__(self, context: Context, target: LlamaModel) -> None:
-        self.context = context
-        self._target = target
-
-    @classmethod
-    def over(cls, weights: Weights, target: LlamaModel, abort: AbortFlag) -> SharedHead:
-        """Open the head for a target; PairError if it was made for another one."""
+    def __init__(self, weights: Weights, target: LlamaModel, abort: AbortFlag) -> None:
         if weights.hidden_size != target.weights.hidden_size or target.weights.architecture != "gemma4":
             raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
-        return cls(target.context_beside(weights, abort), target)
+        self.context = target.context_beside(weights, abort)
+        self._target = target
 
     def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
         """Take rejected draft tokens out of the target's cache; all tokens but the last count as read."""

@@ -74,7 +74,7 @@ class PredictionHeads:
                 at_home = replace(self.options, workers=(), devices=None, tensor_split=())
                 self._weights = Weights(path, at_home, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
-                self._heads.append(SharedHead.over(self._weights, target, self._abort))
+                self._heads.append(SharedHead(self._weights, target, self._abort))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
                 context = Context(target.weights, self.options, head=i, abort=self._abort, store=target.store)

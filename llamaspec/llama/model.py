@@ -98,8 +98,8 @@ class LlamaModel:
         self.keeps_states = self.weights.keeps_states
         self._abort = AbortFlag()
         self.store = store or PrefixStore(default_store_bytes(self.weights.facts().weights_bytes))
-        self._owner = object()
-        self._open = partial(Context, abort=self._abort, store=self.store, owner=self._owner)
+        self.owner: Hashable = object()  # of its texts in the store
+        self._open = partial(Context, abort=self._abort, store=self.store, owner=self.owner)
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
@@ -224,11 +224,6 @@ class LlamaModel:
         for context in self._contexts:
             if context not in self._of_row.values():
                 context.cache.store_finished()
-
-    @property
-    def stored(self) -> tuple[PrefixStore, Hashable]:
-        """The store, and under what the texts of this model are in it."""
-        return self.store, self._owner
 
     def abort(self) -> None:
         """End a running evaluation, or else the next one, soon; from any thread."""

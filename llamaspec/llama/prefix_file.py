@@ -63,7 +63,7 @@ class PrefixFolder:
         for model in models:
             path = self.file_of(model)
             try:
-                n_tokens += _read_nodes(path, path.stem, *model.stored)
+                n_tokens += _read_nodes(path, path.stem, model.store, model.owner)
             except FileNotFoundError:
                 pass
             except (OSError, DamagedError) as error:
@@ -79,7 +79,7 @@ class PrefixFolder:
         try:
             for model, path in zip(models, paths, strict=True):
                 model.store_finished()
-                room -= _write_nodes(path, path.stem, *model.stored, room)
+                room -= _write_nodes(path, path.stem, model.store, model.owner, room)
             others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in paths]
             for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
                 room -= path.lstat().st_size
