@@ -70,16 +70,12 @@ class _Commands(click.Group):
         sys.unraisablehook = _keep_interrupts(sys.unraisablehook)
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.message)
         except click.ClickException as error:
-            if (
-                type(error).__name__ == "NoArgsIsHelpError"
-            ):  # older versions of click print the help themselves
-                click.echo(error.message)
-                return None
             message = error.format_message().replace("\n", " ").rstrip(".")
-            command = (
-                error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llamaspec"
-            )
+            context = error.ctx if isinstance(error, click.UsageError) else None
+            command = "llamaspec" if context is None else context.command_path
             _fail(f"{message}; see `{command} -h`", EXIT_USAGE)
         except LlamaspecError as error:
             from llamaspec.cli.output import message_of

@@ -172,9 +172,9 @@ class SlowProgress:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(self._label, total=1.0)
+            task = bar.add_task(self._label, total=None)  # moves to and fro until a fraction is known
             while not self._is_over.wait(REFRESH_SECONDS):
-                bar.update(task, completed=self._fraction)
+                bar.update(task, completed=self._fraction, total=1.0 if self._fraction else None)
 
 
 # Statistics
