@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -15,9 +16,17 @@ from typing import IO
 import pytest
 
 from command import ENTRY, environment
-from llamaspec.llama.rpc import has_rpc
+from llamaspec.llama import runtime
+from llamaspec.llama.runtime import ggml_function
 
 LONGEST_START = 300.0  # seconds
+
+
+def has_rpc() -> bool:
+    """Whether this build of llama.cpp has RPC workers."""
+    runtime.start()
+    return bool(ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC"))
+
 
 needs_rpc = pytest.mark.skipif(
     not os.environ.get("CI") and not has_rpc(), reason="this build of llama.cpp has no RPC; .ci/run's has"

@@ -152,8 +152,8 @@ class Context:
     def decode(self, segments: Sequence[Segment]) -> None:
         """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed.
 
-        EvaluationAbortedError if `abort` was called; EvaluationError or MemoryFullError if llama.cpp failed.
-        Then the KV cache is empty.
+        EvaluationAbortedError if `abort` was called. EvaluationError or MemoryFullError if llama.cpp failed;
+        then the KV cache is empty.
         """
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))

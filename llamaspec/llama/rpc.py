@@ -45,12 +45,6 @@ def connect(addresses: Sequence[str]) -> list[int]:
     return devices
 
 
-def has_rpc() -> bool:
-    """Whether this build of llama.cpp has RPC workers."""
-    runtime.start()
-    return bool(ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC"))
-
-
 def serve_worker(
     host: str,
     port: int,
