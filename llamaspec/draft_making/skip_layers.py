@@ -87,7 +87,7 @@ def make_draft(
     seconds = trial.round_seconds
     ideal = max((n + 1) * seconds[0] / each for n, each in enumerate(seconds))
     if ideal < LEAST_SPEED_UP:
-        return Made((), None, None, f"here even a perfect draft would give {ideal:.2f}x at most")
+        return Made((), None, None, f"even a perfect draft would give at most {ideal:.2f}x")
     tokens = trial.texts[0].tokens
     with Pair(target, None, 0.0) as pair:  # only for its thread: that of all other evaluations
         influence = pair.call(lambda: layer_influence(target.weights, target.options, tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_the_text_is_the_targets_own(pair: list[str | Path]) -> None:
     assert answer.json["tokens"] == plain["tokens"]
     assert answer.json["statistics"]["drafted"] > 0
     assert "different vocabulary, covering about " in answer.stderr
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_draft_without_the_target_s_start_token(store: ModelStore, target_file: Path) -> None:
+    """A draft step was timed behind the start token alone, of which such a draft reads nothing."""
+    draft = store.path("llama", Recipe(vocabulary=replace(sentencepiece_vocabulary(), adds_bos=False)))
+    answer = invoke("generate", "--target", target_file, "--draft", draft, "--threads", "1", "-n", "5", "x")
+    assert answer.code == 0, answer.stderr
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -130,7 +130,7 @@ def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> No
             return [1.0, 1.98, 2.97]
 
     found = made(widened, Expensive())
-    assert found == Made((), None, None, "here even a perfect draft would give 1.01x at most")
+    assert found == Made((), None, None, "even a perfect draft would give at most 1.01x")
 
 
 def test_where_no_copy_can_be_made_the_reasons_are_told(
