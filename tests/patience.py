@@ -13,7 +13,7 @@ from pathlib import Path
 PATIENCE = 300.0  # seconds
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], object]) -> None:
     """Wait for a condition; AssertionError where it never comes."""
     end = time.monotonic() + PATIENCE
     while not condition():

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,19 +23,12 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
 from llamaspec.serve.service import Service
+from patience import until as until
 
 PATIENCE_SECONDS = 60.0  # on a machine that does other things, too
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 CONTEXT = 512  # tokens of one text
 PLAIN = {"temperature": 0.0}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that is sure to come."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 class Gate:

@@ -43,6 +43,9 @@ CPU = ModelOptions(threads=1, gpu_layers=0)
 Q8_0 = Recipe(dtype="q8_0")
 CLOSE = 0.05  # nats; a tiny model's scores differ by up to 0.03 between widths
 TEMPERATURES = (0.0, 0.5, 0.8, 1.5)
+AT_TEMPERATURES = [Sampling(temperature=temperature) for temperature in TEMPERATURES]
+WARM = [Sampling(temperature=1.0)]  # times as many seeds as wanted
+REPEATED = "the end of the beginning and the beginning of the end, " * 3
 LENGTHS = (0, 1, 2, 3, 5, 8)
 NOISES = (0.0, 0.01, 0.1, 0.5)
 RULES = ("coupled", "rejection", "block")
@@ -82,6 +85,24 @@ def assisted(
     pair.forget()
     policy = FixedLength(n_draft) if isinstance(n_draft, int) else n_draft
     return pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=n, rule=rule).run()
+
+
+def assert_same(
+    pair: Pair,
+    prompt: str,
+    policies: Sequence[int | LengthPolicy],
+    samplings: Sequence[Sampling] = AT_TEMPERATURES,
+    n: int = 48,
+) -> list[Completion]:
+    """The texts by each policy, whose tokens are those of plain decoding; each sampling has its own seed."""
+    completions = []
+    for seed, sampling in enumerate(samplings):
+        right = plain(pair, prompt, sampling, seed, n).tokens
+        for policy in policies:
+            found = assisted(pair, prompt, sampling, seed, n, policy)
+            assert found.tokens == right, f"{sampling}, {policy}"
+            completions.append(found)
+    return completions
 
 
 def nats_between(p: Distribution, a: int, b: int, seed: int, position: int) -> float:
@@ -129,12 +150,7 @@ def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> N
     """The coupled rule: whatever the draft and the number of draft tokens, the tokens are those without."""
     target = Recipe(dtype=dtype)
     with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
-        for seed, temperature in enumerate(TEMPERATURES):
-            sampling = Sampling(temperature=temperature)
-            right = plain(pair, "the end", sampling, seed, 48).tokens
-            for n_draft in LENGTHS:
-                found = assisted(pair, "the end", sampling, seed, 48, n_draft)
-                assert found.tokens == right, f"temperature {temperature}, {n_draft} draft tokens"
+        assert_same(pair, "the end", LENGTHS)
 
 
 def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +173,15 @@ def test_same_seed_same_tokens_with_penalties_and_no_truncation(store: ModelStor
         Sampling(temperature=2.0, top_k=3, top_p=None, min_p=0.2),
     )
     with opened(store.path("llama", target), store.path("llama", target.draft())) as pair:
-        for seed, sampling in enumerate(samplings):
-            right = plain(pair, "x", sampling, seed, 60).tokens
-            for n_draft in (1, 4, 7):
-                assert assisted(pair, "x", sampling, seed, 60, n_draft).tokens == right
+        assert_same(pair, "x", (1, 4, 7), samplings, 60)
 
 
 def test_same_seed_same_tokens_however_many_draft_tokens_pay(store: ModelStore) -> None:
     """The automatic length depends on the clock; the tokens do not."""
     target = Recipe(dtype="q8_0")
     with opened(store.path("llama", target), store.path("llama", target.draft(0.01))) as pair:
-        policy = AutoLength()  # one policy for all texts: it learns from each
-        for seed in range(6):
-            right = plain(pair, "in the", Sampling(), seed, 120).tokens
-            pair.forget()
-            found = pair.stream("in the", policy=policy, seed=seed, max_tokens=120).run()
-            assert found.tokens == right
+        # One policy for all texts: it learns from each.
+        assert_same(pair, "in the", [AutoLength()], 6 * [Sampling()], 120)
 
 
 def test_a_better_draft_is_accepted_more_often(store: ModelStore) -> None:
@@ -245,16 +254,10 @@ def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None
     """Siblings, and branches that come to nothing, change no token; accepted branches are not the first."""
     target, n_aside = Recipe(dtype=dtype), 0
     with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
-        for seed, temperature in enumerate(TEMPERATURES):
-            sampling = Sampling(temperature=temperature)
-            right = plain(pair, "the end", sampling, seed, 48).tokens
-            for widths in ((2,), (4, 2, 1), (1, 3, 2)):
-                pair.forget()
-                found = pair.stream(
-                    "the end", policy=FixedTree(widths), sampling=sampling, seed=seed, max_tokens=48
-                ).run()
-                assert found.tokens == right, f"temperature {temperature}, tree {widths}"
-                n_aside += sum(round_.path != tuple(range(len(round_.path))) for round_ in found.rounds)
+        for found in assert_same(
+            pair, "the end", [FixedTree(widths) for widths in ((2,), (4, 2, 1), (1, 3, 2))]
+        ):
+            n_aside += sum(round_.path != tuple(range(len(round_.path))) for round_ in found.rounds)
     assert n_aside > 20
 
 
@@ -265,8 +268,7 @@ def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
     with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
         sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
         right = plain(pair, "the", sampling, 1, 40)
-        pair.forget()
-        found = pair.stream("the", policy=FixedTree((3, 2)), sampling=sampling, seed=1, max_tokens=40).run()
+        found = assisted(pair, "the", sampling, 1, 40, FixedTree((3, 2)))
         assert_same_or_close(pair, "the", sampling, 1, right, found)
         shapes = {round_.draft.n_branches for round_ in found.rounds[:-3]}
         assert shapes == ({6} if kind in ("llama", "gemma3") else {1})
@@ -275,14 +277,8 @@ def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
 def test_the_first_branch_of_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore) -> None:
     path = store.path("llama", Recipe(dtype="q8_0"))
     with opened(path, path) as pair:
-        for seed, temperature in enumerate(TEMPERATURES):
-            found = pair.stream(
-                "the end",
-                policy=FixedTree((3, 2, 1)),
-                sampling=Sampling(temperature=temperature),
-                seed=seed,
-                max_tokens=41,
-            ).run()
+        for seed, sampling in enumerate(AT_TEMPERATURES):
+            found = assisted(pair, "the end", sampling, seed, 41, FixedTree((3, 2, 1)))
             assert {round_.path for round_ in found.rounds[:-1]} == {(0, 1, 2)}
 
 
@@ -296,30 +292,18 @@ def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
 @pytest.mark.parametrize("kind", ["step35-one", "step35"])
 def test_same_seed_same_tokens_with_prediction_heads(store: ModelStore, kind: str) -> None:
     with opened_with_heads(store, kind) as pair:
-        n_accepted = 0
-        for seed, temperature in enumerate(TEMPERATURES):
-            sampling = Sampling(temperature=temperature)
-            right = plain(pair, "the end", sampling, seed, 48).tokens
-            for n_draft in LENGTHS:
-                found = assisted(pair, "the end", sampling, seed, 48, n_draft)
-                assert found.tokens == right, f"temperature {temperature}, {n_draft} draft tokens"
-                assert {round_.source for round_ in found.rounds} == {Source.MTP}
-                n_accepted += found.summary.n_accepted
-        assert n_accepted > 100
+        completions = assert_same(pair, "the end", LENGTHS)
+    assert {round_.source for found in completions for round_ in found.rounds} == {Source.MTP}
+    assert sum(found.summary.n_accepted for found in completions) > 100
 
 
 def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStore) -> None:
     """While earlier text is copied nobody asks the heads: they catch up with what they have missed."""
-    prompt = "the end of the beginning and the beginning of the end, " * 3
     path = store.path("step35", Recipe(dtype="q8_0"))
     with open_pair(path, "mtp", ngram=True, target_options=CPU) as pair:
-        sources: set[Source] = set()
-        for seed in range(4):
-            right = plain(pair, prompt, Sampling(temperature=1.0), seed, 60)
-            found = assisted(pair, prompt, Sampling(temperature=1.0), seed, 60, 4)
-            assert found.tokens == right.tokens
-            sources |= {round_.source for round_ in found.rounds if len(round_.draft)}
-        assert sources == {Source.NGRAM, Source.MTP}
+        completions = assert_same(pair, REPEATED, [4], 4 * WARM, 60)
+    sources = {round_.source for found in completions for round_ in found.rounds if len(round_.draft)}
+    assert sources == {Source.NGRAM, Source.MTP}
 
 
 def test_forks_only_where_the_choice_was_close_with_a_prediction_head(store: ModelStore) -> None:
@@ -365,26 +349,19 @@ def n_left_out(found: Completion, source: Source | None = None) -> int:
 def test_same_seed_same_tokens_where_a_part_is_verified(store: ModelStore, noise: float, part: str) -> None:
     target = Recipe(dtype="q8_0")
     with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
-        for seed, temperature in enumerate(TEMPERATURES):
-            sampling = Sampling(temperature=temperature, repeat_penalty=1.2 if seed % 2 else None)
-            right = plain(pair, "the end", sampling, seed, 48).tokens
-            found = assisted(pair, "the end", sampling, seed, 48, PARTS[part])
-            assert found.tokens == right, f"temperature {temperature}"
+        samplings = [*AT_TEMPERATURES]
+        samplings[1::2] = [replace(sampling, repeat_penalty=1.2) for sampling in samplings[1::2]]
+        for found in assert_same(pair, "the end", [PARTS[part]], samplings):
             assert n_left_out(found) > 5 or part == "what is sure"
 
 
 @pytest.mark.parametrize("part", list(PARTS))
 def test_same_seed_same_tokens_where_a_part_of_copies_is_verified(store: ModelStore, part: str) -> None:
-    target, n_copies = Recipe(dtype="q8_0"), 0
-    prompt = "the end of the beginning and the beginning of the end, " * 3
+    target = Recipe(dtype="q8_0")
     paths = store.path("llama", target), store.path("llama", target.draft(0.1))
     with open_pair(*paths, ngram=True, target_options=CPU, draft_options=CPU) as pair:
-        for seed in range(3):
-            right = plain(pair, prompt, Sampling(temperature=1.0), seed, 60).tokens
-            found = assisted(pair, prompt, Sampling(temperature=1.0), seed, 60, PARTS[part])
-            assert found.tokens == right
-            n_copies += n_left_out(found, Source.NGRAM)
-    assert n_copies > 3 or part == "what is sure"
+        completions = assert_same(pair, REPEATED, [PARTS[part]], 3 * WARM, 60)
+    assert sum(n_left_out(found, Source.NGRAM) for found in completions) > 3 or part == "what is sure"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -409,16 +386,9 @@ def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
     store: ModelStore, part: str, kind: str
 ) -> None:
     """With copies besides, while which nobody asks the heads."""
-    prompt = "the end of the beginning and the beginning of the end, " * 3
     with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", ngram=True, target_options=CPU) as pair:
-        n_out = 0
-        for seed, temperature in enumerate(TEMPERATURES):
-            sampling = Sampling(temperature=temperature)
-            right = plain(pair, prompt, sampling, seed, 40).tokens
-            found = assisted(pair, prompt, sampling, seed, 40, PARTS[part])
-            assert found.tokens == right
-            n_out += n_left_out(found, Source.MTP)
-        assert n_out > 5
+        completions = assert_same(pair, REPEATED, [PARTS[part]], n=40)
+    assert sum(n_left_out(found, Source.MTP) for found in completions) > 5
 
 
 @pytest.mark.parametrize("kind", [*MEMORIES, "qwen35"])
@@ -574,29 +544,19 @@ def test_same_seed_same_tokens_with_copies(
 ) -> None:
     """A prompt that repeats itself is copied from, alone or before the draft is asked."""
     target, draft = demo_files
-    prompt, n_copied = 4 * "    self.assertEqual(result, expected)\n", 0
+    prompt = 4 * "    self.assertEqual(result, expected)\n"
     policy = AutoLength() if n_draft is None else FixedLength(n_draft)
     drafts = draft if with_draft else None
     with open_pair(target, drafts, ngram=True, target_options=CPU, draft_options=CPU) as pair:
-        for seed, temperature in enumerate(TEMPERATURES[:3]):
-            sampling = Sampling(temperature=temperature)
-            right = plain(pair, prompt, sampling, seed, 60).tokens
-            pair.forget()
-            found = pair.stream(prompt, policy=policy, sampling=sampling, seed=seed, max_tokens=60).run()
-            assert found.tokens == right
-            n_copied += sum(round_.n_accepted for round_ in found.rounds if round_.source is Source.NGRAM)
+        completions = assert_same(pair, prompt, [policy], AT_TEMPERATURES[:3], 60)
+    copied = [round_ for found in completions for round_ in found.rounds if round_.source is Source.NGRAM]
     # It depends on the clock whether copies pay for so small a model.
-    assert n_copied > 0 or n_draft is None
+    assert sum(round_.n_accepted for round_ in copied) > 0 or n_draft is None
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_of_the_embedded_pair(demo: Pair, prompt: str) -> None:
-    greedy = Sampling(temperature=0)
-    right = plain(demo, prompt, greedy, 0, 64).tokens
-    for n_draft in (1, 3, 6):
-        assert assisted(demo, prompt, greedy, 0, 64, n_draft).tokens == right
-    demo.forget()
-    assert demo.stream(prompt, sampling=greedy, max_tokens=64).run().tokens == right
+    assert_same(demo, prompt, (1, 3, 6, AutoLength()), [Sampling(temperature=0)], 64)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.8, 1.2])

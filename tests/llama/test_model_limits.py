@@ -183,10 +183,21 @@ def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pyt
     assert model.cache_use()[1] == 2 * model.context_size == 12_000
 
 
-def test_a_context_of_its_own_has_room_for_one_text(opened: OpenModel) -> None:
+def test_a_context_of_its_own_has_room_for_one_text(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server for eight texts of 8,192 tokens made eight contexts of 66,048 cells."""
-    model = opened("jamba", n_ctx=256, n_cells=2048)
-    assert lib.llama_n_ctx(model._contexts[0].pointer) == 256
+    sizes: list[int] = []
+    make = lib.llama_init_from_model
+
+    def noted(*arguments: Any) -> Any:
+        made = make(*arguments)
+        sizes.append(lib.llama_n_ctx(made))
+        return made
+
+    monkeypatch.setattr(lib, "llama_init_from_model", noted)
+    opened("jamba", n_ctx=256, n_cells=2048).forward(request(3))
+    assert set(sizes) == {256}
 
 
 def test_cells_for_more_rows_than_one(opened: OpenModel) -> None:

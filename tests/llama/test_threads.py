@@ -201,13 +201,18 @@ def test_flash_attention_follows_only_loads_that_last(
     machines = Machine(4), Machine(4, shortest=LASTING_WINDOW)
     monkeypatch.setattr(context, "governors", lambda: tuple(each.governor for each in machines))
     model = opened(threads=None, flash_attention=flash_attention)
-    (made,) = model._contexts
-    used = []
+    used: list[int] = []
+    decode = lib.llama_decode
+
+    def noted(context: object, batch: object) -> int:
+        used.append(lib.llama_n_threads(context))
+        return int(decode(context, batch))
+
+    monkeypatch.setattr(lib, "llama_decode", noted)
     for n_others in (0.0, 2.0):
         machines[which].n_others = n_others
         machines[which].run(200)
         model.forward(request(9))
-        used.append(lib.llama_n_threads(made.pointer))
     assert used == [4, 2]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp as lib
 
 from forward_requests import EXACT, TOLERANCE, RandomTrees, assert_same, evaluate, full, paths, text
 from llamaspec.errors import EvaluationAbortedError
-from llamaspec.llama.batch import Segment
 from llamaspec.llama.options import N_BRANCHES
 from llamaspec.values import TARGET, ForwardRequest, Logits
 from model_store import OpenModel
@@ -118,21 +116,22 @@ def test_states_do_not_branch(opened: OpenModel, kind: str) -> None:
     assert model.forward(tree(10, [-1, 0, 1])).shape[0] == 4
 
 
-def test_an_evaluation_that_is_aborted_leaves_no_trace(opened: OpenModel) -> None:
+def test_an_evaluation_that_is_aborted_leaves_no_trace(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = opened(n_ctx=512, **EXACT)
     wanted = tree(100, [-1, 0, -1, 2])
     model.forward(ForwardRequest(TARGET, wanted.tokens[:10]))
-    (context,) = model._contexts
-    decode = context.decode
+    decode = lib.llama_decode
 
-    def aborted(segments: Sequence[Segment]) -> None:
-        decode(segments)
-        context.decode = decode  # type: ignore[method-assign]
-        raise EvaluationAbortedError("aborted")
+    def aborted(*arguments: object) -> int:
+        assert decode(*arguments) == 0
+        return 2
 
-    context.decode = aborted  # type: ignore[method-assign]
-    with pytest.raises(EvaluationAbortedError):
-        model.forward(wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(lib, "llama_decode", aborted)
+        with pytest.raises(EvaluationAbortedError):
+            model.forward(wanted)
     answer = model.forward(wanted).copy()
     model.forget()
     assert_same(answer, model.forward(wanted))

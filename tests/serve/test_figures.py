@@ -12,8 +12,9 @@ from llamaspec.serve.forms import figures, openai_usage
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.scheduling import Finished
 from llamaspec.values import Source
+from patience import until
 from rounds import a_round, a_text
-from serving import Gate, Served, served, until
+from serving import Gate, Served, served
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 40, "seed": 1}

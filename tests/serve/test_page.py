@@ -12,7 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
 from llamaspec import Pair
-from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served, until
+from patience import until
+from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CLAIM = re.compile("tokens/s|without a draft")  # the latter as soon as a gain is known

@@ -9,7 +9,8 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.serve import ServeSettings
-from serving import Gate, Served, served, until
+from patience import until
+from serving import Gate, Served, served
 
 BODY = {"prompt": "a", "max_tokens": 1}
 

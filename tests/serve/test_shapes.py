@@ -12,7 +12,8 @@ import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.serve.constraints import MAX_COMPILED
-from serving import PATIENCE_SECONDS, Served, served, until
+from patience import until
+from serving import PATIENCE_SECONDS, Served, served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

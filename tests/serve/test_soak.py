@@ -16,8 +16,9 @@ from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarSequence
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import SequenceState, Submission
+from patience import until
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
-from serving import CONTEXT, open_demo, said, served, until
+from serving import CONTEXT, open_demo, said, served
 
 N_CLIENTS, N_REQUESTS = 4, 25  # of each client
 OF_A_REQUEST = (

@@ -13,8 +13,9 @@ import pytest
 
 from command import Answer, run, said
 from llamaspec import Pair
+from patience import until
 from rpc_workers import needs_rpc, running_worker
-from serving import PATIENCE_SECONDS, Gate, parse_events, process, served, until
+from serving import PATIENCE_SECONDS, Gate, parse_events, process, served
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
 
