@@ -1,8 +1,8 @@
 """Runs the requests of all clients on a pair: a queue in the event loop, and the events of each request.
 
 The pair's compute thread evaluates; the rest of the server sees `RequestQueue`, `Submission` and its events.
-The event loop fetches the deltas of an answer when the compute thread reports new tokens, and keeps them
-until the client reads them. A fault of one sequence ends only that sequence. tests/serve/test_load.py.
+The deltas of an answer are fetched when its client can take them. If it cannot, the engine lets its sequences
+wait. A fault of one sequence ends only that sequence. tests/serve/test_load.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from llamaspec.chat.answer_stream import AnswerStream
@@ -30,7 +30,6 @@ from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
 from llamaspec.values import TokenArray
 
-MAX_UNREAD = 64  # events of a sequence that may wait for the client; then no more are fetched
 MAX_RETRY_SECONDS = 60
 
 
@@ -72,8 +71,8 @@ class SequenceState:
     started_at: float | None = None
     first_text_at: float | None = None
     stream: AnswerStream | None = None  # once it runs
-    n_unread: int = 0  # events
     n_rounds_counted: int = 0
+    events: deque[Event | Exception] = field(default_factory=deque)  # for the client
     last: Finished | Exception | None = None  # set at the end
 
     @property
@@ -81,28 +80,15 @@ class SequenceState:
         """Whether it has ended; its client may have more to read."""
         return self.last is not None
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether the client is so far behind that the sequence should wait."""
-        return self.n_unread >= MAX_UNREAD
-
 
 class Submission:
-    """The events of all sequences of one HTTP request; tells the queue when the client reads or leaves."""
+    """The events of all sequences of one HTTP request."""
 
     def __init__(self, jobs: Sequence[Job], queue: RequestQueue, now: float) -> None:
         self.states = [SequenceState(i, job, self, now) for i, job in enumerate(jobs)]
         self.is_cancelled = False
+        self.news = asyncio.Event()  # a sequence may have new events
         self._queue = queue
-        self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
-        self._events: deque[tuple[SequenceState, Event | Exception]] = deque()
-        self._n_open = len(self.states)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every sequence has ended and all its events were read."""
-        return self._n_open == 0
 
     def work(self) -> dict[str, Any]:
         """What was computed, for the log; the speed-up is that of the last completion."""
@@ -124,8 +110,8 @@ class Submission:
 
         Raises RequestError 504 after the deadline (`time.monotonic`), and whatever ended a sequence.
         """
-        last = time.monotonic()
-        while not self.is_over:
+        last, running = time.monotonic(), list(self.states)
+        while running:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
@@ -133,42 +119,35 @@ class Submission:
             if now - last >= keep_alive:
                 last = now
                 yield 0, PromptProgress()
-            ends = last + keep_alive if deadline is None else min(last + keep_alive, deadline)
-            if not self._events and not await self._arrive(ends - now):
-                continue
-            state, event = self._events.popleft()
-            was_unread = state.is_unread
-            state.n_unread -= 1
-            self._n_open -= isinstance(event, (Finished, Exception))
-            if was_unread:
-                self._queue.hand_out(state)
-            if isinstance(event, Exception):
-                raise event
-            last = time.monotonic()
-            yield state.index, event
+            self.news.clear()
+            for state in tuple(running):
+                self._queue.fetch(state)
+                while state.events:
+                    event = state.events.popleft()
+                    if isinstance(event, Exception):
+                        raise event
+                    last = time.monotonic()
+                    yield state.index, event
+                if state.is_over:
+                    running.remove(state)
+            if running:
+                ends = last + keep_alive if deadline is None else min(last + keep_alive, deadline)
+                await self._wait(ends - time.monotonic())
 
-    async def _arrive(self, timeout: float) -> bool:
-        """Wait for events; False if none arrives for `timeout` seconds."""
-        self._arrived.clear()
-        timer = self._loop.call_later(timeout, self._arrived.set)  # cheaper than a task for each event
+    async def _wait(self, timeout: float) -> None:
+        """Wait for news, at most `timeout` seconds."""
+        timer = asyncio.get_running_loop().call_later(timeout, self.news.set)  # cheaper than a task
         try:
-            await self._arrived.wait()
+            await self.news.wait()
         finally:
             timer.cancel()
-        return bool(self._events)
 
     def cancel(self) -> None:
         """End the sequences within one evaluation; never waits."""
-        if not self.is_over and not self.is_cancelled:
+        is_over = all(state.is_over and not state.events for state in self.states)
+        if not is_over and not self.is_cancelled:
             self.is_cancelled = True
             self._queue.drop(self.states)
-
-    def send(self, state: SequenceState, *events: Event | Exception) -> None:
-        """Add events of a sequence."""
-        state.n_unread += len(events)
-        self._events.extend((state, event) for event in events)
-        with suppress(RuntimeError):  # the event loop has ended, and the client with it
-            self._arrived.set()
 
 
 class RequestQueue:
@@ -233,30 +212,20 @@ class RequestQueue:
         for state in states:
             self._finish(state, _server_stopping())
 
-    def hand_out(self, state: SequenceState) -> None:
-        """Send what a sequence has generated, unless its client is behind."""
+    def fetch(self, state: SequenceState) -> None:
+        """Add what a sequence has generated to its events; end it if that was all."""
         stream = state.stream
-        if stream is None or state.is_over or state.is_unread:
+        if stream is None or state.is_over:
             return
-        last: Finished | Exception | None
         try:
-            last = self._send_ready(state, stream)
+            state.events.extend(stream.ready())
+            self._count_rounds(state, stream)
+            if state.first_text_at is None and stream.rounds:
+                state.first_text_at = self._clock()
+            if stream.is_over or self._is_late(state, stream):
+                self._finish(state, Finished(stream.completion, stream.n_thought))
         except Exception as error:  # noqa: BLE001  # the client gets the error
-            last = error
-        if last is not None:
-            self._finish(state, last)
-
-    def _send_ready(self, state: SequenceState, stream: AnswerStream) -> Finished | None:
-        """Send what is ready; returns the last event if the sequence has ended."""
-        deltas = stream.ready()
-        self._count_rounds(state)
-        if state.first_text_at is None and stream.rounds:
-            state.first_text_at = self._clock()
-        state.submission.send(state, *deltas)
-        if not stream.is_over and not self._is_late(state, stream):
-            return None
-        done = stream.completion
-        return Finished(done, stream.n_thought)
+            self._finish(state, error)
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
         """Whether a sequence has used its time and has a whole line."""
@@ -281,20 +250,18 @@ class RequestQueue:
 
         def note(n_read: int, n_to_read: int) -> None:
             n_cached = 0 if state.stream is None else state.stream.completion.n_cached
-            progress = PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin)
-            state.submission.send(state, progress)
+            state.events.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
 
         try:
             state.stream = open_stream(state.job, self._pair, self._policy, note)
-            state.stream.begin(lambda: loop.call_soon_threadsafe(self.hand_out, state))
+            state.stream.begin(lambda: loop.call_soon_threadsafe(state.submission.news.set))
         except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
 
-    def _count_rounds(self, state: SequenceState) -> None:
-        if state.stream is not None:
-            rounds = state.stream.rounds[state.n_rounds_counted :]
-            state.n_rounds_counted += len(rounds)
-            self._metrics.rounds(rounds)
+    def _count_rounds(self, state: SequenceState, stream: AnswerStream) -> None:
+        rounds = stream.rounds[state.n_rounds_counted :]
+        state.n_rounds_counted += len(rounds)
+        self._metrics.rounds(rounds)
 
     def _finish(self, state: SequenceState, last: Finished | Exception) -> None:
         if state.is_over:
@@ -305,7 +272,9 @@ class RequestQueue:
         else:
             with suppress(ValueError):
                 self._waiting.remove(state)
-        state.submission.send(state, last)
+        state.events.append(last)
+        with suppress(RuntimeError):  # the event loop has ended, and the client with it
+            state.submission.news.set()
         with suppress(Exception):  # the client has its error, and other sequences must continue
             self._end(state, last)
         if not self.is_stopping:
@@ -316,7 +285,7 @@ class RequestQueue:
         completion = None
         if state.stream is not None:
             state.stream.close()
-            self._count_rounds(state)
+            self._count_rounds(state, state.stream)
             completion = state.stream.completion
         now, first = self._clock(), state.first_text_at
         reason = StopReason.INTERRUPT.value if state.submission.is_cancelled else "error"

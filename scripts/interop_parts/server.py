@@ -19,6 +19,7 @@ from unittest.mock import patch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec import AutoLength, ModelOptions, open_pair
+from llamaspec.chat.deltas import Delta
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.generation import Completion, StopReason, summarize
@@ -26,7 +27,7 @@ from llamaspec.pair import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
 from llamaspec.serve.requests import Job
-from llamaspec.serve.scheduling import Event, Finished, RequestQueue, Submission
+from llamaspec.serve.scheduling import Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
 DEMO_TARGET, DEMO_DRAFT = demo_target(), demo_draft()
@@ -123,15 +124,18 @@ class Recorder:
         await self._app(scope, received, sent)
 
 
-def _events(text: str, job: Job) -> Iterator[Event]:
+def _deltas(text: str, job: Job) -> Iterator[Delta]:
     parser = AnswerParser(job.parameters.answer_format, job.parameters.tools)
     for letter in text:
         yield from parser.feed(letter)
     yield from parser.finish()
+
+
+def _end(text: str, job: Job) -> Finished:
     reason = StopReason.LIMIT if isinstance(text, Cut) else StopReason.END
     n_tokens = len(text) // LETTERS + 1
     figures = summarize([], n_tokens)
-    yield Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0))
+    return Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0))
 
 
 @contextmanager
@@ -156,7 +160,9 @@ def scripted_server(
         if text is None:
             return usual(queue, jobs)
         submission = Submission(jobs, queue, time.monotonic())
-        submission.send(submission.states[0], *_events(text, jobs[0]))
+        (state,) = submission.states
+        state.last = _end(text, jobs[0])
+        state.events.extend([*_deltas(text, jobs[0]), state.last])
         return submission
 
     options = ModelOptions(n_ctx=n_ctx, n_cells=n_ctx)

@@ -26,11 +26,12 @@ from llamaspec.serve.errors import RequestError
 from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import (
-    MAX_UNREAD,
     Event,
+    Events,
     Finished,
     PromptProgress,
     RequestQueue,
+    SequenceState,
     Submission,
 )
 from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, open_demo, said, served, until
@@ -64,10 +65,10 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-async def read(answer: Submission) -> list[str]:
-    """The texts of all sequences of an answer."""
+async def read(answer: Submission, events: Events | None = None) -> list[str]:
+    """The texts of all sequences of an answer; `events` are those that nobody has read yet."""
     texts = [""] * len(answer.states)
-    async for index, event in answer.events(None, PATIENCE_SECONDS):
+    async for index, event in events or answer.events(None, PATIENCE_SECONDS):
         if isinstance(event, ContentDelta):
             texts[index] += event.text
         if isinstance(event, Finished):
@@ -120,7 +121,6 @@ def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Pa
 
         async def ask() -> tuple[list[str], list[str]]:
             slow = queue.submit([job(pair, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
-            await reached(lambda: slow.states[0].is_unread)
             other = await read(queue.submit([job(pair, "import os", 2, 400)]))
             return other, await read(slow)
 
@@ -201,20 +201,20 @@ def test_tokens_of_a_cancelled_request_are_counted(demo: Pair) -> None:
 
 
 def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
-    """Where nobody else asks for anything, the thread waits, and goes on when the client does."""
-    n = MAX_UNREAD * 6
+    """The engine lets it wait, and goes on when the client does."""
+    n = 384
     with decoding(demo) as queue:
 
         async def ask() -> tuple[int, list[str], list[str]]:
             slow = queue.submit([job(demo, "def f(", 1, n, drafting=SpeculativeFields(enabled=False))])
-            await reached(lambda: slow.states[0].is_unread)
             other = await read(queue.submit([job(demo, "import os", 2, 200)]))
-            stream = slow.states[0].stream
+            stream, events = slow.states[0].stream, slow.events(None, PATIENCE_SECONDS)
             assert stream is not None
-            return len(stream.rounds), other, await read(slow)
+            await anext(events)  # the progress of the prompt: all that was made so far is fetched
+            return len(stream.rounds), other, await read(slow, events)
 
         n_made, other, slow = run(ask())
-    assert n_made < n  # on a busy machine an event has the text of several rounds
+    assert 0 < n_made < n / 4
     assert other == [said(alone, "import os", 2, 200)]
     assert slow == [said(alone, "def f(", 1, n)]
 
@@ -243,7 +243,7 @@ def test_an_interactive_request_is_the_next_to_run(demo: Pair, alone: Pair) -> N
             running, n_waiting = queue.sequences()
             assert ([state.submission for state in running], n_waiting) == ([chats[0], keys[0]], 2)
             asked = [*chats, *keys]
-            return asked, [text for answer in asked for text in await read(answer)]
+            return asked, [text for (text,) in await asyncio.gather(*map(read, asked))]
 
         (_, waiting, _, next_key), texts = run(ask())
     assert texts == [said(alone, "def f(", seed, 30) for seed in (1, 2)] + [
@@ -416,12 +416,16 @@ def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
     """Tokens come, but a call is not complete yet."""
     nobody: Any = None
 
+    class Silent:
+        def fetch(self, state: SequenceState) -> None: ...
+
     async def first() -> tuple[int, Event]:
-        submission = Submission([nobody], nobody, 0.0)
+        queue: Any = Silent()
+        submission = Submission([nobody], queue, 0.0)
 
         async def generate() -> None:
             while True:
-                submission.send(submission.states[0])
+                submission.news.set()
                 await asyncio.sleep(0.001)
 
         generating = asyncio.create_task(generate())
