@@ -81,7 +81,7 @@ class AutoLength:
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
-        self.trees = TreeAcceptance() if trees else None
+        self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
         self.credit = 0.0  # seconds that timing widths and exploring may cost
         self.sequences: list[AutoSequence] = []
@@ -139,8 +139,7 @@ class AutoLength:
         if n_steps and round_.draft.is_chain:
             self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
         seconds = round_.seconds / round_.n_sequences
-        # The very first evaluation reads weights from the disk, so no round counts as longer than usual:
-        self.credit += SHARE * min(seconds, n_made * self.costs.seconds(1))
+        self.credit += SHARE * seconds
         if round_.evaluation != self._latest or round_.n_sequences == 1:
             self._learn_costs(round_)
         if plan.times_plain:

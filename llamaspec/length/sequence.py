@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that cost no draft step
 FIRST = 16  # tokens of a copy, until one was accepted as a whole
-TRUST = 0.5  # plain tokens that a rejected copy may cost, for each token of its match
-BANK = 32.0  # most plain tokens that earlier copies of the completion can add to that, or take away
 CAUTION = 0.5  # share of the usual length to count on: prompt processing for a short answer is lost
 
 Grown = TypeVar("Grown")
@@ -61,7 +59,6 @@ class AutoSequence:
         self.n_written = 0  # tokens of the completion
         self._evaluation = -1  # that it took part in last
         self._plan: RoundPlan | None = None  # of the round that has begun
-        self._copied_gain = 0.0  # plain tokens that copies have won
         self._longest_copy = FIRST
 
     @property
@@ -129,7 +126,8 @@ class AutoSequence:
         paid = any(outcome > 0.5 for _, outcome in found)
         self._policy.learn(round_, plan, paid=paid, n_unread=reading.n_unread)
         if round_.source in COPIES and len(round_.draft):
-            self._learn_copy(round_, plan.plain)
+            n_right = self._longest_copy if round_.n_accepted == len(round_.draft) else round_.n_accepted
+            self._longest_copy = min(max(FIRST, 2 * n_right), LONGEST_COPY)
         self.n_written += n_made
         pace = (round_.verify_seconds + round_.overhead_seconds) / n_made
         has_read = len(round_.draft) + round_.n_dropped >= n_made
@@ -192,7 +190,7 @@ class AutoSequence:
             return plan.timed_width - 1  # the positions are evaluated anyway
         if source is Source.GRAMMAR:
             return int((expected_accepted(1.0, n_most) - plan.rate * prices).argmax())
-        expected = self._expected(source, ahead[: self._longest(plan, ahead)])
+        expected = self._expected(source, ahead[: min(n_most, self._longest_copy)])
         # At the rate of the copies themselves: where width costs as it grows, a longer one only risks more.
         rates = (1.0 + expected) / (plan.plain + prices[: len(expected)])
         n = int(rates.argmax())
@@ -201,22 +199,6 @@ class AutoSequence:
         if not plan.limits.get(policy.drafting):
             plan.explored = source
         return int(plan.explored is source)
-
-    def _longest(self, plan: RoundPlan, ahead: Sequence[float]) -> int:
-        """The longest copy whose whole price may be lost, by its match and by what copies have won."""
-        if not ahead:
-            return 0
-        most = TRUST * ahead[0] / (1.0 - ahead[0]) + self._copied_gain
-        affordable = (plan.copy_prices <= most * plan.plain).nonzero()[0].max(initial=0)
-        return min(int(affordable), self._longest_copy)
-
-    def _learn_copy(self, round_: Round, plain: float) -> None:
-        """Let the next copy be twice as long as what was accepted, or as this limit if nothing was wrong."""
-        n_accepted = round_.n_accepted
-        gain = n_accepted + 1 - round_.seconds / (round_.n_sequences * plain)
-        self._copied_gain = max(-BANK, min(self._copied_gain + gain, BANK))
-        longest = self._longest_copy if n_accepted == len(round_.draft) else n_accepted
-        self._longest_copy = min(max(FIRST, 2 * longest), LONGEST_COPY)
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """Expected number of accepted tokens among the first n of a draft: [n]."""

@@ -26,7 +26,7 @@ EDGE = 1.1  # what a tree must promise, next to the best chain
 class TreeAcceptance:
     """How likely the candidates of a position are: what all rows have learnt of one draft."""
 
-    first: Acceptance = field(default_factory=lambda: Acceptance(level=0.4, slope=0.8))
+    first: Acceptance = field(default_factory=Acceptance)  # the draft's; the policy teaches it
     others: Acceptance = field(default_factory=lambda: Acceptance(level=0.0, slope=1.0))
     shares: list[float] = field(default_factory=lambda: list(SHARES))
 
@@ -40,14 +40,13 @@ class TreeAcceptance:
         return tuple(round(each, 2) for each in (acceptance, *((1 - acceptance) * s for s in self.shares)))
 
     def learn(self, round_: Round) -> None:
-        """Learn from the positions of a round that were verified."""
+        """Learn from a round which of the other candidates the target drew."""
         for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
             children = round_.draft.children(node)
-            for rank, child in enumerate(children):
-                belief = self.others if rank else self.first
-                belief.learn(child == drawn, round_.confidences[child])
-                if 0 < rank <= len(self.shares) and children[0] != drawn:
-                    self.shares[rank - 1] += LEARNT * ((child == drawn) - self.shares[rank - 1])
+            for i, child in enumerate(children[1:]):
+                self.others.learn(child == drawn, round_.confidences[child])
+                if i < len(self.shares) and children[0] != drawn:
+                    self.shares[i] += LEARNT * ((child == drawn) - self.shares[i])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,13 +36,12 @@ def test_a_tree_is_planned_only_where_positions_are_cheap_and_first_candidates_m
     assert planned(FLAT, 0.97) is None
 
 
-def test_candidates_of_every_rank_are_learnt() -> None:
+def test_all_candidates_but_the_first_are_learnt() -> None:
     acceptance = TreeAcceptance()
-    before = [acceptance.chance(0, 0.6), acceptance.chance(1, 0.2)]
+    before = acceptance.chance(1, 0.2)
     for _ in range(100):  # the first is accepted; behind it, its second one
         acceptance.learn(Round(BRANCHED, (0, 2), 0, 5))
-    assert acceptance.chance(0, 0.6) != before[0]
-    assert acceptance.chance(1, 0.2) > before[1]
+    assert acceptance.chance(1, 0.2) > before
     assert acceptance.shares[0] > SHARES[0]
     assert acceptance.shares[1] == SHARES[1]
     assert acceptance.chance(0, 0.001) < 0.1
