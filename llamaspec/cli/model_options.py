@@ -28,6 +28,7 @@ from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
+ALMOST = 0.99  # a model is loaded, but there may be others, and contexts to make
 _LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
@@ -224,7 +225,7 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
     elif not choice.drafts and known_draft(choice.target, lambda _: plan.target.path) is not None:
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     with SlowProgress("loading") as progress:
-        pair = open_plan(plan, cache_ram=cache_ram, on_load=progress)
+        pair = open_plan(plan, cache_ram=cache_ram, on_load=lambda done: progress(min(done, ALMOST)))
     _warn(pair)
     return pair
 

@@ -16,7 +16,7 @@ from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.model_options import ModelChoice, device_names, find_plan, learning, model_or_plain_options
-from llamaspec.cli.output import say
+from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
@@ -104,10 +104,11 @@ def serve(
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
     with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
-        if pair.target.reader is not None:
-            pair.target.reader.open_if_faster()
-        with suppress(ConstraintError):
-            pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
+        with SlowProgress("preparing the server"):
+            if pair.target.reader is not None:
+                pair.target.reader.open_if_faster()
+            with suppress(ConstraintError):
+                pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             url = url_of(opened)
