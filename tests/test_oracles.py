@@ -196,18 +196,21 @@ def test_a_better_draft_is_accepted_more_often(store: ModelStore) -> None:
     assert rates[3] < 0.3
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*itertools.product(MEMORIES, ["f32", "f16"]), ("qwen35", "q8_0")]
+)
 def test_forks_only_where_the_choice_was_close(store: ModelStore, kind: str, dtype: str) -> None:
-    """Widths are not exact here, and some memories read again what was rejected."""
+    """Widths are not exact here, and some memories read rejected tokens again. Qwen 3.5 has its own head."""
     target = Recipe(dtype=dtype)
-    with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
+    draft = "mtp" if kind == "qwen35" else store.path(kind, target.draft())
+    with open_pair(store.path(kind, target), draft, target_options=CPU, draft_options=CPU) as pair:
         for seed in range(6):
             # Without truncation: a token at the edge of it would come and go.
             sampling = Sampling(temperature=(0.7, 1.0)[seed % 2], top_k=None, top_p=None, min_p=None)
             right = plain(pair, "the", sampling, seed, 40)
             for n_draft in (1, 3, 6):
                 found = assisted(pair, "the", sampling, seed, 40, n_draft)
+                assert found.summary.n_accepted > 0 or draft != "mtp"
                 assert_same_or_close(pair, "the", sampling, seed, right, found)
 
 
@@ -304,18 +307,6 @@ def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStor
         completions = assert_same(pair, REPEATED, [4], 4 * WARM, 60)
     sources = {round_.source for found in completions for round_ in found.rounds if len(round_.draft)}
     assert sources == {Source.NGRAM, Source.MTP}
-
-
-def test_forks_only_where_the_choice_was_close_with_a_prediction_head(store: ModelStore) -> None:
-    """Over a hybrid target, whose widths are not exact."""
-    with opened_with_heads(store, "qwen35") as pair:
-        for seed in range(6):
-            sampling = Sampling(temperature=(0.7, 1.0)[seed % 2], top_k=None, top_p=None, min_p=None)
-            right = plain(pair, "the", sampling, seed, 40)
-            for n_draft in (1, 3, 6):
-                found = assisted(pair, "the", sampling, seed, 40, n_draft)
-                assert found.summary.n_accepted > 0
-                assert_same_or_close(pair, "the", sampling, seed, right, found)
 
 
 @pytest.mark.parametrize("rule", RULES)
