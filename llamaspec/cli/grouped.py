@@ -18,7 +18,7 @@ _COMMON = frozenset((  # names of parameters
     "threads", "max_tokens", "temperature", "seed", "stats", "as_json", "show_drafts", "explain",
     "resume", "save", "load", "reasoning",
     "host", "port", "parallel", "api_keys", "alias",
-    "task", "repeats", "llama_server", "share", "quick", "show", "forget",
+    "names", "repeats", "llama_server", "share", "quick", "show", "forget",
 ))  # fmt: skip
 _DETAILS = ("short", "full")  # of --stats
 _SHOWS_ALL = "llamaspec.shows_all"  # key of a context's meta
