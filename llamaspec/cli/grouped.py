@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any, TypeVar, cast
 
 import click
@@ -133,13 +134,33 @@ def refusing_values() -> Iterator[None]:
         raise click.UsageError(str(error), click.get_current_context()) from error
 
 
-class Integer(click.IntRange):
+class _Ranged:
+    """A range of numbers whose error names the range; mixed into a range type of click."""
+
+    noun: str
+
+    def convert(self: Any, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        try:
+            number = super().convert(value, param, ctx)  # type: ignore[misc]
+            if not isnan(number):  # no comparison refuses it
+                return number
+        except click.BadParameter:
+            pass
+        if self.min is None or self.max is None:
+            allowed = f"≥ {self.min:g}" if self.max is None else f"≤ {self.max:g}"
+        else:
+            allowed = f"from {self.min:g} to {self.max:g}"
+        raise click.BadParameter(f"must be {self.noun} {allowed}", ctx, param)
+
+
+class Integer(_Ranged, click.IntRange):
     """An integer in a range."""
 
-    name = "integer"  # click's own is "integer range"
+    name, noun = "integer", "an integer"
 
 
-class Number(click.FloatRange):
+class Number(_Ranged, click.FloatRange):
     """A number in a range."""
 
-    name = "number"
+    name, noun = "number", "a number"

@@ -110,7 +110,7 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
 class DraftLength(Integer):
     """A number of draft tokens, or "auto", which becomes None."""
 
-    name = "draft length"
+    name, noun = "draft length", "auto or an integer"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert an argument."""

@@ -153,7 +153,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         (("--share", "no folder/x.json"), "cannot write the report no folder/x.json"),
         (("--share", "x.json", "--tasks", "own.yaml"), "--share needs the built-in tasks; drop --tasks"),
         (("--target", "missing.gguf"), "no such model file"),
-        (("-r", "0"), "0 is not in the range x>=1"),
+        (("-r", "0"), "must be an integer ≥ 1"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], says: str) -> None:
