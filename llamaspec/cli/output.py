@@ -28,7 +28,6 @@ Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
 LINE_SECONDS = 10.0  # between two lines of progress off a terminal
 REFRESH_SECONDS = 0.1  # between two states of a bar
-TELLING = 16  # tokens; the speed-up of a shorter text would be noise
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
     StopReason.END: "at end of text",
@@ -230,7 +229,7 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
         speed += f", {summary.tokens_per_second:.1f} tokens/s"
-    gain = summary.speed_up if summary.n_tokens >= TELLING else None
+    gain = summary.speed_up
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} not verified" if n_dropped else ""
     ended = f"stopped {_ENDS[completion.stop_reason]}, seed {seed}"

@@ -80,6 +80,9 @@ class Ended:
 TextEvent: TypeAlias = "Prefilled | Written | Ended"
 
 
+TELLING = 16  # tokens; the speed-up of fewer would be noise
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Costs and gains of a completion, summed over its rounds."""
@@ -96,7 +99,7 @@ class Summary:
     verify_seconds: float
     overhead_seconds: float
     plain_seconds: float | None = None  # estimate for a round without a draft, alone; None if unknown
-    speed_up: float | None = None  # estimate against plain decoding; None if unknown or nothing was verified
+    speed_up: float | None = None  # estimate against plain decoding, see `_speed_up`
 
     @property
     def decode_seconds(self) -> float:
@@ -153,15 +156,16 @@ def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
 def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> float | None:
     """How many times as fast as plain decoding the rounds were.
 
+    None if nothing was verified, if there are fewer than TELLING tokens, or if no plain round was timed.
     Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. No
     round costs less than a plain one, so the tokens of a round bound the result.
     """
     rounds = [round_ for round_ in rounds if not round_.n_prefill]
     seconds = sum(round_.seconds for round_ in rounds)
     is_known = all(round_.n_sequences in plain_seconds for round_ in rounds)
-    if not (is_known and seconds and any(round_.n_verified for round_ in rounds)):
-        return None
     n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
+    if n_tokens < TELLING or not (is_known and seconds and any(round_.n_verified for round_ in rounds)):
+        return None
     plain = sum((round_.n_accepted + 1) * plain_seconds[round_.n_sequences] for round_ in rounds)
     return min(plain / seconds, n_tokens / len(rounds))
 
