@@ -55,7 +55,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; only then its module is loaded."""
         if cmd_name not in _SUBCOMMANDS:
-            return None
+            return super().get_command(ctx, cmd_name)
         with interrupts_end_the_process():
             module = import_module(f"llamaspec.cli.{_SUBCOMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)

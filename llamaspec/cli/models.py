@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -77,14 +78,23 @@ def list_models(as_json: bool) -> None:
     rows = [_columns(entry) for entry in entries]
     columns = ("<!name", "!for memory", "!size", "<!draft", "<licence", "<!here")
     table = table_of(columns, [[_cell(text) for text in row] for row in rows])
-    unlimited = console.options.update_width(1000)
-    if console.measure(table, options=unlimited).maximum <= console.width:
+    if _width(columns, rows) <= console.width:
         console.print(table)
         return
     for name, *others in rows:
         console.print(_cell(name))
         parts = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
         console.print(Padding(_cell(", ".join(parts)), (0, 0, 0, 2)))
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the width at which a table breaks no word, and no line of a column with "!"."""
+    width = 2 * (len(columns) - 1)
+    for title, *cells in zip(columns, *rows, strict=True):
+        texts = [title.lstrip("<!"), *cells]
+        words = texts if "!" in title else [word for text in texts for word in text.split()]
+        width += max(map(cell_len, words))
+    return width
 
 
 class _Memory(click.ParamType):  # type: ignore[type-arg]

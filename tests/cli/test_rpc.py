@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_be_reached(models: list[Path]) -> None:
         (["--rpc", "a:1,b:2", "--rpc", "a:1"], "a worker is named twice; each serves one client at a time"),
         (["--rpc", "a:1", "-ngl", "0"], "workers compute what is offloaded; drop --gpu-layers 0"),
         (["--rpc", "a:1", "--device", "none"], "workers compute what is offloaded; drop --gpu-layers 0"),
-        (["--tensor-split", "3;1"], "'3;1' is not a list of numbers such as 3,1"),
+        (["--tensor-split", "3;1"], "--tensor-split needs numbers such as 3,1, not 3;1"),
         (["--tensor-split", "3/-1"], "shares of tensor-split must be numbers >= 0, got (3.0, -1.0)"),
         (["--tensor-split", "0,0"], "one share of tensor-split must be greater than 0"),
         (["--tensor-split", ",".join("1" * 17)], "tensor-split has at most 16 shares"),
