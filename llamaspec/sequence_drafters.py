@@ -84,7 +84,8 @@ class SequenceDrafters:
         copies = prompt_reading(length) is not None if is_weighed else self.copying is not Copying.OFF
         if copies or len(prediction):
             least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
-            drafters.append(NgramDrafter(least, prediction=prediction))
+            is_end = self.target.vocabulary.is_end
+            drafters.append(NgramDrafter(least, prediction=prediction, is_end=is_end))
         if self.stages:
             drafters.append(self._cascaded(drawing))
         elif has_model:
@@ -114,7 +115,8 @@ class SequenceDrafters:
         model = self._asking(here.models[0], drawing, draft_name(level))
         helper = self._cascaded(replace(drawing, streams=streams), level + 1)
         if Source.NGRAM in here.sources:
-            helper = FallbackDrafter([NgramDrafter(), helper])
+            copies = NgramDrafter(is_end=self.target.vocabulary.is_end)
+            helper = FallbackDrafter([copies, helper])
         length = here.length.start_sequence(drops=drawing.rule.drops)
         return CascadeDrafter(model, helper, length, streams, here.models[0].max_scored)
 

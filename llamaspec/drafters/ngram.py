@@ -11,7 +11,7 @@ Reference: prompt lookup decoding (Saxena, 2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -197,11 +197,17 @@ class Replacement:
 class NgramDrafter:
     """Copies what followed the longest earlier occurrence of the text's end, and follows that passage.
 
-    Matches shorter than `min_match` give no draft.
+    Matches shorter than `min_match` give no draft. A copy stops after a token that ends texts: `is_end`.
     """
 
-    def __init__(self, min_match: int = MIN_MATCH, *, prediction: TokenArray = NO_TOKENS) -> None:
-        self._min_match, self._prediction = min_match, prediction
+    def __init__(
+        self,
+        min_match: int = MIN_MATCH,
+        *,
+        prediction: TokenArray = NO_TOKENS,
+        is_end: Callable[[int], bool] = lambda token: False,
+    ) -> None:
+        self._min_match, self._prediction, self._is_end = min_match, prediction, is_end
         self._read = NO_TOKENS
         self._alignment: Alignment | None = None
         self._source = Source.NGRAM  # of the alignment
@@ -235,7 +241,7 @@ class NgramDrafter:
             alignment.jump(begin, n)
         # A copy may be copied again: a text that repeats goes on.
         following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
-        return _copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
+        return self._copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
 
     def _follow(self, context: TokenArray) -> None:
         """Align what was written since the last round."""
@@ -256,16 +262,19 @@ class NgramDrafter:
         if self._source is Source.NGRAM and 0 < n_left <= len(following) < LONGEST_COPY:  # it repeats itself
             more = strengths[-1] + np.arange(1, LONGEST_COPY + 1 - len(following))
             following, strengths = np.resize(following, LONGEST_COPY), np.concatenate((strengths, more))
-        return _copied(self._source, following, strengths, length)
+        return self._copied(self._source, following, strengths, length)
 
-
-def _copied(source: Source, following: TokenArray, strengths: Array, length: SequenceLength) -> Draft:
-    """Draft the tokens that are expected next, while the policy wants more."""
-    ahead = tuple((strengths / (strengths + 1.0)).tolist())
-    n = 0
-    while n < len(following) and length.wants_more(
-        Draft(following[:n], (), ahead[:n], source, None, ahead[n:])
-    ):
-        n += 1
-    certain = tuple([Distribution.certain(token) for token in following[:n].tolist()])
-    return Draft(following[:n], certain, ahead[:n], source)
+    def _copied(
+        self, source: Source, following: TokenArray, strengths: Array, length: SequenceLength
+    ) -> Draft:
+        """Draft the tokens that are expected next, while the policy wants more."""
+        end = next((i for i, token in enumerate(following.tolist()) if self._is_end(token)), len(following))
+        following, strengths = following[: end + 1], strengths[: end + 1]
+        ahead = tuple((strengths / (strengths + 1.0)).tolist())
+        n = 0
+        while n < len(following) and length.wants_more(
+            Draft(following[:n], (), ahead[:n], source, None, ahead[n:])
+        ):
+            n += 1
+        certain = tuple([Distribution.certain(token) for token in following[:n].tolist()])
+        return Draft(following[:n], certain, ahead[:n], source)

@@ -186,6 +186,16 @@ def test_a_prediction_is_followed_from_the_first_token_and_after_a_wrong_beginni
     assert (draft.source, draft.tokens.tolist()) == (Source.PREDICTION, [104, 105, 106])
 
 
+@pytest.mark.parametrize("text", [(5, 6), (1, 2, 3, 4, 5, 6)])  # a match; from then on aligned
+def test_nothing_is_copied_from_behind_the_end_of_a_text(text: tuple[int, ...]) -> None:
+    """An edit of a whole file ends like the file in the prompt. Marks of the conversation follow that."""
+    prompt, end = (1, 2, 3, 4, 5, 6, 7, 8, 99, 98, 97, 96), 99
+    drafter = NgramDrafter(is_end=lambda token: token == end)
+    drafter.prepare(tokens(*prompt))
+    for n in range(2, len(text) + 1):
+        assert proposed(drafter, tokens(*prompt, *text[:n]), 9).tokens.tolist()[-3:] == [7, 8, end]
+
+
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
     draft = proposed(NgramDrafter(), tokens(*[7, 8, 9] * 3), 8)
     assert draft.tokens.tolist() == [7, 8, 9, 7, 8, 9, 7, 8]
