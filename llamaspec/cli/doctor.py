@@ -54,7 +54,7 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
     runtime.set_verbose(models.verbose)
     if models.is_embedded:
         out.say("no --target given, using the small embedded pair")
-    found = list(examine(find_plan(models), lambda role: out.SlowProgress(f"loading the {role}")))
+    found = list(examine(find_plan(models), out.SlowProgress))
     counts = {level: sum(finding.level == level for finding in found) for level in STYLES}
     if as_json:
         listed = []

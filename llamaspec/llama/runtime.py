@@ -154,7 +154,8 @@ def backend_description() -> str:
     """The build of llama.cpp and what it computes on, in one line."""
     start()
     features = lib.llama_print_system_info().decode("utf-8", errors="replace")
-    return f"llama-cpp-python {version('llama-cpp-python')}, GPU offload {can_offload()}, {features}"
+    offload = "with GPU offload" if can_offload() else "no GPU offload"
+    return f"llama-cpp-python {version('llama-cpp-python')}, {offload}, {features}"
 
 
 def ggml_function(name: str, result: type | None, *arguments: type) -> Any:

@@ -30,7 +30,9 @@ from llamaspec.plan import DraftPlan
 from llamaspec.values import TARGET, ForwardRequest
 
 Clock = Callable[[], float]  # seconds
-Loading = Callable[[str], AbstractContextManager[LoadProgress]]  # (role) -> told how much is loaded
+Working = Callable[
+    [str], AbstractContextManager[LoadProgress]
+]  # (what is done) -> told how much of it is done
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least this many times faster than its target
@@ -83,7 +85,7 @@ class Examined:
     step_seconds: float  # one token
 
 
-def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+def examine(plan: DraftPlan, working: Working, clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """Yield all findings, those of the machine first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
@@ -97,9 +99,10 @@ def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter)
         for role, file in wanted:
             yield thread_finding(machine, role, file.options.threads)
             try:
-                with loading(role) as on_load:
+                with working(f"loading the {role}") as on_load:
                     model = stack.enter_context(LlamaModel(file.path, file.options, on_load))
-                examined[role] = look_at_model(role, model, clock)
+                with working(f"timing the {role}"):
+                    examined[role] = look_at_model(role, model, clock)
             except LlamaspecError as error:
                 yield Finding.of_error(role, error)
                 continue
@@ -113,7 +116,9 @@ def examine(plan: DraftPlan, loading: Loading, clock: Clock = time.perf_counter)
             if difference(*vocabularies) is None:
                 yield from vocabulary_findings(*vocabularies)
             else:
-                yield from foreign_findings(models["target"], models["draft"], clock)
+                with working("timing the draft with the tokens of the target"):
+                    findings = [*foreign_findings(models["target"], models["draft"], clock)]
+                yield from findings
             yield pace_finding(examined["target"], examined["draft"])
             if (found := pair_verdict(plan)) is not None:
                 yield Finding(OK, "speed-up", found)

@@ -190,7 +190,7 @@ def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int
     pair.forget()
     written(replace(task, prompt=task.prompt[: 2 * len(task.prompt) // 3 + 1], max_tokens=2))
     n_changed["behind a cached prompt"] = differing(written(task))
-    n_changed["where it is known"] = differing(written(task))
+    n_changed["behind its own cached text"] = differing(written(task))
     pair.forget()
     others = [
         replace(task, prompt=np.roll(task.prompt, 7 * i), seed=task.seed + i) for i in range(1, N_BESIDE + 1)
