@@ -178,7 +178,9 @@ Examples:
 @click.option(
     "--for", "target", metavar="TARGET", help="The target it drafts for; --draft auto then finds it."
 )
-@click.option("--output", "-o", metavar="FILE", help="The trimmed draft; default: beside TARGET.")
+@click.option(
+    "--output", "-o", metavar="FILE", help="The trimmed draft; default: beside the target of --for."
+)
 @click.option("--force", is_flag=True, help="Replace the file of --output.")
 @JSON_OPTION
 def trim(

@@ -254,7 +254,7 @@ def learning(
             yield pair, policy
         finally:
             keep_learnt(pair, policy)
-        if tells and is_first:
+        if tells and is_first and stored(pair, LearnedPrior).value is not None:
             say("first run with this pair: its speed was measured, and the next runs start from that")
         if tells and (found := pair_verdict(pair)) is not None:
             say(found)

@@ -51,6 +51,11 @@ class Acceptance:
         self.log_odds = np.array(log_odds if len(log_odds) else (*usual, UNDRAWN))
         self._n = [PRIOR] * len(self.log_odds)
 
+    @property
+    def n_learnt(self) -> int:
+        """Tokens that it was learnt from, as far as the average remembers."""
+        return self._n[-1] - PRIOR
+
     def probability(self, confidence: float | None = None, shift: float = 0.0) -> float:
         """Probability that a token is accepted; None stands for one that is not drawn yet."""
         return 1.0 / (1.0 + exp(-max(float(self.log_odds[self._bin(confidence)]) + shift, -30.0)))
@@ -124,13 +129,13 @@ class LearnedPrior:
     distance: int = NEAREST  # rounds between two explorations
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies from the text itself
     n_runs: int = SETTLED  # in which costs were measured, or as good as so many
+    n_learnt: int = 0  # draft tokens that `log_odds` were learnt from; counting stops at a few hundred
 
     def __post_init__(self) -> None:
-        for log_odds, usual in (
-            (self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True))
-        ):  # fmt: skip
-            if len(log_odds) not in (0, len(usual.log_odds)) or self.distance < 1 or self.n_runs < 0:
-                raise ValueError("a prior of another kind")
+        kinds = ((self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True)))
+        is_whole = all(len(log_odds) in (0, len(usual.log_odds)) for log_odds, usual in kinds)
+        if not is_whole or self.distance < 1 or min(self.n_runs, self.n_learnt) < 0:
+            raise ValueError("a prior of another kind")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from llamaspec.length.acceptance import (
     FARTHEST,
+    MOST,
     NEAREST,
     SETTLED,
     Acceptance,
@@ -74,7 +75,7 @@ class AutoLength:
             raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
-        self.n_runs = prior.n_runs
+        self.n_runs, self._n_learnt = prior.n_runs, prior.n_learnt
         self.costs = Costs(prior.curve, widths, pads=pads, is_settled=self.is_settled)
         self.longest, self.sources = longest, frozenset(sources)
         self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
@@ -121,7 +122,8 @@ class AutoLength:
             tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
         )
         n_runs = min(self.n_runs + 1, SETTLED)
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs)
+        n_learnt = min(self._n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
+        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs, n_learnt)
 
     def running(self) -> list[AutoSequence]:
         """The completions that are expected in the next evaluation."""

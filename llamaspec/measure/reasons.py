@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.length.acceptance import UNDRAWN, LearnedPrior
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, PairOnDisk, prior_with_target, stored
@@ -29,6 +29,7 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not.
 CONCLUSIVE_WIDTH = 9
 LIKELY = 0.8  # acceptance with which quantizations are compared
+TELLING = 32  # draft tokens from which on an observed acceptance is told
 SAME = 0.03  # a speed-up below this cannot be told from noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # of them wide batches are often cheap
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
@@ -178,7 +179,7 @@ def pair_verdict(pair: PairOnDisk) -> str | None:
     if break_even(seconds) is None:
         other = _other_quantization(pair, prior.curve) or ""
         return f"{said} (computed from measured times){other}" if is_conclusive(prior.curve) else None
-    if not prior.log_odds or prior.log_odds[-1] == UNDRAWN:  # no draft token was verified
+    if not prior.log_odds or prior.n_learnt < TELLING:
         return None
     acceptance = 1 / (1 + exp(-prior.log_odds[-1]))
     best = best_length(seconds, acceptance)

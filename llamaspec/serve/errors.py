@@ -138,6 +138,8 @@ def invalid(error: ValidationError) -> RequestError:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     if first["type"] == "json_invalid":
+        if "recursion limit" in first["msg"]:
+            return RequestError(400, "the body is nested too deeply")
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     # Among the alternatives of a union, the client meant the one that matched furthest.
     paths = [

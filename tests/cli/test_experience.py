@@ -122,6 +122,8 @@ def test_a_draft_step_is_timed_in_the_first_runs_of_a_pair(
 
 def test_the_first_run_says_that_it_has_measured(models: list[Path]) -> None:
     line = "first run with this pair"
+    short = generate("-n", "8", "-t", "0", "hello", models=models)
+    assert line not in short.stderr, "it kept nothing"
     silent, first, second = (
         generate("-n", "80", "-t", "0", "hello", *more, models=models) for more in (["--no-stats"], [], [])
     )

@@ -319,6 +319,7 @@ def test_a_run_begins_with_what_the_last_one_has_learnt() -> None:
     on, policy = machine("slope"), AutoLength()
     play(policy, on, text(0.9))
     learnt = policy.experience()
+    assert 0 < learnt.n_learnt == AutoLength(learnt).experience().n_learnt
     assert max(play(AutoLength(learnt), on, text(0.9, 1)).lengths[:4]) >= 3
     play(lost := AutoLength(), machine("steep", 12.0), text(0.3))
     again = play(AutoLength(lost.experience()), machine("steep", 12.0), text(0.3, 1))
